@@ -1,0 +1,29 @@
+"""Onestem: an LLM inference engine for prompts that share text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "OnestemError", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from onestem.errors import OnestemError
+    from onestem.llm import LLM
+    from onestem.request import RequestOutput, SamplingParams
+
+_HOMES = {
+    "LLM": "onestem.llm",
+    "OnestemError": "onestem.errors",
+    "RequestOutput": "onestem.request",
+    "SamplingParams": "onestem.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `onestem --help` and policy code need no torch."""
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'onestem' has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""The pool of KV pages: which are free, and how many runs refer to each of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from onestem.errors import CacheError
+
+__all__ = ["PagePool"]
+
+
+class PagePool:
+    """Pages 0..num_pages-1 of `page_size` slots.
+
+    A page is referred to by the runs whose tokens stand in it (several after a split), and goes
+    back when the last of them lets go. It is *held* while any of these runs is pinned: pages that
+    are neither free nor held can be had by evicting.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = np.ones(num_pages, bool)
+        self._num_free = num_pages
+        self._refs = np.zeros(num_pages, np.int32)
+        self._holds = np.zeros(num_pages, np.int32)
+        self._num_held = 0
+        self._next = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_available(self) -> int:
+        """Free pages and those that eviction can free."""
+        return self.num_pages - self._num_held
+
+    def pages_for(self, tokens: int, offset: int = 0) -> int:
+        """Pages that `tokens` tokens take from slot `offset` on."""
+        return -(-(offset + tokens) // self.page_size) if tokens > 0 else 0
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Take free pages, consecutive ones where there are such (a run that lies in consecutive
+        slots is read in place); if possible those behind page `after`."""
+        if count > self._num_free:
+            raise CacheError(f"{count} pages asked, {self._num_free} of {self.num_pages} are free")
+        pages = self._stretch(count, after)
+        self._free[pages] = False
+        self._num_free -= count
+        self._refs[pages] = 1
+        self._next = int(pages[-1] + 1) % self.num_pages if count else self._next
+        return [int(page) for page in pages]
+
+    def _stretch(self, count: int, after: int | None) -> np.ndarray:
+        for start in (after + 1 if after is not None else -1, self._next):
+            if 0 <= start and start + count <= self.num_pages and self._free[start : start + count].all():
+                return np.arange(start, start + count)
+        free = np.flatnonzero(self._free)
+        if count > 1:
+            span = free[count - 1 :] - free[: len(free) - count + 1]
+            best = int(np.argmin(span))
+            return free[best : best + count]
+        return free[:count]
+
+    def share(self, page: int, held: bool) -> None:
+        """A further run refers to a page (after a split)."""
+        self._refs[page] += 1
+        if held:
+            self.hold([page])
+
+    def release(self, pages: Iterable[int]) -> None:
+        """A run that is not pinned lets go of its pages."""
+        for page in pages:
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free[page] = True
+                self._num_free += 1
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """The run of these pages became pinned (or a pinned run got them)."""
+        for page in pages:
+            self._num_held += int(self._holds[page] == 0)
+            self._holds[page] += 1
+
+    def unhold(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holds[page] -= 1
+            self._num_held -= int(self._holds[page] == 0)
+
+    def check(self, runs: Iterable[tuple[list[int], bool]]) -> None:
+        """Raise `CacheError` unless the books agree with the given runs (pages, pinned)."""
+        refs = np.zeros(self.num_pages, np.int32)
+        holds = np.zeros(self.num_pages, np.int32)
+        for pages, pinned in runs:
+            np.add.at(refs, pages, 1)
+            if pinned:
+                np.add.at(holds, pages, 1)
+        if not np.array_equal(refs, self._refs) or not np.array_equal(refs == 0, self._free):
+            raise CacheError(
+                f"KV pages do not balance: {int((refs > 0).sum())} in runs + {self._num_free} free "
+                f"of {self.num_pages}"
+            )
+        if not np.array_equal(holds, self._holds) or int((holds > 0).sum()) != self._num_held:
+            raise CacheError(f"held KV pages do not balance: {int((holds > 0).sum())} by runs, {self._num_held} counted")
+        if int(self._free.sum()) != self._num_free:
+            raise CacheError(f"free KV pages do not balance: {int(self._free.sum())} marked, {self._num_free} counted")

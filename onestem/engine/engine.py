@@ -1,0 +1,486 @@
+"""The engine: requests in, steps, outputs. One loop for chat, jobs and scoring."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from torch import Tensor
+
+from onestem.cache import PagePool, PrefixCache
+from onestem.engine.detokenize import IncrementalDetokenizer
+from onestem.engine.grammar import GrammarCompiler
+from onestem.engine.inputs import LogitRow, StepInputs, build_inputs
+from onestem.engine.queue import FifoQueue, PlannedQueue, RequestQueue
+from onestem.engine.runner import Runner, ShareMode
+from onestem.engine.sampler import Sampler, SamplingRow, logprobs_of
+from onestem.engine.scheduler import Chunk, Scheduler
+from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import ConfigError, RequestError
+from onestem.models.config import GenerationDefaults
+from onestem.models.decoder import Decoder
+from onestem.ops import resolve
+from onestem.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+
+__all__ = ["Engine", "EngineStats"]
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made (or `reset_stats`).
+
+    `logical_prompt_tokens` counts each sequence's prompt, `processed_prompt_tokens` the prompt rows
+    computed (also those computed again after a set-back); `peak_kv_tokens` is the most KV memory
+    in use by running requests, in tokens; times are seconds.
+    """
+
+    requests: int = 0
+    steps: int = 0
+    logical_prompt_tokens: int = 0
+    processed_prompt_tokens: int = 0
+    output_tokens: int = 0
+    set_backs: int = 0
+    peak_kv_tokens: int = 0
+    host_seconds: float = 0.0
+    model_seconds: float = 0.0
+    sample_seconds: float = 0.0
+
+    @property
+    def saving(self) -> float:
+        """BatchLLM, eq. 1."""
+        if self.logical_prompt_tokens == 0:
+            return 0.0
+        return 1 - self.processed_prompt_tokens / self.logical_prompt_tokens
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "saving": self.saving}
+
+
+class Engine:
+    """Answers requests with one model.
+
+    Args:
+        decoder: the model.
+        tokenizer: None for a model without one: prompts are token ids and there is no text.
+        defaults: the model's sampling defaults and end-of-sequence ids.
+        share: `full`; `storage` (prefixes stored once, read by each sequence); `off` (nothing
+            shared); `no-attention` (the ceiling: answers mean nothing).
+        num_pages, page_size: KV memory.
+        max_model_len: most tokens of prompt and answer; None: the model's limit or what fits.
+        max_step_tokens: most prompt rows of a step.
+        impl: attention implementation.
+        seed: source of seeds for requests that have none; None draws from the system.
+    """
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer | None, defaults: GenerationDefaults, *,
+        num_pages: int, page_size: int = 16, share: ShareMode = "full",
+        max_model_len: int | None = None, max_step_tokens: int = 512, impl: str = "auto",
+        seed: int | None = None,
+    ) -> None:
+        if share not in ("full", "storage", "off", "no-attention"):
+            raise ConfigError(f"share is {share!r}, expected full, storage, off or no-attention")
+        for name, value in (("page_size", page_size), ("num_pages", num_pages), ("max_step_tokens", max_step_tokens)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}, expected at least 1")
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.share = share
+        self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
+        self.impl = resolve(impl, decoder.device)
+        self.stats = EngineStats()
+        self._runner = Runner(decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share)
+        self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
+        self._fifo = FifoQueue()
+        self.scheduler = Scheduler(
+            self.cache, self._fifo, self._open, max_step_tokens=max_step_tokens
+        )
+        self._sampler = Sampler(decoder.config.vocab_size, defaults)
+        self._grammars = GrammarCompiler(tokenizer, decoder.config.vocab_size) if tokenizer else None
+        self._states: dict[str, RequestState] = {}
+        self._seed = seed
+        self._drawn = 0
+
+    # ----------------------------------------------------------------------------- requests
+
+    def validate(self, request: Request) -> None:
+        """Raise `RequestError` for a request that can never be answered."""
+        params, ids = request.params, request.prompt_token_ids
+        if len(ids) == 0:
+            raise RequestError("prompt is empty: expected at least one token")
+        if len(ids) + 1 > self.max_model_len:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens, limit is {self.max_model_len - 1} (and one to answer): "
+                "shorten the prompt or raise max_model_len or kv_memory"
+            )
+        vocab = self.decoder.config.vocab_size
+        array_ids = np.asarray(ids)
+        if array_ids.min() < 0 or array_ids.max() >= vocab:
+            bad = int(array_ids[(array_ids < 0) | (array_ids >= vocab)][0])
+            raise RequestError(f"prompt has token id {bad}, expected ids from 0 to {vocab - 1}")
+        for name in ("stop_token_ids", "logit_bias"):
+            worst = max(getattr(params, name) or (0,))
+            if worst >= vocab:
+                raise RequestError(f"{name} has token id {worst}, expected ids below {vocab}")
+        needs_text = [name for name in ("stop", "choices", "response_format") if getattr(params, name)]
+        if self.tokenizer is None and needs_text:
+            raise RequestError(f"{needs_text[0]} needs a tokenizer, and this model directory has none")
+        if params.choices:
+            self._check_choices(request)
+        if params.response_format and self._grammars is not None:
+            self._grammars.compile(params.response_format)
+
+    def _check_choices(self, request: Request) -> None:
+        longest = max(len(ids) for ids in self._choice_ids(request))
+        if len(request.prompt_token_ids) + longest > self.max_model_len:
+            raise RequestError(
+                f"prompt and choice have {len(request.prompt_token_ids) + longest} tokens, limit is "
+                f"{self.max_model_len}: shorten them or raise max_model_len"
+            )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; its outputs come from `step`."""
+        if request.request_id in self._states or any(
+            waiting.request_id == request.request_id for waiting in self._fifo
+        ):
+            raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
+        self.validate(request)
+        self._fifo.push(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its pages are free at once. None if it is not here."""
+        waiting = self._fifo.remove(request_id)
+        if waiting is not None:
+            outputs = [CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort")
+                       for i in range(waiting.params.n)]
+            return RequestOutput(request_id=request_id, prompt=waiting.prompt, outputs=outputs,
+                                 prompt_token_ids=waiting.prompt_token_ids, finished=True)
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        for sequence in state.sequences:
+            if sequence.finish_reason is None:
+                self._finish(sequence, "abort")
+        return self._output(state)
+
+    def has_unfinished(self) -> bool:
+        return not self.scheduler.idle()
+
+    def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Answer requests in the given order, read as there is room for them; yield each as it
+        finishes. Requests of a planned group must follow each other."""
+        previous = self.scheduler.queue
+        self.scheduler.queue = PlannedQueue(map(self._validated, requests))
+        try:
+            while self.has_unfinished():
+                yield from (output for output in self.step() if output.finished)
+        finally:
+            for request_id in list(self._states):
+                self.abort(request_id)
+            self.scheduler.queue = previous
+            self.scheduler.release_groups()
+
+    def _validated(self, request: Request) -> Request:
+        self.validate(request)
+        return request
+
+    def _open(self, request: Request) -> list[Sequence]:
+        """Make a request's sequences: one that computes the prompt for all n, unless nothing is
+        shared; one for each choice."""
+        state = RequestState(request, self._seed_of(request), RequestMetrics(
+            num_prompt_tokens=len(request.prompt_token_ids), arrival_time=time.monotonic(),
+        ))
+        self._states[request.request_id] = state
+        self.stats.requests += 1
+        if request.params.choices:
+            state.sequences = [self._scoring(state, i, ids) for i, ids in enumerate(self._choice_ids(request))]
+        else:
+            count = request.params.n if self.share == "off" else 1
+            state.sequences = [self._sequence(state, i) for i in range(count)]
+            state.forked = count == request.params.n
+        self.stats.logical_prompt_tokens += len(request.prompt_token_ids) * max(
+            len(state.sequences), request.params.n
+        )
+        return list(state.sequences)
+
+    def _seed_of(self, request: Request) -> int:
+        if request.params.seed is not None:
+            return request.params.seed
+        if self._seed is None:
+            return secrets.randbits(63)
+        self._drawn += 1
+        return (self._seed * 1_000_003 + self._drawn) % 2**63
+
+    def _sequence(self, state: RequestState, index: int) -> Sequence:
+        request, params = state.request, state.request.params
+        sequence = Sequence(state, index, array("i", request.prompt_token_ids))
+        if index == 0:
+            starts = [s for s in (request.score_from, 1 if params.prompt_logprobs is not None else None) if s]
+            sequence.score_from = min(starts, default=None)
+        if self.tokenizer is not None and (params.stop or request.stream):
+            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, params)
+        if params.response_format is not None and self._grammars is not None:
+            sequence.grammar = self._grammars.compile(params.response_format)
+        return sequence
+
+    def _choice_ids(self, request: Request) -> list[list[int]]:
+        assert self.tokenizer is not None and request.params.choices is not None
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in request.params.choices]
+
+    def _scoring(self, state: RequestState, index: int, ids: list[int]) -> Sequence:
+        sequence = Sequence(state, index, array("i", [*state.request.prompt_token_ids, *ids]))
+        sequence.num_prompt = len(state.request.prompt_token_ids)
+        sequence.score_from = sequence.num_prompt
+        sequence.score_only = True
+        return sequence
+
+    # ----------------------------------------------------------------------------- a step
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; outputs of requests that finished in it or that stream."""
+        started = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        inputs = build_inputs(
+            chunks, page_size=self.cache.pool.page_size, windows=self._runner.windows,
+            version=self.scheduler.version, share=self.share != "storage",
+        )
+        prepared = self._runner.prepare(inputs)
+        built = time.perf_counter()
+        logits = self._runner.run(inputs, prepared)
+        computed = time.perf_counter()
+        touched = self._commit(chunks, inputs, logits)
+        self._count(chunks, built - started, computed - built, time.perf_counter() - computed)
+        return [self._output(state) for state in touched if state.finished or state.request.stream]
+
+    def _count(self, chunks: list[Chunk], host: float, model: float, sample: float) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.host_seconds += host
+        stats.model_seconds += model
+        stats.sample_seconds += sample
+        stats.set_backs = self.scheduler.num_set_backs
+        pool = self.cache.pool
+        stats.peak_kv_tokens = max(stats.peak_kv_tokens, pool.num_held * pool.page_size)
+
+    def _commit(self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor) -> list[RequestState]:
+        """Take the step's results; the requests that have news, each once."""
+        now = time.monotonic()
+        for chunk in chunks:
+            metrics = chunk.sequence.state.metrics
+            rows = max(0, min(chunk.end, chunk.sequence.num_prompt) - chunk.start)
+            metrics.num_computed_tokens += rows
+            self.stats.processed_prompt_tokens += rows
+            metrics.first_scheduled_time = metrics.first_scheduled_time or now
+        touched: dict[RequestState, None] = {}
+        self._score(inputs.wanted, logits, touched)
+        self._sample(inputs.wanted, logits, touched)
+        return list(touched)
+
+    def _score(self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]) -> None:
+        rows = [i for i, row in enumerate(wanted) if not row.samples]
+        if not rows:
+            return
+        targets = [wanted[i].sequence.tokens[wanted[i].index + 1] for i in rows]
+        most = max(self._num_alternatives(wanted[i].sequence) for i in rows)
+        for i, target, entry in zip(rows, targets, logprobs_of(logits[rows], targets, most), strict=True):
+            self._note_score(wanted[i], target, entry)
+            sequence = wanted[i].sequence
+            if sequence.score_only and wanted[i].index + 2 == len(sequence.tokens):
+                self._finish(sequence, "stop")
+                touched[sequence.state] = None
+
+    def _num_alternatives(self, sequence: Sequence) -> int:
+        params = sequence.state.request.params
+        if sequence.score_only:
+            return params.logprobs or 0
+        return params.prompt_logprobs or 0
+
+    def _note_score(self, row: LogitRow, target: int, entry: TokenLogprobs) -> None:
+        most = self._num_alternatives(row.sequence)
+        kept = {t: p for rank, (t, p) in enumerate(entry.items()) if rank < most or t == target}
+        row.sequence.scores[row.index + 1] = entry[target]
+        if not row.sequence.score_only:
+            row.sequence.state.prompt_logprobs[row.index + 1] = kept
+        else:
+            row.sequence.logprobs.append(kept)
+
+    def _sample(self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]) -> None:
+        rows: list[int] = []
+        sequences: list[Sequence] = []
+        for i, row in enumerate(wanted):
+            if row.samples:
+                forks = self._fork(row.sequence)
+                sequences.extend(forks)
+                rows.extend([i] * len(forks))
+        if not rows:
+            return
+        same = rows == list(range(len(wanted)))
+        sampled = self._sampler.sample(logits if same else logits[rows], [self._row(s) for s in sequences])
+        for sequence, token, entry in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+            self._accept(sequence, token, entry)
+            touched[sequence.state] = None
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The sequences that sample from this row: at the prompt's end all n of a request."""
+        state = sequence.state
+        if state.forked:
+            return [sequence]
+        state.forked = True
+        for index in range(1, state.request.params.n):
+            child = self._sequence(state, index)
+            child.score_from = None
+            self.scheduler.fork(sequence, child)
+            state.sequences.append(child)
+        # The parent last: its run may grow again once the others have branched off and ended.
+        return [*state.sequences[1:], sequence]
+
+    def _row(self, sequence: Sequence) -> SamplingRow:
+        params = sequence.state.request.params
+        eos = () if params.ignore_eos else self.defaults.eos_token_ids
+        return SamplingRow(
+            params=params, seed=sequence.state.seed, sequence_index=sequence.index,
+            token_index=sequence.num_output, prompt_token_ids=sequence.state.request.prompt_token_ids,
+            output_token_ids=sequence.output_ids, stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            allowed_mask=sequence.grammar.fill_mask() if sequence.grammar is not None else None,
+        )
+
+    def _accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None) -> None:
+        """Append a sampled token and see whether it ends the sequence."""
+        metrics = sequence.state.metrics
+        metrics.num_output_tokens += 1
+        metrics.first_token_time = metrics.first_token_time or time.monotonic()
+        self.stats.output_tokens += 1
+        self.scheduler.append(sequence, token)
+        if entry is not None:
+            sequence.logprobs.append(entry)
+            sequence.cumulative_logprob += entry[token]
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token)
+        reason = self._ending(sequence, token)
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.state.request.params
+        may_stop = sequence.num_output >= params.min_tokens
+        if may_stop and not params.ignore_eos and token in self.defaults.eos_token_ids:
+            return "stop"
+        if may_stop and token in params.stop_token_ids:
+            sequence.stop_reason = token
+            return "stop"
+        if sequence.detokenizer is not None:
+            sequence.text += sequence.detokenizer.append(token, check_stop=may_stop)
+            if sequence.detokenizer.stop_reason is not None:
+                sequence.stop_reason = sequence.detokenizer.stop_reason
+                return "stop"
+        if sequence.grammar is not None and sequence.grammar.is_finished:
+            return "stop"
+        if params.max_tokens is not None and sequence.num_output >= params.max_tokens:
+            return "length"
+        return "length" if len(sequence.tokens) >= self.max_model_len else None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        if sequence.detokenizer is not None and sequence.stop_reason is None:
+            sequence.text += sequence.detokenizer.finish()
+        elif self.tokenizer is not None and sequence.detokenizer is None:
+            skip = sequence.state.request.params.skip_special_tokens
+            sequence.text = self.tokenizer.decode(self._visible_ids(sequence), skip_special_tokens=skip)
+        self.scheduler.finish(sequence)
+        state = sequence.state
+        if state.finished:
+            state.metrics.finished_time = time.monotonic()
+            del self._states[state.request.request_id]
+
+    def _visible_ids(self, sequence: Sequence) -> list[int]:
+        """Ids that make the text: not the one that ended it."""
+        ids = sequence.output_ids.tolist()
+        ended = sequence.finish_reason == "stop" and not sequence.score_only and ids
+        return ids[:-1] if ended and self._ends(sequence, ids[-1]) else ids
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        params = sequence.state.request.params
+        return token in params.stop_token_ids or (
+            not params.ignore_eos and token in self.defaults.eos_token_ids
+        )
+
+    # ----------------------------------------------------------------------------- outputs
+
+    def _output(self, state: RequestState) -> RequestOutput:
+        request = state.request
+        metrics = state.metrics
+        metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
+        outputs = [self._best_choice(state)] if request.params.choices else [
+            self._completion(sequence) for sequence in sorted(state.sequences, key=lambda s: s.index)
+        ]
+        scores = state.prompt_logprobs
+        wanted = request.params.prompt_logprobs is not None or request.score_from is not None
+        prompt_logprobs = [scores.get(i) for i in range(metrics.num_prompt_tokens)] if wanted else None
+        return RequestOutput(
+            request_id=request.request_id, prompt=request.prompt, outputs=outputs,
+            prompt_token_ids=request.prompt_token_ids, finished=state.finished,
+            prompt_logprobs=prompt_logprobs, metrics=metrics,
+        )
+
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        params = sequence.state.request.params
+        asked = params.logprobs is not None
+        return CompletionOutput(
+            index=sequence.index, text=sequence.text, token_ids=sequence.output_ids.tolist(),
+            cumulative_logprob=sequence.cumulative_logprob if asked else None,
+            logprobs=sequence.logprobs if asked else None,
+            finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason,
+        )
+
+    def _best_choice(self, state: RequestState) -> CompletionOutput:
+        """The choice whose tokens are most probable together; the first of equals."""
+        params = state.request.params
+        if not all(s.finish_reason == "stop" for s in state.sequences):
+            return CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")
+        totals = [sum(sequence.scores.values()) for sequence in state.sequences]
+        best = max(range(len(totals)), key=lambda i: totals[i])
+        sequence = state.sequences[best]
+        assert params.choices is not None
+        return CompletionOutput(
+            index=0, text=params.choices[best], token_ids=sequence.output_ids.tolist(),
+            cumulative_logprob=totals[best], finish_reason="stop", choice=best,
+            logprobs=sequence.logprobs if params.logprobs is not None else None,
+        )
+
+    # ----------------------------------------------------------------------------- books
+
+    def check(self) -> None:
+        """Raise `CacheError` unless KV memory balances: free + cached == total."""
+        self.cache.check()
+
+    def reset_stats(self) -> None:
+        self.stats = EngineStats()
+        self.scheduler.num_set_backs = 0
+
+
+def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:
+    limit = decoder.config.max_position_embeddings
+    if asked is None:
+        return min(limit, capacity)
+    if asked < 2 or asked > limit:
+        raise ConfigError(f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)")
+    if asked > capacity:
+        raise ConfigError(
+            f"max_model_len is {asked}, KV memory holds {capacity} tokens: raise kv_memory or lower max_model_len"
+        )
+    return asked

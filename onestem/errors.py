@@ -1,0 +1,43 @@
+"""Errors that name the thing, the limit and the way out.
+
+A caller's mistake raises `OnestemError` (or a subclass). The command line prints its one line and
+exits with 2; nothing else in the package catches it to go on as if nothing had happened.
+"""
+
+__all__ = [
+    "CacheError",
+    "ConfigError",
+    "JobError",
+    "OnestemError",
+    "RequestError",
+    "UnsupportedError",
+    "WeightsError",
+]
+
+
+class OnestemError(Exception):
+    """Base of every error that a caller can cause. Its text is one line for a person."""
+
+
+class RequestError(OnestemError, ValueError):
+    """A request that can never be answered as it stands (too long, a bad parameter)."""
+
+
+class ConfigError(OnestemError, ValueError):
+    """A model configuration or an engine option that does not make sense."""
+
+
+class UnsupportedError(OnestemError):
+    """Something that exists elsewhere and not here: refused, never approximated."""
+
+
+class WeightsError(OnestemError):
+    """Missing, unknown or misshapen tensors in a model directory."""
+
+
+class JobError(OnestemError):
+    """An offline job that cannot start or go on (a foreign output file, an unreadable input)."""
+
+
+class CacheError(OnestemError):
+    """KV memory that cannot hold what is asked, or whose books do not balance."""

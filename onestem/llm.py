@@ -1,0 +1,250 @@
+"""`LLM`: what Python users hold. Names as in vLLM's offline interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onestem.engine.engine import Engine
+from onestem.engine.runner import ShareMode
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import ConfigError, RequestError
+from onestem.models.config import GenerationDefaults, ModelConfig
+from onestem.models.weights import load_decoder
+from onestem.planner import JobPlan, plan_job
+from onestem.request import Request, RequestOutput, SamplingParams
+
+__all__ = ["EMBEDDED", "LLM", "find_model", "parse_memory"]
+
+EMBEDDED = "embedded"
+"""Name of the model that ships with the package."""
+
+Prompt = str | Sequence[int]
+GIB = 2**30
+
+
+class LLM:
+    """A model and the engine that runs it.
+
+    Args:
+        model: a Hugging Face directory, a hub name, or `embedded`.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
+        dtype: `auto` (the model's own; float32 on a CPU that has no bf16 instructions), `float32`,
+            `bfloat16`, `float16`.
+        kv_memory: bytes of KV memory, as a number or like `"2GiB"`; `auto`: 90% of what is free on
+            a GPU, the lesser of 4 GiB and a quarter of the RAM on a CPU.
+        max_model_len: most tokens of prompt and answer; None: the model's, or what fits.
+        share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
+        page_size: tokens in a page of KV memory.
+        max_step_tokens: most prompt tokens of a step; None: 512 on a CPU, 8192 on a GPU.
+        impl: attention implementation, `auto` for the fastest there is.
+        random_weights: make the weights up (a directory with only a config will do).
+        seed: where seeds of requests without one come from.
+
+    Raises:
+        OnestemError: with one line that says what is wrong and the way out.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] = EMBEDDED, *, device: str = "auto", dtype: str = "auto",
+        kv_memory: str | int = "auto", max_model_len: int | None = None, share: ShareMode = "full",
+        page_size: int = 16, max_step_tokens: int | None = None, impl: str = "auto",
+        random_weights: bool = False, seed: int | None = None,
+    ) -> None:
+        self.path = find_model(model)
+        self.config = ModelConfig.from_directory(self.path)
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, self.config, self.device)
+        self.decoder = load_decoder(
+            self.path, dtype=self.dtype, device=self.device, random_weights=random_weights
+        )
+        self.tokenizer = Tokenizer.from_directory(self.path)
+        if max_step_tokens is None:
+            max_step_tokens = 512 if self.device.type == "cpu" else 8192
+        memory = kv_memory_bytes(kv_memory, self.device)
+        num_pages = memory // (self.decoder.kv_bytes_per_token * page_size)
+        if num_pages < 1:
+            raise ConfigError(
+                f"kv_memory is {memory} bytes, a page of {page_size} tokens takes "
+                f"{self.decoder.kv_bytes_per_token * page_size}: raise kv_memory"
+            )
+        self.engine = Engine(
+            self.decoder, self.tokenizer, GenerationDefaults.from_directory(self.path),
+            num_pages=num_pages, page_size=page_size, share=share, max_model_len=max_model_len,
+            max_step_tokens=max_step_tokens, impl=impl, seed=seed,
+        )
+        self.last_plan: JobPlan | None = None
+        self._count = 0
+
+    # ----------------------------------------------------------------------------- offline
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
+
+        `params` is one for all or one each.
+        """
+        many = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        ids = self.tokenize([prompt for prompt in many])  # type: ignore[misc]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
+        return self._answer(ids, texts, params)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template."""
+        if len(messages) == 0:
+            return []
+        many = [messages] if isinstance(messages[0], Mapping) else messages
+        tokenizer = self._need_tokenizer("chat")
+        ids = [tokenizer.apply_chat_template(list(conversation)) for conversation in many]  # type: ignore[arg-type]
+        return self._answer(ids, [None] * len(ids), params)
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Answer requests in the order given, read as there is room; yield each as it finishes."""
+        return self.engine.run(requests)
+
+    def plan(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> JobPlan:
+        """Groups and order for prompts that are all known."""
+        lengths = [p.max_tokens or 1 for p in params]
+        return plan_job(prompts, output_lengths=lengths, kv_budget_tokens=self.kv_tokens)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that KV memory holds."""
+        pool = self.engine.cache.pool
+        return pool.num_pages * pool.page_size
+
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+        """Token ids of prompts; those that are ids already stay as they are."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._need_tokenizer("text").encode_batch(texts) if texts else ())
+        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+
+    def _answer(
+        self, ids: list[Sequence[int]], texts: Sequence[str | None],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        each = _params_for(params, len(ids))
+        requests = [self._request(i, t, p) for i, t, p in zip(ids, texts, each, strict=True)]
+        for request in requests:
+            self.engine.validate(request)
+        if not requests:
+            return []
+        self.last_plan = plan = self.plan(ids, each)
+        position = {request.request_id: i for i, request in enumerate(requests)}
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        for output in self.engine.run(planned(requests, plan)):
+            outputs[position[output.request_id]] = output
+        return [output for output in outputs if output is not None]
+
+    def _request(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> Request:
+        self._count += 1
+        return Request(request_id=f"request-{self._count}", prompt_token_ids=ids, prompt=text, params=params)
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and {self.path} has none: give token ids")
+        return self.tokenizer
+
+
+def planned(requests: Sequence[Request], plan: JobPlan) -> Iterator[Request]:
+    """The requests in planned order, each told its group."""
+    for index in plan.order.tolist():
+        group = int(plan.group_of[index])
+        yield dataclasses.replace(
+            requests[index], group=group, group_prefix_tokens=plan.groups[group].prefix_tokens
+        )
+
+
+def _is_ids(prompts: object) -> bool:
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters for {count} prompts: give one, or one each")
+    return list(params)
+
+
+def find_model(model: str | os.PathLike[str]) -> Path:
+    """The directory of a model: the embedded one, a directory, or a name on the hub."""
+    if str(model) == EMBEDDED:
+        return Path(__file__).parent / "embedded" / "model"
+    path = Path(model)
+    if path.is_dir():
+        return path
+    name = str(model)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ConfigError(f"model {name!r} is no directory and no hub name (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        ))
+    except Exception as error:  # many kinds: offline, unknown name, no access
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model {name!r} is no directory and could not be fetched from the hub: {reason}") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")
+    return device
+
+
+def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        name = "float32" if slow else config.torch_dtype
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype is {name!r}, expected auto, float32, bfloat16 or float16")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def parse_memory(size: str | int) -> int:
+    """Bytes of `1073741824`, `"512MiB"`, `"2GiB"`, `"2G"` (binary), `"500MB"`, `"2GB"` (decimal)."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"memory size is {size!r}, expected a number of bytes or like 512MiB, 2GiB, 2GB")
+    number, prefix, binary, unit = match.groups()
+    base = 1000 if unit and not binary else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def kv_memory_bytes(size: str | int, device: torch.device) -> int:
+    """Bytes of KV memory to take on a device."""
+    if size != "auto":
+        return parse_memory(size)
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(4 * GIB, ram // 4)
+
+

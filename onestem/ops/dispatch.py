@@ -1,0 +1,103 @@
+"""`attention`: one call for every shape of sharing, and which implementation runs it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.plan import AttentionPlan
+from onestem.ops.reference import ReferenceAttention
+from onestem.ops.state import State
+from onestem.ops.torch_impl import TorchAttention
+
+__all__ = ["AttentionImpl", "PreparedAttention", "attention", "available", "resolve"]
+
+
+class PreparedAttention(Protocol):
+    """A plan made ready for one device; serves all layers of a step."""
+
+    def attend(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, *,
+        scale: float | None = None, alibi_slopes: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> State: ...
+
+
+class AttentionImpl(Protocol):
+    """A way to compute attention over plans."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedAttention:
+        """Turn a plan into work items. `share=False` reads a shared run once per row set that
+        belongs to one sequence, as an engine with a prefix cache but no shared attention does."""
+        ...
+
+
+_IMPLS: dict[str, AttentionImpl] = {"reference": ReferenceAttention(), "torch": TorchAttention()}
+
+
+def available() -> tuple[str, ...]:
+    """Names of the implementations that can run here."""
+    return tuple(_IMPLS)
+
+
+def resolve(name: str = "auto", device: torch.device | str = "cpu") -> AttentionImpl:
+    """The implementation of a name. `auto` is the fastest that runs on the device; a named one
+    that cannot run raises `UnsupportedError`."""
+    if name == "auto":
+        return _IMPLS["torch"]
+    if name in ("cpu", "triton"):
+        raise UnsupportedError(f"attention implementation {name!r} is not built, use one of: {', '.join(_IMPLS)}")
+    if name not in _IMPLS:
+        raise ConfigError(f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}")
+    return _IMPLS[name]
+
+
+def attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, *,
+    scale: float | None = None, alibi_slopes: Tensor | None = None, softcap: float | None = None,
+    impl: str = "auto",
+) -> State:
+    """Attention of each query row over what the plan shows it.
+
+    Args:
+        q: `[num_rows, num_q_heads, head_dim]`.
+        k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype; query head h
+            reads KV head `h // (num_q_heads / num_kv_heads)`.
+        plan: the rows' spans.
+        scale: factor on the scores, default `1 / sqrt(head_dim)`.
+        alibi_slopes: float32 `[num_q_heads]`; adds `slope * (p_key - p_row)` to the scores.
+        softcap: scores become `softcap * tanh(score / softcap)` before ALiBi.
+        impl: `auto`, or the name of an implementation.
+
+    Returns:
+        `State(out, lse)`: out in q's dtype (float64 from the reference), lse natural log.
+    """
+    _check_shapes(q, k_pages, v_pages, plan)
+    prepared = resolve(impl, q.device).prepare(plan)
+    return prepared.attend(
+        q, k_pages, v_pages, scale=scale, alibi_slopes=alibi_slopes, softcap=softcap
+    )
+
+
+def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
+    if q.dim() != 3 or q.shape[0] != plan.num_rows:
+        raise ConfigError(f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]")
+    if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[1] != plan.page_size:
+        raise ConfigError(
+            f"pages have shapes {tuple(k_pages.shape)} and {tuple(v_pages.shape)}, "
+            f"expected [num_pages, {plan.page_size}, num_kv_heads, head_dim] twice"
+        )
+    if k_pages.shape[3] != q.shape[2] or q.shape[1] % k_pages.shape[2] != 0:
+        raise ConfigError(
+            f"q has {q.shape[1]} heads of {q.shape[2]}, pages have {k_pages.shape[2]} of "
+            f"{k_pages.shape[3]}: expected one head_dim and a multiple of the KV heads"
+        )
+    if not q.dtype == k_pages.dtype == v_pages.dtype:
+        raise ConfigError(f"q is {q.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}, expected one dtype")
+    plan.check()

@@ -1,0 +1,246 @@
+"""What a user asks and what comes back: plain values, no torch.
+
+A *request* is what the user sent; a *sequence* is one continuation of it (a request with n = 4 has
+four). Field names are those that users of vLLM and of OpenAI's API know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from onestem.errors import RequestError
+
+__all__ = [
+    "CompletionOutput",
+    "FinishReason",
+    "Request",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprobs",
+]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# token id -> natural-log probability, highest first; the sampled (or given) token is always in it.
+TokenLogprobs = Mapping[int, float]
+
+MAX_LOGPROBS = 100
+
+
+def _check(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} is {value!r}, expected {limit}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    `None` in `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` means the model's
+    own default (`generation_config.json`), or, where that is silent: 1.0, off, 1.0, 0.0, 1.0.
+
+    Attributes:
+        n: sequences to sample; they share the prompt's KV.
+        max_tokens: most tokens to sample; `None`: up to the model's length.
+        min_tokens: end-of-sequence and stop conditions cannot hold before so many tokens.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1: all.
+        top_p: keep the smallest set with this probability mass.
+        min_p: keep tokens with at least `min_p` times the top token's probability.
+        presence_penalty, frequency_penalty: OpenAI's, over the sampled tokens; -2..2.
+        repetition_penalty: over prompt and sampled tokens; > 0, 1 is off.
+        seed: random numbers are a function of (seed, sequence index, token index) alone.
+            `None`: the engine draws one per request; jobs derive it from the request's id.
+        stop: strings that end the sequence; cut from the text.
+        stop_token_ids: further ids that end the sequence.
+        ignore_eos: go on after an end-of-sequence token.
+        logprobs: for each sampled token, so many alternatives (0: only its own).
+        prompt_logprobs: the same for the prompt's tokens (their first has none).
+        logit_bias: token id -> number added to its logit, -100..100.
+        choices: pick the most probable of these texts instead of sampling.
+        response_format: OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`,
+            `{"type": "json_object"}` or `{"type": "text"}`.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string at the text's end.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    choices: Sequence[str] | None = None
+    response_format: Mapping[str, Any] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
+        self._check_counts()
+        self._check_probabilities()
+        self._check_texts()
+
+    def _check_counts(self) -> None:
+        _check(_is_int(self.n) and 1 <= self.n <= 1024, "n", self.n, "an integer from 1 to 1024")
+        _check(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens", self.max_tokens, "an integer of at least 1, or None",
+        )
+        _check(
+            _is_int(self.min_tokens) and self.min_tokens >= 0,
+            "min_tokens", self.min_tokens, "an integer of at least 0",
+        )
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})",
+        )
+        _check(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed", self.seed, "a 64-bit integer or None",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(
+                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+                name, value, f"an integer from 0 to {MAX_LOGPROBS}, or None",
+            )
+
+    def _check_probabilities(self) -> None:
+        def number(name: str, low: float, high: float, limit: str, *, open_low: bool = False) -> None:
+            value = getattr(self, name)
+            if value is None:
+                return
+            ok = _is_number(value) and low <= value <= high and not (open_low and value == low)
+            _check(ok, name, value, limit)
+
+        number("temperature", 0.0, 100.0, "a number from 0 to 100")
+        number("top_p", 0.0, 1.0, "a number above 0 and at most 1", open_low=True)
+        number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
+        number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
+        number("repetition_penalty", 0.0, 100.0, "a number above 0 and at most 100", open_low=True)
+        _check(
+            self.top_k is None or (_is_int(self.top_k) and self.top_k >= -1),
+            "top_k", self.top_k, "an integer of at least -1 (0 and -1: off), or None",
+        )
+        for token, bias in (self.logit_bias or {}).items():
+            _check(_is_int(token) and token >= 0, "logit_bias key", token, "a token id")
+            _check(
+                _is_number(bias) and -100 <= bias <= 100,
+                f"logit_bias[{token}]", bias, "a number from -100 to 100",
+            )
+
+    def _check_texts(self) -> None:
+        assert isinstance(self.stop, tuple)
+        for text in self.stop:
+            _check(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
+        for token in self.stop_token_ids:
+            _check(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids")
+        if self.choices is not None:
+            _check(len(self.choices) >= 1, "choices", self.choices, "at least one text")
+            for text in self.choices:
+                _check(isinstance(text, str) and text != "", "choices", text, "non-empty texts")
+            _check(len(set(self.choices)) == len(self.choices), "choices", self.choices, "different texts")
+            _check(self.n == 1, "n", self.n, "1 together with choices")
+            _check(self.response_format is None, "response_format", self.response_format, "None together with choices")
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, tokenised, and how to continue it.
+
+    Attributes:
+        request_id: unique among the requests an engine holds.
+        prompt_token_ids: at least one id, BOS included where the model wants it.
+        params: see `SamplingParams`; `seed` is set by whoever makes the request.
+        prompt: the text, if there was one (only handed back).
+        stream: also return unfinished outputs from each step that sampled for it.
+        score_from: if set, log-probabilities of the prompt's tokens from this index on are
+            computed (and what lies before may come from the cache up to `score_from - 1`).
+        group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
+            cache until the group's last member has finished.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt: str | None = None
+    stream: bool = False
+    score_from: int | None = None
+    group: int | None = None
+    group_prefix_tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class RequestMetrics:
+    """What a request cost. Times are seconds of `time.monotonic()`."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_set_backs: int = 0
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One sequence's answer. `logprobs[i]` belongs to `token_ids[i]`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    choice: int | None = None
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """A request's answers; `finished` once each of its sequences has a `finish_reason`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

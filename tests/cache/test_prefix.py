@@ -1,0 +1,189 @@
+"""Pages and runs: nothing is lost, nothing is freed while it is held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from onestem.cache import PagePool, PrefixCache, Run
+from onestem.errors import CacheError
+
+
+def ids(tokens) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def compute(cache: PrefixCache, run: Run) -> bool:
+    """Write the KV of a whole path."""
+    for node in run.path():
+        if not cache.reserve(node, len(node.tokens)):
+            return False
+        node.computed = len(node.tokens)
+    return True
+
+
+def test_pages_come_in_stretches():
+    pool = PagePool(10, 4)
+    first = pool.allocate(3)
+    assert first == [0, 1, 2]
+    assert pool.allocate(2, after=2) == [3, 4]
+    pool.release([1])
+    assert pool.allocate(5) == [5, 6, 7, 8, 9]
+    assert pool.num_free == 1
+    with pytest.raises(CacheError, match="2 pages asked, 1 of 10"):
+        pool.allocate(2)
+
+
+def test_split_inside_a_page_shares_it():
+    cache = PrefixCache(PagePool(8, 4))
+    a = cache.attach(ids(range(10)), 9, "a")
+    assert compute(cache, a)
+    assert len(a.pages) == 3
+    b = cache.attach(ids([*range(6), 50, 51]), 7, "b")
+    upper = a.parent
+    assert upper is b.parent
+    assert (upper.pages, upper.offset) == ([0, 1], 0)
+    assert (a.pages, a.offset) == ([1, 2], 2)
+    assert upper.slots(4, 6).tolist() == [4, 5]
+    assert a.slots(0, 3).tolist() == [6, 7, 8]
+    assert compute(cache, b)
+    assert b.pages == [3]
+    cache.check()
+    for run in (a, b):
+        cache.unpin(run)
+    cache.check()
+    cache.clear()
+    cache.check()
+    assert cache.pool.num_free == 8
+
+
+def test_held_pages_are_never_evicted():
+    cache = PrefixCache(PagePool(4, 4))
+    a = cache.attach(ids(range(8)), 7, "a")
+    assert compute(cache, a)
+    b = cache.attach(ids(range(100, 112)), 11, "b")
+    assert not cache.reserve(b, 12)
+    cache.unpin(a)
+    assert cache.pool.num_available == 4
+    assert cache.reserve(b, 12)
+    assert cache.pool.num_free == 1
+    cache.check()
+
+
+def test_least_recently_used_goes_first():
+    cache = PrefixCache(PagePool(3, 4))
+    runs = [cache.attach(ids([10 * i + j for j in range(4)]), 3, i) for i in range(3)]
+    for run in runs:
+        assert compute(cache, run)
+    for run in (runs[1], runs[0], runs[2]):
+        cache.unpin(run)
+    again = cache.attach(ids([10, 11, 12, 13, 99]), 4, "again")
+    assert again.start == 4
+    cache.unpin(again)
+    assert cache.make_room(1)
+    assert cache.tree.holds(runs[1])
+    assert not cache.tree.holds(runs[0])
+
+
+def test_unfinished_tokens_are_forgotten():
+    cache = PrefixCache(PagePool(4, 4))
+    a = cache.attach(ids(range(8)), 7, "a")
+    assert cache.reserve(a, 5)
+    a.computed = 5
+    cache.disown(a, "a")
+    cache.unpin(a)
+    assert list(a.tokens) == list(range(5))
+    node, matched = cache.tree.match(ids(range(8)))
+    assert matched == 5
+    assert node is a
+
+
+def test_identical_prompts_compute_their_last_token_each():
+    cache = PrefixCache(PagePool(4, 4))
+    a = cache.attach(ids(range(6)), 5, "a")
+    b = cache.attach(ids(range(6)), 5, "b")
+    assert b.start == 5
+    assert not cache.tree.holds(b)
+    assert a.parent is b.parent
+    cache.unpin(a)
+    cache.unpin(b)
+    cache.check()
+
+
+class Traffic(RuleBasedStateMachine):
+    """Random attach, compute, grow, finish, abort: the books always balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(PagePool(12, 3))
+        self.live: dict[int, Run] = {}
+        self.count = 0
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=10))
+    def attach(self, tokens):
+        self.count += 1
+        self.live[self.count] = self.cache.attach(ids(tokens), len(tokens) - 1, self.count)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def progress(self, data):
+        """Compute some tokens of the first unfinished run that nobody else owns."""
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        for run in self.live[key].path():
+            if run.computed < len(run.tokens):
+                if run.owner in (None, key):
+                    take = data.draw(st.integers(1, len(run.tokens) - run.computed))
+                    if self.cache.reserve(run, run.computed + take):
+                        run.owner = key
+                        run.computed += take
+                return
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token=st.integers(0, 2))
+    def grow(self, data, token):
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        run = self.live[key]
+        if run.computed < len(run.tokens):
+            return
+        if self.cache.may_grow(run):
+            run.tokens.append(token)
+        else:
+            self.live[key] = self.cache.branch(run, [token], key)
+            self.cache.unpin(run)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def leave(self, data):
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        run = self.live.pop(key)
+        self.cache.disown(run, key)
+        self.cache.unpin(run)
+
+    @invariant()
+    def balanced(self):
+        self.cache.check()
+
+    def teardown(self):
+        for key, run in self.live.items():
+            self.cache.disown(run, key)
+            self.cache.unpin(run)
+        self.cache.check()
+        assert self.cache.pool.num_held == 0
+        self.cache.clear()
+        self.cache.check()
+        assert self.cache.pool.num_free == self.cache.pool.num_pages
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 7))
+def test_pages_for(tokens, size, offset):
+    pool = PagePool(100, size)
+    offset %= size
+    touched = {(offset + i) // size for i in range(tokens)}
+    assert pool.pages_for(tokens, offset) == len(touched)

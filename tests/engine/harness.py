@@ -1,0 +1,117 @@
+"""Engines over tiny models, and transformers as the oracle of what they must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from onestem.engine.engine import Engine
+from onestem.models.config import GenerationDefaults
+from onestem.models.weights import load_decoder
+from onestem.request import Request, RequestOutput, SamplingParams
+
+NO_DEFAULTS = GenerationDefaults()
+TOLERANCE = 1e-4  # of log-probabilities in float32; hiding one key moves them by more than 1e-2
+
+
+@lru_cache(maxsize=32)
+def oracle_model(path: Path) -> torch.nn.Module:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end of sequence
+    return model.eval()
+
+
+@torch.inference_mode()
+def oracle_logprobs(path: Path, ids: Sequence[int]) -> torch.Tensor:
+    """float32 `[len(ids), vocab]`: log-probabilities of what follows each token."""
+    logits = oracle_model(path)(torch.tensor([list(ids)])).logits[0]
+    return torch.log_softmax(logits.float(), -1)
+
+
+@torch.inference_mode()
+def oracle_greedy(path: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens by transformers' own `generate`."""
+    ids = torch.tensor([list(prompt)])
+    out = oracle_model(path).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    return out[0, len(prompt):].tolist()
+
+
+def make_engine(path: Path, *, dtype: torch.dtype = torch.float32, num_pages: int = 4096, **options) -> Engine:
+    decoder = load_decoder(path, dtype=dtype, device="cpu")
+    return Engine(decoder, None, NO_DEFAULTS, num_pages=num_pages, **options)
+
+
+def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:
+    """Watch an engine: (request, sequence, index of the last token seen) -> log-probabilities
+    over the whole vocabulary, for every row that it samples from or scores."""
+    seen: dict[tuple[str, int, int], torch.Tensor] = {}
+    commit = engine._commit
+
+    def watched(chunks, inputs, logits):
+        for row, values in zip(inputs.wanted, torch.log_softmax(logits, -1), strict=True):
+            key = (row.sequence.state.request.request_id, row.sequence.index, row.index)
+            seen[key] = values.clone()
+        return commit(chunks, inputs, logits)
+
+    engine._commit = watched
+    return seen
+
+
+def requests_for(prompts: Sequence[Sequence[int]], *, max_tokens: int = 6, **params) -> list[Request]:
+    params.setdefault("temperature", 0)
+    params.setdefault("ignore_eos", True)
+    return [
+        Request(request_id=str(i), prompt_token_ids=list(ids), params=SamplingParams(max_tokens=max_tokens, **params))
+        for i, ids in enumerate(prompts)
+    ]
+
+
+def answer(engine: Engine, requests: Sequence[Request]) -> dict[str, RequestOutput]:
+    """Run requests to the end; KV memory must balance at each step, and be free at the end."""
+    for request in requests:
+        engine.add_request(request)
+    outputs = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.finished
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output
+        engine.check()
+    assert_idle(engine)
+    assert len(outputs) == len(requests)
+    return outputs
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is held, and free + cached == total."""
+    engine.check()
+    pool = engine.cache.pool
+    assert pool.num_held == 0
+    cached = {page for run in engine.cache.runs() for page in run.pages}
+    assert pool.num_free + len(cached) == pool.num_pages
+    assert all(run.pins == 0 for run in engine.cache.runs())
+
+
+def shared_prompts(seed: int = 0, vocab: int = 270) -> list[list[int]]:
+    """A tree of prompts: two documents, questions below, two levels, an equal pair, one that is a
+    prefix of another, one alone, and one of a single token."""
+    rng = np.random.default_rng(seed)
+
+    def draw(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(3, vocab, count)]
+
+    head = draw(21)
+    first, second = head + draw(33), head + draw(18)
+    prompts = [first + draw(n) for n in (3, 11, 1)] + [second + draw(n) for n in (7, 16)]
+    prompts.append(list(prompts[0]))
+    prompts.append(prompts[1][:-4])
+    prompts.append(draw(40))
+    prompts.append(draw(1))
+    return prompts

@@ -1,0 +1,161 @@
+"""The engine answers what transformers answers: tokens, and log-probabilities at every step."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+
+from tests.engine.harness import (
+    TOLERANCE,
+    answer,
+    make_engine,
+    oracle_greedy,
+    oracle_logprobs,
+    record_logprobs,
+    requests_for,
+    shared_prompts,
+)
+from tests.models.tiny import FAMILIES, make_tiny
+
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Directory of a family's tiny model, made once."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    @lru_cache(maxsize=None)
+    def path(family: str):
+        return make_tiny(family, root / family)
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def expected(tiny):
+    """Greedy tokens and per-step log-probabilities of the shared prompts, by transformers."""
+
+    @lru_cache(maxsize=None)
+    def of(family: str):
+        path = tiny(family)
+        tokens = [oracle_greedy(path, prompt, NEW_TOKENS) for prompt in shared_prompts()]
+        logprobs = [oracle_logprobs(path, prompt + new) for prompt, new in zip(shared_prompts(), tokens, strict=True)]
+        return tokens, logprobs
+
+    return of
+
+
+def check(path, expected, *, order=None, alone=False, **options):
+    """Answers and log-probabilities of the shared prompts against the oracle's."""
+    tokens, logprobs = expected
+    requests = requests_for(shared_prompts(), max_tokens=NEW_TOKENS)
+    if order is not None:
+        requests = [requests[i] for i in order]
+    engine = make_engine(path, **options)
+    seen = record_logprobs(engine)
+    if alone:
+        outputs = {}
+        for request in requests:
+            outputs |= answer(engine, [request])
+    else:
+        outputs = answer(engine, requests)
+    for request in requests:
+        number = int(request.request_id)
+        output = outputs[request.request_id]
+        assert output.outputs[0].token_ids == tokens[number]
+        assert output.outputs[0].finish_reason == "length"
+        last = len(request.prompt_token_ids) - 1
+        for step in range(NEW_TOKENS):
+            got = seen[request.request_id, 0, last + step]
+            assert (got - logprobs[number][last + step]).abs().max() < TOLERANCE
+    return engine
+
+
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tiny, expected, family, share):
+    check(tiny(family), expected(family), share=share, max_step_tokens=48)
+
+
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("chunk", [1, 7, 4096])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
+    check(tiny(family), expected(family), share=share, page_size=page_size, max_step_tokens=chunk)
+
+
+@pytest.mark.parametrize("share", ["full", "off"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_windows"])
+def test_alone_is_as_in_a_batch(tiny, expected, family, share):
+    check(tiny(family), expected(family), share=share, alone=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", ["llama_llama3_rope", "qwen3"])
+def test_any_order(tiny, expected, family, seed):
+    order = list(range(len(shared_prompts())))
+    random.Random(seed).shuffle(order)
+    check(tiny(family), expected(family), order=order, max_step_tokens=23)
+
+
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_small_pool_sets_back(tiny, expected, page_size, share):
+    check(
+        tiny("llama"), expected("llama"), share=share, page_size=page_size, num_pages=96 // page_size,
+        max_step_tokens=64,
+    )
+
+
+def test_set_back_happens_and_changes_nothing(tiny):
+    """Answers so long that the pool cannot hold what admission let in."""
+    path = tiny("llama")
+    prompts = shared_prompts()[:6]
+    outputs = {}
+    for pages in (4096, 12):
+        engine = make_engine(path, num_pages=pages, page_size=16)
+        seen = record_logprobs(engine)
+        outputs[pages] = (answer(engine, requests_for(prompts, max_tokens=90)), seen, engine.stats.set_backs)
+    assert outputs[4096][2] == 0
+    assert outputs[12][2] > 0
+    for key, output in outputs[4096][0].items():
+        assert output.outputs[0].token_ids == outputs[12][0][key].outputs[0].token_ids
+    for key, values in outputs[4096][1].items():
+        assert (values - outputs[12][1][key]).abs().max() < TOLERANCE
+
+
+def test_reference_attention_runs_the_engine_too(tiny, expected):
+    check(tiny("llama"), expected("llama"), impl="torch")
+
+
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("share", ["full", "off"])
+def test_n_shares_the_prompt(tiny, n, share):
+    """n sequences of a request answer as n requests would, and compute the prompt once."""
+    engine = make_engine(tiny("llama"), share=share)
+    seen = record_logprobs(engine)
+    prompt = shared_prompts()[0]
+    request = requests_for([prompt], max_tokens=8, n=n, temperature=1.0, seed=7)[0]
+    output = answer(engine, [request])["0"]
+    assert sorted(o.index for o in output.outputs) == list(range(n))
+    assert len({tuple(o.token_ids) for o in output.outputs}) > 1
+    for completion in output.outputs:
+        want = oracle_logprobs(tiny("llama"), prompt + completion.token_ids)
+        for step in range(1, 8):
+            index = len(prompt) - 1 + step
+            assert (seen["0", completion.index, index] - want[index]).abs().max() < TOLERANCE
+    computed = engine.stats.processed_prompt_tokens
+    assert computed == len(prompt) * (n if share == "off" else 1)
+
+
+def test_modes_share_what_they_say(tiny):
+    prompts = shared_prompts()[:5]
+    distinct = {tuple(p[:i]) for p in prompts for i in range(1, len(p) + 1)}
+    for share, computed in (("full", len(distinct)), ("storage", len(distinct)), ("off", sum(map(len, prompts)))):
+        engine = make_engine(tiny("llama"), share=share)
+        answer(engine, requests_for(prompts))
+        assert engine.stats.processed_prompt_tokens == computed

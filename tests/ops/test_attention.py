@@ -1,0 +1,169 @@
+"""Attention over random plans against the float64 reference."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onestem.ops import AttentionPlan, PlanBuilder, State, attention, merge_states, resolve, windowed
+from onestem.ops.torch_impl import CostModel, TorchAttention
+
+
+def random_plan(rng: np.random.Generator, *, page_size: int, num_runs: int, num_seqs: int,
+                window: int | None = None) -> tuple[AttentionPlan, int]:
+    """A forest plus modules: each sequence sees some runs whole and a run of its own causally."""
+    builder = PlanBuilder(page_size)
+    page_ids = rng.permutation(4096)
+    used = 0
+
+    def run(length: int, position: int) -> int:
+        nonlocal used
+        offset = int(rng.integers(0, page_size))
+        count = -(-(offset + length) // page_size) + int(rng.integers(0, 2))
+        pages = page_ids[used : used + count]
+        used += count
+        return builder.add_run(pages.astype(np.int32), offset, length, position)
+
+    lengths = [int(rng.choice([0, 1, page_size - 1, page_size, page_size + 1, int(rng.integers(1, 90))]))
+               for _ in range(num_runs)]
+    gaps = rng.integers(0, 5, num_runs)
+    starts = np.cumsum([0, *[n + g for n, g in zip(lengths, gaps, strict=True)]])
+    shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
+    positions: list[int] = []
+    spans = []
+    for _ in range(num_seqs):
+        rows = int(rng.choice([1, 1, 1, 2, int(rng.integers(1, 40))]))
+        before = int(rng.choice([0, 0, int(rng.integers(0, 70))]))
+        base = int(starts[-1]) + int(rng.integers(0, 3))
+        own = run(before + rows, base)
+        row = len(positions)
+        for r, n in zip(shared, lengths, strict=True):
+            if rng.random() < 0.6 and n:
+                spans.append((row, rows, r, n, 0))
+        if rng.random() < 0.9:
+            spans.append((row, rows, own, before + 1, 1))
+        positions.extend(range(base + before, base + before + rows))
+    # Spans of neighbouring rows over the same run are one span, as the engine writes them.
+    for row, rows, r, end, step in _joined(spans):
+        builder.add_span(row, rows, r, end, end_step=step)
+    plan = builder.build(np.array(positions))
+    return (windowed(plan, window) if window else plan), used
+
+
+def _joined(spans: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:
+    out: list[tuple[int, int, int, int, int]] = []
+    for span in sorted(spans, key=lambda s: (s[2], s[0])):
+        row, rows, run, end, step = span
+        if out and step == 0 and out[-1][2:] == (run, end, 0) and out[-1][0] + out[-1][1] == row:
+            out[-1] = (out[-1][0], out[-1][1] + rows, run, end, 0)
+        else:
+            out.append(span)
+    return out
+
+
+def random_tensors(rng: np.random.Generator, plan: AttentionPlan, used_pages: int, *, kv_heads: int,
+                   group: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k_pages, v_pages; slots that no run owns hold NaN."""
+    generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    shape = (4096, plan.page_size, kv_heads, head_dim)
+    q = torch.randn(plan.num_rows, kv_heads * group, head_dim, generator=generator).to(dtype)
+    pages = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+    for run in range(plan.num_runs):
+        slots = torch.from_numpy(plan.slots(run, 0, int(plan.run_len[run])))
+        for page in pages:
+            values = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
+            page.view(-1, kv_heads, head_dim)[slots] = values.to(dtype)
+    return q, *pages
+
+
+def assert_matches(got: State, want: State, dtype: torch.dtype) -> None:
+    """float32: 2e-5 of the largest value. bf16: each weight and the result are rounded once, so an
+    element may be off by 2 x (unit roundoff 2**-8) of the largest value seen."""
+    unit = {torch.float32: 2e-5, torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}[dtype]
+    assert not got.out.isnan().any() and not got.lse.isnan().any()
+    scale = float(want.out.abs().max())
+    assert float((got.out.double() - want.out).abs().max()) <= unit * max(scale, 1e-9)
+    blind = want.lse == -math.inf
+    assert torch.equal(got.lse == -math.inf, blind)
+    if not blind.all():
+        assert float((got.lse.double() - want.lse)[~blind].abs().max()) <= max(unit, 2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), page_size=st.sampled_from([1, 3, 16, 64]),
+    num_runs=st.integers(0, 6), num_seqs=st.integers(1, 12),
+    head_dim=st.sampled_from([16, 64, 80, 96, 128, 256]), group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3), window=st.sampled_from([None, None, 1, 7, 33]),
+    share=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+)
+def test_torch_equals_reference(seed, page_size, num_runs, num_seqs, head_dim, group, kv_heads,
+                                window, share, dtype):
+    rng = np.random.default_rng(seed)
+    plan, used = random_plan(rng, page_size=page_size, num_runs=num_runs, num_seqs=num_seqs, window=window)
+    q, k, v = random_tensors(rng, plan, used, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
+    want = attention(q, k, v, plan, impl="reference")
+    for item_tokens, view_tokens in ((512, 512), (1, 1), (10**9, 10**9)):
+        impl = TorchAttention(cost=CostModel(item_tokens, view_tokens))
+        got = impl.prepare(plan, share=share).attend(q, k, v)
+        assert got.out.dtype == dtype and got.lse.dtype == torch.float32
+        assert_matches(got, want, dtype)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31), group=st.integers(1, 4), kv_heads=st.integers(1, 2),
+       alibi=st.booleans(), softcap=st.sampled_from([None, 5.0]),
+       window=st.sampled_from([None, 9]), share=st.booleans())
+def test_alibi_and_softcap(seed, group, kv_heads, alibi, softcap, window, share):
+    rng = np.random.default_rng(seed)
+    plan, used = random_plan(rng, page_size=16, num_runs=4, num_seqs=6, window=window)
+    q, k, v = random_tensors(rng, plan, used, kv_heads=kv_heads, group=group, head_dim=64,
+                             dtype=torch.float32)
+    slopes = torch.rand(kv_heads * group) if alibi else None
+    want = attention(q, k, v, plan, impl="reference", alibi_slopes=slopes, softcap=softcap)
+    prepared = resolve("torch").prepare(plan, share=share)
+    got = prepared.attend(q, k, v, alibi_slopes=slopes, softcap=softcap)
+    assert_matches(got, want, torch.float32)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 17, 64, 1000])
+def test_windowed_plan_shows_exactly_the_window(window):
+    from onestem.ops.reference import visible
+
+    rng = np.random.default_rng(window)
+    plan, _ = random_plan(rng, page_size=16, num_runs=5, num_seqs=9)
+    narrowed = windowed(plan, window)
+    narrowed.check()
+    for row in range(plan.num_rows):
+        slots, positions = visible(plan, row)
+        p_row = int(plan.row_position[row])
+        keep = p_row - positions < window
+        got, _ = visible(narrowed, row)
+        assert sorted(got.tolist()) == sorted(slots[keep].tolist())
+
+
+def test_merge_is_exact_associative_and_never_nan():
+    generator = torch.Generator().manual_seed(0)
+    parts = [State(torch.randn(5, 2, 8, generator=generator), torch.randn(5, 2, generator=generator))
+             for _ in range(4)]
+    for part in parts[:3]:
+        part.out[0] = 0
+        part.lse[0] = -math.inf
+    parts[3].out[0] = 0
+    parts[3].lse[0] = -math.inf
+    whole = merge_states(parts)
+    nested = merge_states([merge_states(parts[:2]), merge_states(parts[2:])])
+    torch.testing.assert_close(whole.out, nested.out)
+    torch.testing.assert_close(whole.lse, nested.lse)
+    assert (whole.out[0] == 0).all() and (whole.lse[0] == -math.inf).all()
+
+
+def test_merge_of_two_is_relay_attention_alpha():
+    a, b = State(torch.ones(1, 1, 4), torch.tensor([[0.3]])), State(torch.zeros(1, 1, 4), torch.tensor([[1.1]]))
+    alpha = 1 / (1 + math.exp(1.1 - 0.3))
+    torch.testing.assert_close(merge_states([a, b]).out, torch.full((1, 1, 4), alpha))

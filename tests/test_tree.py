@@ -1,0 +1,78 @@
+"""The radix tree: what matches, and where it splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onestem.tree import Node, RadixTree
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def put(tree: RadixTree[Node], tokens: list[int]) -> None:
+    node, matched = tree.match(ids(*tokens))
+    if matched < len(tokens):
+        tree.insert(Node(tokens[matched:], node, node.end))
+
+
+def test_match_splits_where_it_ends():
+    tree = RadixTree(Node((), None, 0))
+    put(tree, [1, 2, 3, 4])
+    lower = tree.root.children[1]
+    node, matched = tree.match(ids(1, 2, 9))
+    assert matched == 2
+    assert list(node.tokens) == [1, 2]
+    assert list(lower.tokens) == [3, 4]
+    assert lower.parent is node
+    assert lower.start == 2
+    assert [list(n.tokens) for n in lower.path()] == [[1, 2], [3, 4]]
+
+
+def test_limit_splits_too():
+    tree = RadixTree(Node((), None, 0))
+    put(tree, [1, 2, 3])
+    node, matched = tree.match(ids(1, 2, 3), limit=2)
+    assert matched == 2
+    assert list(node.tokens) == [1, 2]
+
+
+def test_no_two_children_begin_alike():
+    tree = RadixTree(Node((), None, 0))
+    put(tree, [1, 2])
+    with pytest.raises(ValueError, match="token 1"):
+        tree.insert(Node([1], tree.root, 0))
+
+
+def test_a_node_with_children_stays():
+    tree = RadixTree(Node((), None, 0))
+    put(tree, [1, 2])
+    put(tree, [1, 2, 3])
+    with pytest.raises(ValueError, match="children"):
+        tree.remove(tree.root.children[1])
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12), st.lists(st.integers(0, 2), max_size=9))
+def test_longest_match_is_what_brute_force_finds(sequences, query):
+    tree = RadixTree(Node((), None, 0))
+    for tokens in sequences:
+        put(tree, tokens)
+    best = max((sum(1 for _ in _common(tokens, query)) for tokens in sequences), default=0)
+    node, matched = tree.match(ids(*query))
+    assert matched == best == node.end
+    spelled = [token for part in node.path() for token in part.tokens]
+    assert spelled == query[:best]
+    # Every sequence is still spelled by one path.
+    for tokens in sequences:
+        assert tree.match(ids(*tokens))[1] == len(tokens)
+
+
+def _common(a, b):
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return
+        yield x
