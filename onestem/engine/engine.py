@@ -171,6 +171,11 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             return None
+        for index in range(len(state.sequences), state.request.params.n):
+            # Its n sequences have not parted yet: each still ends once.
+            sequence = self._sequence(state, index)
+            sequence.finish_reason = "abort"
+            state.sequences.append(sequence)
         for sequence in state.sequences:
             if sequence.finish_reason is None:
                 self._finish(sequence, "abort")
@@ -231,7 +236,7 @@ class Engine:
             starts = [s for s in (request.score_from, 1 if params.prompt_logprobs is not None else None) if s]
             sequence.score_from = min(starts, default=None)
         if self.tokenizer is not None and (params.stop or request.stream):
-            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, params)
+            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, params, request.prompt_token_ids)
         if params.response_format is not None and self._grammars is not None:
             sequence.grammar = self._grammars.compile(params.response_format)
         return sequence
@@ -396,16 +401,25 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        if sequence.detokenizer is not None and sequence.stop_reason is None:
-            sequence.text += sequence.detokenizer.finish()
-        elif self.tokenizer is not None and sequence.detokenizer is None:
-            skip = sequence.state.request.params.skip_special_tokens
-            sequence.text = self.tokenizer.decode(self._visible_ids(sequence), skip_special_tokens=skip)
+        if self.tokenizer is not None and not isinstance(sequence.stop_reason, str):
+            self._finish_text(sequence, self.tokenizer)
         self.scheduler.finish(sequence)
         state = sequence.state
         if state.finished:
             state.metrics.finished_time = time.monotonic()
             del self._states[state.request.request_id]
+
+    def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        """The rest of the text; all of it where nobody needed it before."""
+        detokenizer = sequence.detokenizer
+        if detokenizer is None:
+            request = sequence.state.request
+            detokenizer = IncrementalDetokenizer(tokenizer, request.params, request.prompt_token_ids)
+            sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
+        sequence.text += detokenizer.finish()
+        if detokenizer.stop_reason is not None:
+            # An unfinished character's replacement completed a stop string.
+            sequence.stop_reason, sequence.finish_reason = detokenizer.stop_reason, "stop"
 
     def _visible_ids(self, sequence: Sequence) -> list[int]:
         """Ids that make the text: not the one that ended it."""

@@ -115,3 +115,29 @@ def shared_prompts(seed: int = 0, vocab: int = 270) -> list[list[int]]:
     prompts.append(draw(40))
     prompts.append(draw(1))
     return prompts
+
+
+def check(path, expected, *, order=None, alone=False, **options):
+    """Answers and log-probabilities of the shared prompts against the oracle's."""
+    tokens, logprobs = expected
+    requests = requests_for(shared_prompts(), max_tokens=len(tokens[0]))
+    if order is not None:
+        requests = [requests[i] for i in order]
+    engine = make_engine(path, **options)
+    seen = record_logprobs(engine)
+    if alone:
+        outputs = {}
+        for request in requests:
+            outputs |= answer(engine, [request])
+    else:
+        outputs = answer(engine, requests)
+    for request in requests:
+        number = int(request.request_id)
+        output = outputs[request.request_id]
+        assert output.outputs[0].token_ids == tokens[number]
+        assert output.outputs[0].finish_reason == "length"
+        last = len(request.prompt_token_ids) - 1
+        for step in range(len(tokens[number])):
+            got = seen[request.request_id, 0, last + step]
+            assert (got - logprobs[number][last + step]).abs().max() < TOLERANCE
+    return engine

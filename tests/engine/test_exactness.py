@@ -3,75 +3,20 @@
 from __future__ import annotations
 
 import random
-from functools import lru_cache
 
 import pytest
 
 from tests.engine.harness import (
     TOLERANCE,
     answer,
+    check,
     make_engine,
-    oracle_greedy,
     oracle_logprobs,
     record_logprobs,
     requests_for,
     shared_prompts,
 )
-from tests.models.tiny import FAMILIES, make_tiny
-
-NEW_TOKENS = 6
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """Directory of a family's tiny model, made once."""
-    root = tmp_path_factory.mktemp("tiny")
-
-    @lru_cache(maxsize=None)
-    def path(family: str):
-        return make_tiny(family, root / family)
-
-    return path
-
-
-@pytest.fixture(scope="session")
-def expected(tiny):
-    """Greedy tokens and per-step log-probabilities of the shared prompts, by transformers."""
-
-    @lru_cache(maxsize=None)
-    def of(family: str):
-        path = tiny(family)
-        tokens = [oracle_greedy(path, prompt, NEW_TOKENS) for prompt in shared_prompts()]
-        logprobs = [oracle_logprobs(path, prompt + new) for prompt, new in zip(shared_prompts(), tokens, strict=True)]
-        return tokens, logprobs
-
-    return of
-
-
-def check(path, expected, *, order=None, alone=False, **options):
-    """Answers and log-probabilities of the shared prompts against the oracle's."""
-    tokens, logprobs = expected
-    requests = requests_for(shared_prompts(), max_tokens=NEW_TOKENS)
-    if order is not None:
-        requests = [requests[i] for i in order]
-    engine = make_engine(path, **options)
-    seen = record_logprobs(engine)
-    if alone:
-        outputs = {}
-        for request in requests:
-            outputs |= answer(engine, [request])
-    else:
-        outputs = answer(engine, requests)
-    for request in requests:
-        number = int(request.request_id)
-        output = outputs[request.request_id]
-        assert output.outputs[0].token_ids == tokens[number]
-        assert output.outputs[0].finish_reason == "length"
-        last = len(request.prompt_token_ids) - 1
-        for step in range(NEW_TOKENS):
-            got = seen[request.request_id, 0, last + step]
-            assert (got - logprobs[number][last + step]).abs().max() < TOLERANCE
-    return engine
+from tests.models.tiny import FAMILIES
 
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])

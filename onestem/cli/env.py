@@ -1,0 +1,67 @@
+"""`onestem env`: what this machine has and what Onestem would use."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["env"]
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xgrammar", "triton")
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Show devices, chosen implementations and versions."""
+    facts = _facts()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            typer.echo(f"{key}:")
+            for name, item in value.items():
+                typer.echo(f"  {name}: {item}")
+        else:
+            typer.echo(f"{key}: {value}")
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+
+    from onestem import __version__
+    from onestem.llm import kv_memory_bytes
+    from onestem.models.linear import choose_layout
+    from onestem.ops import available, resolve
+
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return {
+        "onestem": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "bf16 matrix instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        },
+        "gpus": {str(d): torch.cuda.get_device_name(d) for d in devices[1:]} or "none",
+        "attention available": ", ".join(available()),
+        "attention chosen": {str(d): resolve("auto", d).name for d in devices},
+        "linear layers on the cpu": {
+            name: choose_layout(getattr(torch, name), devices[0]).value for name in ("float32", "bfloat16", "float16")
+        },
+        "kv_memory auto": {str(d): f"{kv_memory_bytes('auto', d) / 2**30:.2f} GiB" for d in devices},
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

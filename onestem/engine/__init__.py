@@ -1,0 +1,1 @@
+"""From requests to tokens: sampling, grammars, tokenizers, scheduling and the engine loop."""

@@ -1,0 +1,61 @@
+"""The order in which a job runs (BatchLLM section 3.3.2): depth first, much decoding first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onestem.planner.prefix_tree import PrefixTree
+from onestem.planner.sort import IntArray
+
+__all__ = ["depth_first"]
+
+
+def depth_first(tree: PrefixTree, decode_tokens: IntArray) -> IntArray:
+    """`[num_requests]` request indices in execution order.
+
+    The units below a node, its child nodes and its own requests, run in order of
+
+        R = sum L_decode / (L_prefix + sum L_distinct)        (eq. 2 and 3)
+
+    high first, so that their decodes mix with the prefills that come later; the denominator is
+    what the unit adds when all above it is computed. Equal R: smallest request index first. Depth
+    first, so that a nested prefix is let go as soon as possible.
+    """
+    count = len(tree.home)
+    ones = np.ones_like(tree.home)
+    requests = np.arange(count)
+    # units: all nodes but the root, then all requests
+    parent = np.concatenate((tree.parent[1:], tree.home))
+    size = np.concatenate((tree.below(tree.at_home(ones))[1:], ones))
+    first = np.concatenate((tree.first_request()[1:], requests))
+    offset = _offsets(parent, size, first, _ratios(tree, decode_tokens))
+    start = _starts(tree, offset[: tree.num_nodes - 1])
+    order = np.empty(count, np.int64)
+    order[start[tree.home] + offset[tree.num_nodes - 1 :]] = requests
+    return order
+
+
+def _ratios(tree: PrefixTree, decode_tokens: IntArray) -> np.ndarray:
+    """`[num_units]` R of each unit; an empty prompt counts as one token."""
+    decode = np.concatenate((tree.below(tree.at_home(decode_tokens))[1:], decode_tokens))
+    prefill = tree.below(tree.edge + tree.at_home(tree.distinct))[1:]
+    return decode / np.maximum(np.concatenate((prefill, tree.distinct)), 1)
+
+
+def _offsets(parent: IntArray, size: IntArray, first: IntArray, ratio: np.ndarray) -> IntArray:
+    """`[num_units]` requests that run before a unit under the same parent."""
+    ranked = np.lexsort((first, -ratio, parent))
+    before = np.cumsum(size[ranked]) - size[ranked]
+    parents, begin = np.unique(parent[ranked], return_index=True)
+    offset = np.empty_like(size)
+    offset[ranked] = before - before[begin][np.searchsorted(parents, parent[ranked])]
+    return offset
+
+
+def _starts(tree: PrefixTree, offset: IntArray) -> IntArray:
+    """`[num_nodes]` place of each node's first request in the order."""
+    start = [0] * tree.num_nodes
+    parent = tree.parent.tolist()
+    for node, before in enumerate(offset.tolist(), start=1):
+        start[node] = start[parent[node]] + before
+    return np.array(start, np.int64)

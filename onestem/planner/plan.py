@@ -1,0 +1,150 @@
+"""Plan an offline job: groups and order from all of its prompts (BatchLLM, sections 3.2, 3.3)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from onestem.errors import ConfigError, JobError
+from onestem.planner.groups import GroupedTree, all_levels, first_level, one_level
+from onestem.planner.order import depth_first
+from onestem.planner.prefix_tree import PrefixTree, build_tree
+from onestem.planner.report import PlanReport, saving_ratio
+from onestem.planner.sort import IntArray, Prompts, sort_prompts
+
+__all__ = ["Group", "JobPlan", "plan_job"]
+
+OutputLengths = Sequence[int] | npt.NDArray[Any] | int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Requests that run one after the other while their common prefix stays in memory.
+
+    Attributes:
+        members: `[num_members]` int64 request indices, in the order they are to run.
+        prefix_tokens: leading tokens common to every member, less than the shortest member has;
+            0: a lone request.
+    """
+
+    members: IntArray
+    prefix_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class JobPlan:
+    """A job's groups in execution order.
+
+    Attributes:
+        order: `[num_requests]` int64 request indices: the groups' members, one after the other.
+        groups: in execution order.
+        group_of: `[num_requests]` int64 index into `groups` of each request.
+        report: what the plan saves.
+    """
+
+    order: IntArray
+    groups: list[Group]
+    group_of: IntArray
+    report: PlanReport
+
+
+def plan_job(
+    prompts: Prompts,
+    *,
+    output_lengths: OutputLengths = None,
+    levels: Literal["one", "all"] = "all",
+    kv_budget_tokens: int | None = None,
+    min_prefix_tokens: int = 1,
+) -> JobPlan:
+    """Find what prompts share, group them by it and choose the order in which they run.
+
+    Args:
+        prompts: token ids of each prompt, in any order; see `sort_prompts` for the memory used.
+        output_lengths: tokens to be sampled, for all requests or for each (observed, or the
+            user's `max_tokens`); `None`: unknown, 1 for each in the order's ratio.
+        levels: "one": each request shares one prefix, chosen by BatchLLM's Algorithm 1, and a
+            group is who shares it. "all": prefixes nest and a group is a subtree; see
+            `groups.all_levels` for where the tree is cut.
+        kv_budget_tokens: KV slots that a group with nested prefixes may fill; `None`: any number.
+            A group of levels="one" holds nothing but its prefix from member to member, so there
+            is nothing to split.
+        min_prefix_tokens: shorter common prefixes are taken for not shared.
+    """
+    began = time.perf_counter()
+    _check_options(levels, kv_budget_tokens, min_prefix_tokens)
+    outputs = _output_tokens(output_lengths, len(prompts))
+    tree = build_tree(sort_prompts(prompts), min_prefix_tokens)
+    flat = one_level(tree, first_level(tree))
+    grouped = flat
+    if levels == "all":
+        known = np.zeros_like(tree.home) if outputs is None else outputs
+        grouped = all_levels(tree, known, kv_budget_tokens)
+    decode = np.ones_like(tree.home) if outputs is None else outputs
+    order = depth_first(grouped.tree, decode)
+    groups, group_of = _groups(grouped, order)
+    report = _report(tree, flat.tree, groups, time.perf_counter() - began)
+    return JobPlan(order, groups, group_of, report)
+
+
+def _check_options(levels: str, kv_budget_tokens: int | None, min_prefix_tokens: int) -> None:
+    if levels not in ("one", "all"):
+        raise ConfigError(f"levels is {levels!r}, expected 'one' or 'all'")
+    if kv_budget_tokens is not None and kv_budget_tokens < 1:
+        raise ConfigError(f"kv_budget_tokens is {kv_budget_tokens}, expected at least 1, or None")
+    if min_prefix_tokens < 1:
+        raise ConfigError(f"min_prefix_tokens is {min_prefix_tokens}, expected at least 1")
+
+
+def _output_tokens(output_lengths: OutputLengths, count: int) -> IntArray | None:
+    """`[count]` output lengths, or `None` where they are unknown."""
+    if output_lengths is None:
+        return None
+    lengths = np.asarray(output_lengths, np.int64)
+    if lengths.ndim == 0:
+        lengths = np.full(count, lengths)
+    if lengths.shape != (count,):
+        raise JobError(
+            f"output_lengths has shape {lengths.shape}, expected one for each of {count} prompts"
+        )
+    if (lengths < 0).any():
+        raise JobError(f"output_lengths contains {lengths.min()}, expected at least 0")
+    return lengths
+
+
+def _groups(grouped: GroupedTree, order: IntArray) -> tuple[list[Group], IntArray]:
+    """Cut `order` where the group changes. Returns the groups and each request's group."""
+    root = grouped.group_root[grouped.tree.home[order]]
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = (root[1:] != root[:-1]) | (root[1:] < 0)
+    group_of = np.empty_like(order)
+    group_of[order] = np.cumsum(begins) - 1
+    bounds = [*np.flatnonzero(begins).tolist(), len(order)]
+    prefix = np.where(root < 0, 0, grouped.tree.depth[root])[begins].tolist()
+    groups = [
+        Group(order[first:end], tokens)
+        for first, end, tokens in zip(bounds[:-1], bounds[1:], prefix, strict=True)
+    ]
+    return groups, group_of
+
+
+def _report(tree: PrefixTree, flat: PrefixTree, groups: list[Group], seconds: float) -> PlanReport:
+    logical = int(tree.lengths.sum())
+    shared = [(len(group.members), group.prefix_tokens) for group in groups if group.prefix_tokens]
+    return PlanReport(
+        requests=len(tree.home),
+        groups=len(groups),
+        shared_groups=len(shared),
+        logical_prompt_tokens=logical,
+        processed_tokens_one_level=flat.processed_tokens,
+        processed_tokens_all_levels=tree.processed_tokens,
+        saving_one_level=saving_ratio(flat.processed_tokens, logical),
+        saving_all_levels=saving_ratio(tree.processed_tokens, logical),
+        levels=tree.levels,
+        planning_seconds=seconds,
+        largest_groups=sorted(shared, reverse=True)[:10],
+    )

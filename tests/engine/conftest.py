@@ -1,0 +1,38 @@
+"""Tiny models, made once for all of the engine's tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
+from tests.models.tiny import make_tiny
+
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Directory of a family's tiny model."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    @lru_cache(maxsize=None)
+    def path(family: str):
+        return make_tiny(family, root / family)
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def expected(tiny):
+    """Greedy tokens and per-step log-probabilities of the shared prompts, by transformers."""
+
+    @lru_cache(maxsize=None)
+    def of(family: str):
+        path = tiny(family)
+        tokens = [oracle_greedy(path, prompt, NEW_TOKENS) for prompt in shared_prompts()]
+        logprobs = [oracle_logprobs(path, prompt + new) for prompt, new in zip(shared_prompts(), tokens, strict=True)]
+        return tokens, logprobs
+
+    return of

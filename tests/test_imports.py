@@ -1,0 +1,88 @@
+"""Imports point down, and policy imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "onestem"
+
+# From the bottom up; a module may import from its own layer's package and from lower layers.
+LAYERS = [
+    ("errors",), ("request",), ("tree",), ("ops",), ("cache", "planner", "models"), ("engine",), ("batch",),
+    ("llm",), ("bench",), ("cli",),
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+NO_TORCH = ["errors", "request", "tree", "cache", "planner", "batch", "models.config", "ops.plan",
+            "engine.queue", "engine.scheduler", "engine.sequence", "cli.app"]
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem != "__init__"]
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level parts of the package that a file imports, type-checking imports included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("onestem."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("onestem.")}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for name in imported(path):
+        assert name == own or HEIGHT[name] < HEIGHT[own], f"{own} imports {name}"
+
+
+def test_cache_planner_and_models_do_not_know_each_other():
+    for own in ("cache", "planner", "models"):
+        for path in (PACKAGE / own).rglob("*.py"):
+            assert not imported(path) & ({"cache", "planner", "models"} - {own})
+
+
+def test_attention_implementations_do_not_import_each_other():
+    for path in (PACKAGE / "ops").glob("*.py"):
+        if path.stem in ("dispatch", "__init__"):
+            continue
+        source = path.read_text()
+        others = {"reference", "torch_impl", "triton", "cpu"} - {path.stem}
+        assert not any(f"onestem.ops.{other}" in source for other in others)
+
+
+def test_policy_imports_no_torch():
+    # `onestem.ops.plan` alone needs its package, whose __init__ brings torch: it is read as a file.
+    names = [name for name in NO_TORCH if name != "ops.plan"]
+    code = "import sys\n" + "\n".join(f"import onestem.{name}" for name in names) + "\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "torch" not in {node.split(".")[0] for node in _plain_imports(PACKAGE / "ops" / "plan.py")}
+
+
+def _plain_imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_all_names_exist():
+    import importlib
+
+    for path in modules():
+        if path.name == "__main__.py" or path.relative_to(PACKAGE).parts[0] == "embedded":
+            continue
+        name = ".".join(("onestem", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        for exported in getattr(module, "__all__", ()):
+            assert hasattr(module, exported), f"{name}.{exported}"
