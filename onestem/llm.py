@@ -20,7 +20,7 @@ from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, plan_job
 from onestem.request import Request, RequestOutput, SamplingParams
 
-__all__ = ["EMBEDDED", "LLM", "find_model", "parse_memory"]
+__all__ = ["EMBEDDED", "LLM", "find_model", "kv_memory_bytes", "parse_memory", "pick_device", "pick_dtype", "planned"]
 
 EMBEDDED = "embedded"
 """Name of the model that ships with the package."""
@@ -57,10 +57,12 @@ class LLM:
         page_size: int = 16, max_step_tokens: int | None = None, impl: str = "auto",
         random_weights: bool = False, seed: int | None = None,
     ) -> None:
+        self.name = str(model)
         self.path = find_model(model)
+        self.random_weights = random_weights
         self.config = ModelConfig.from_directory(self.path)
-        self.device = _device(device)
-        self.dtype = _dtype(dtype, self.config, self.device)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.config, self.device)
         self.decoder = load_decoder(
             self.path, dtype=self.dtype, device=self.device, random_weights=random_weights
         )
@@ -203,7 +205,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"model {name!r} is no directory and could not be fetched from the hub: {reason}") from error
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device of a name; `auto` is a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -215,7 +218,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of a name; `auto` is the model's, but float32 on a CPU without bf16 products."""
     if name == "auto":
         slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         name = "float32" if slow else config.torch_dtype

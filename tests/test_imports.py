@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 # From the bottom up; a module may import from its own layer's package and from lower layers.
 LAYERS = [
     ("errors",), ("request",), ("tree",), ("ops",), ("cache", "planner", "models"), ("engine",), ("batch",),
-    ("llm",), ("bench",), ("cli",),
+    ("llm",), ("bench", "jobs"), ("cli",),
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 NO_TORCH = ["errors", "request", "tree", "cache", "planner", "batch", "models.config", "ops.plan",

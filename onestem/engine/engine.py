@@ -17,11 +17,11 @@ from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import LogitRow, StepInputs, build_inputs
 from onestem.engine.queue import FifoQueue, PlannedQueue, RequestQueue
 from onestem.engine.runner import Runner, ShareMode
-from onestem.engine.sampler import Sampler, SamplingRow, logprobs_of
+from onestem.engine.sampler import MaskedRowError, Sampler, SamplingRow, logprobs_of
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.tokenizer import Tokenizer
-from onestem.errors import ConfigError, RequestError
+from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import resolve
@@ -109,7 +109,9 @@ class Engine:
             self.cache, self._fifo, self._open, max_step_tokens=max_step_tokens
         )
         self._sampler = Sampler(decoder.config.vocab_size, defaults)
-        self._grammars = GrammarCompiler(tokenizer, decoder.config.vocab_size) if tokenizer else None
+        self._grammars = GrammarCompiler(
+            tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None
+        ) if tokenizer else None
         self._states: dict[str, RequestState] = {}
         self._seed = seed
         self._drawn = 0
@@ -141,7 +143,10 @@ class Engine:
         if params.choices:
             self._check_choices(request)
         if params.response_format and self._grammars is not None:
-            self._grammars.compile(params.response_format)
+            try:
+                self._grammars.compile(params.response_format)
+            except UnsupportedError as error:
+                raise RequestError(str(error)) from error
 
     def _check_choices(self, request: Request) -> None:
         longest = max(len(ids) for ids in self._choice_ids(request))
@@ -334,11 +339,30 @@ class Engine:
                 rows.extend([i] * len(forks))
         if not rows:
             return
-        same = rows == list(range(len(wanted)))
-        sampled = self._sampler.sample(logits if same else logits[rows], [self._row(s) for s in sequences])
+        touched.update((sequence.state, None) for sequence in sequences)
+        try:
+            same = rows == list(range(len(wanted)))
+            sampled = self._sampler.sample(logits if same else logits[rows], [self._row(s) for s in sequences])
+        except MaskedRowError as error:
+            self._sample_others(error, sequences, logits[rows])
+            return
         for sequence, token, entry in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
             self._accept(sequence, token, entry)
-            touched[sequence.state] = None
+
+    def _sample_others(self, error: MaskedRowError, sequences: list[Sequence], logits: Tensor) -> None:
+        """Sequences that no token may continue (a grammar at its end before min_tokens, say) end
+        with an error; the others sample."""
+        for row in error.rows:
+            sequences[row].stop_reason = (
+                "no token may follow: response_format (with min_tokens, if set) forbids all of them"
+            )
+            self._finish(sequences[row], "error")
+        good = [row for row in range(len(sequences)) if row not in set(error.rows)]
+        if not good:
+            return
+        sampled = self._sampler.sample(logits[good], [self._row(sequences[row]) for row in good])
+        for row, token, entry in zip(good, sampled.token_ids, sampled.logprobs, strict=True):
+            self._accept(sequences[row], token, entry)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """The sequences that sample from this row: at the prompt's end all n of a request."""

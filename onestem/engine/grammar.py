@@ -103,7 +103,7 @@ def _refuse_unenforced(schema: Mapping[str, Any], strict: bool) -> None:
     for part in _subschemas(schema):
         reason = _unenforced(part, strict)
         if reason is not None:
-            raise UnsupportedError(f"{_SCHEMA} has {reason}, which cannot be enforced: leave it out")
+            raise UnsupportedError(f"{_SCHEMA} has {reason}, which is not enforced: leave it out")
 
 
 def _unenforced(schema: Mapping[str, Any], strict: bool) -> str | None:

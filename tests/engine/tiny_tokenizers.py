@@ -46,7 +46,10 @@ LLAMA_2_TEMPLATE = (
 def make_byte_level_tokenizer(
     path: str | Path, vocab_size: int = 512, *, template: str | None = LLAMA_3_TEMPLATE
 ) -> Path:
-    """Byte-level BPE as GPT-2 and Llama 3 have it: any bytes, BOS from the post-processor."""
+    """Byte-level BPE as GPT-2 and Llama 3 have it: any bytes, BOS from the post-processor.
+
+    `vocab_size` is the most; the corpus is small.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,0 +1,27 @@
+"""Offline jobs: OpenAI's batch format in and out, resumable, in bounded memory. No torch."""
+
+from onestem.batch.identity import model_identity
+from onestem.batch.interface import (
+    JobInterrupted,
+    JobSummary,
+    Plan,
+    PlannedGroup,
+    Planner,
+    Progress,
+    SpooledPrompts,
+)
+from onestem.batch.job import run_job
+from onestem.batch.spool import Tokenizer
+
+__all__ = [
+    "JobInterrupted",
+    "JobSummary",
+    "Plan",
+    "PlannedGroup",
+    "Planner",
+    "Progress",
+    "SpooledPrompts",
+    "Tokenizer",
+    "model_identity",
+    "run_job",
+]

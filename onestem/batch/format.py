@@ -1,0 +1,155 @@
+"""A line of an OpenAI batch file -> `BatchRequest`, or a `LineError` that says what is wrong.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "..."}}
+
+A line is UTF-8 JSON. Lines end with LF or CRLF, the last one need not; a byte order mark before
+the first is skipped; blank lines hold no request and get no result. Keys that stand twice in an
+object are refused, since only one of their values could be honoured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from onestem.batch.fields import Kind, Prompt, checked_fields, read_prompt, sampling_fields, show
+from onestem.errors import RequestError
+from onestem.request import SamplingParams
+
+__all__ = ["BatchRequest", "LineError", "parse_line"]
+
+KIND_OF_URL: Mapping[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+}
+TOP_FIELDS = ("custom_id", "method", "url", "body")
+MAX_MESSAGE = 500
+
+
+class LineError(RequestError):
+    """One line of the input that gets an error object instead of an answer.
+
+    `code` is for programs; `custom_id` is the line's, as far as it could be read.
+    """
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
+        self.code = code
+        self.custom_id = custom_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest:
+    """A good line, before tokenisation.
+
+    Attributes:
+        kind: chat or completion.
+        model: the body's `model`, echoed in the result.
+        sampling: keyword arguments for `SamplingParams`, already checked by it.
+        return_token_ids: put token ids beside the texts of the result.
+    """
+
+    custom_id: str
+    kind: Kind
+    model: str | None
+    prompt: Prompt
+    sampling: Mapping[str, Any]
+    return_token_ids: bool = False
+
+
+def parse_line(raw: bytes) -> BatchRequest:
+    """The request in a line of the input; raises `LineError` alone, whatever the bytes are."""
+    record = _load(raw)
+    custom_id = _custom_id(record)
+    try:
+        kind = _kind(record)
+        return _request(custom_id, kind, record["body"])
+    except LineError as error:
+        error.custom_id = custom_id
+        raise
+    except RequestError as error:
+        raise LineError("invalid_request", str(error), custom_id) from error
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode("utf-8")
+        record = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        message = f"the line is not UTF-8: byte {error.start + 1} of it is {raw[error.start]:#04x}"
+        raise LineError("invalid_json_line", message) from error
+    except RecursionError as error:
+        raise LineError("invalid_json_line", "the line nests too deeply") from error
+    except ValueError as error:
+        raise LineError("invalid_json_line", f"the line is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise LineError("invalid_json_line", f"the line is {show(record)}, expected an object")
+    if "\\ud" in text.lower():
+        _check_surrogates(record)
+    return record
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {show(twice)} stands twice in one object")
+    return record
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _check_surrogates(record: dict[str, Any]) -> None:
+    """Half of a surrogate pair is no text: it can be neither tokenised nor written as UTF-8."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = "the line has an unpaired \\ud800-\\udfff escape"
+        raise LineError("invalid_json_line", message) from error
+
+
+def _custom_id(record: Mapping[str, Any]) -> str:
+    custom_id = record.get("custom_id")
+    if custom_id is None:
+        raise LineError("missing_custom_id", "the line has no custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        message = f"custom_id is {show(custom_id)}, expected non-empty text"
+        raise LineError("invalid_custom_id", message)
+    return custom_id
+
+
+def _kind(record: Mapping[str, Any]) -> Kind:
+    for name in record:
+        if name not in TOP_FIELDS:
+            raise LineError("unknown_field", f"unknown field beside body: {show(name)}")
+    if record.get("method") != "POST":
+        raise LineError("invalid_method", f"method is {show(record.get('method'))}, expected POST")
+    url = record.get("url")
+    if not isinstance(url, str) or url not in KIND_OF_URL:
+        expected = " or ".join(KIND_OF_URL)
+        raise LineError("invalid_url", f"url is {show(url)}, expected {expected}")
+    if not isinstance(record.get("body"), dict):
+        message = f"body is {show(record.get('body'))}, expected an object"
+        raise LineError("invalid_body", message)
+    return KIND_OF_URL[url]
+
+
+def _request(custom_id: str, kind: Kind, body: Mapping[str, Any]) -> BatchRequest:
+    fields = checked_fields(kind, body)
+    prompt = read_prompt(kind, fields)
+    sampling = sampling_fields(kind, fields)
+    SamplingParams(**sampling)  # its checks, here, so that the line is refused and not the job
+    return BatchRequest(
+        custom_id=custom_id,
+        kind=kind,
+        model=fields.get("model"),
+        prompt=prompt,
+        sampling=sampling,
+        return_token_ids=fields.get("return_token_ids", False),
+    )

@@ -1,0 +1,45 @@
+"""Which model a directory holds, as a short text that changes when its answers might."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from onestem.errors import JobError
+
+__all__ = ["model_identity"]
+
+PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
+WHOLE_BYTES = 64 << 20  # larger files are sampled: to read a large model again takes minutes
+NUM_SAMPLES = 64
+SAMPLE_BYTES = 64 << 10
+
+
+def model_identity(directory: str | os.PathLike[str]) -> str:
+    """16 hexadecimal digits over config, tokenizer and weights in a model directory.
+
+    Files of up to 64 MiB count in full, of larger ones the size and 64 samples of 64 KiB spread
+    over it, first and last included: enough to tell one training of a model from another.
+    """
+    folder = Path(directory)
+    digest = hashlib.sha256()
+    try:
+        for path in sorted({path for pattern in PATTERNS for path in folder.glob(pattern)}):
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update(_content_hash(path))
+    except OSError as error:
+        raise JobError(f"cannot read {error.filename}: {error.strerror}") from error
+    return digest.hexdigest()[:16]
+
+
+def _content_hash(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").digest()
+        digest = hashlib.sha256()
+        for i in range(NUM_SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+        return digest.digest()

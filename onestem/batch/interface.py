@@ -1,0 +1,140 @@
+"""What a caller of `run_job` hands in and gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from onestem.batch.spool import Spool
+from onestem.request import Request, RequestOutput
+
+__all__ = [
+    "IntArray",
+    "JobInterrupted",
+    "JobSummary",
+    "Plan",
+    "PlannedGroup",
+    "Planner",
+    "Progress",
+    "Run",
+    "SpooledPrompts",
+]
+
+Stage = Literal["read", "run", "write"]
+IntArray = npt.NDArray[np.int64]
+
+
+class PlannedGroup(Protocol):
+    @property
+    def prefix_tokens(self) -> int: ...
+
+
+class Plan(Protocol):
+    """What a job needs of `onestem.planner.JobPlan`."""
+
+    @property
+    def order(self) -> IntArray: ...
+    @property
+    def groups(self) -> Sequence[PlannedGroup]: ...
+    @property
+    def group_of(self) -> IntArray: ...
+
+
+class Planner(Protocol):
+    """`onestem.planner.plan_job` with its options bound."""
+
+    def __call__(self, prompts: SpooledPrompts, /, *, output_lengths: IntArray | None) -> Plan: ...
+
+
+# Pulls requests as it has room, hands outputs back in any order.
+Run = Callable[[Iterable[Request]], Iterable[RequestOutput]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a job is.
+
+    Attributes:
+        stage: "read": `done` and `total` are bytes of the input; "run": lines; "write": lines,
+            told once, when the output is ready to be renamed.
+        failed: lines with an error so far.
+        last: the output that was just written down; None where it is not that which is told.
+    """
+
+    stage: Stage
+    done: int
+    total: int
+    failed: int = 0
+    last: RequestOutput | None = None
+
+
+@dataclass(kw_only=True)
+class JobSummary:
+    """What a job came to.
+
+    Attributes:
+        total: lines with a result: all lines of the input that are not blank.
+        failed: of these, lines with an error object.
+        resumed: results that were there before this run; their cost is not in what follows.
+        already_complete: the output was there, whole; this run computed nothing.
+        num_prompt_tokens: prompt tokens of the requests answered in this run.
+        num_cached_tokens, num_computed_tokens, num_output_tokens: sums of their metrics.
+        read_seconds: hashing and first pass. plan_seconds: planning. seconds: all of it.
+        plan: what the planner said, None where nothing was planned.
+    """
+
+    output: Path
+    total: int = 0
+    failed: int = 0
+    resumed: int = 0
+    already_complete: bool = False
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    read_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    seconds: float = 0.0
+    plan: Plan | None = field(default=None, repr=False)
+
+    @property
+    def ok(self) -> int:
+        return self.total - self.failed
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failed else 0
+
+    def last_line(self) -> str:
+        """The last thing that a person is told."""
+        done = "already complete" if self.already_complete else "complete"
+        return f"{self.output}: {done}: {self.total} lines, {self.failed} failed"
+
+    def add(self, output: RequestOutput) -> None:
+        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_cached_tokens += output.metrics.num_cached_tokens
+        self.num_computed_tokens += output.metrics.num_computed_tokens
+        self.num_output_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """Ctrl-C, after what is finished has been written down. Its text says how to go on."""
+
+
+class SpooledPrompts:
+    """The prompts of some lines, as the planner reads them: from the disk, by index."""
+
+    def __init__(self, spool: Spool, indices: IntArray) -> None:
+        self._spool = spool
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, i: int, /) -> npt.NDArray[np.int32]:
+        return self._spool.prompt(int(self._indices[i]))

@@ -1,0 +1,398 @@
+"""Run a job: an OpenAI batch file in, a result file out, whatever happens in between.
+
+    OUT.jsonl is there, whole and in input order, or it is not there.
+
+1. Hash the input; take the lock; look whether OUT.jsonl or work on it is there already, and whose.
+2. First pass (`spool`): check and tokenise each line. Skipped where an earlier run has done it.
+3. Plan what has no result yet, hand it to the engine in that order, append each result to
+   OUT.jsonl.partial as it comes (`journal`).
+4. Write the results in input order, rename that file to OUT.jsonl, remove the rest.
+
+A process killed anywhere continues with the same command: 1 and 2 depend on the input alone and are
+done again where incomplete, 3 goes on after the last whole line, 4 is done again. Answers do not
+depend on the order in which they are computed, ids and seeds come from the job and `custom_id`, so
+the file is that of a run without interruption. Lines that ended in an error are not tried again.
+
+Memory, beside what tokenizer, planner and engine hold: about 200 bytes per line of the job (100 of
+them only during the first pass) and tens of MiB for a chunk of 256 lines or one line of 16 MiB.
+Token ids are read back memory-mapped; a request's ids become a list when the engine pulls it.
+Disk: 4 bytes per prompt token, and twice the size of the output at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onestem.batch.interface import (
+    IntArray,
+    JobInterrupted,
+    JobSummary,
+    Plan,
+    Planner,
+    Progress,
+    Run,
+    SpooledPrompts,
+)
+from onestem.batch.journal import Journal, ResultCounts, result_line_number
+from onestem.batch.results import (
+    NotANumberError,
+    Spelling,
+    answer_line,
+    error_line,
+    split_result_id,
+)
+from onestem.batch.spool import (
+    InputSurvey,
+    Spool,
+    SpooledError,
+    SpooledRequest,
+    Tokenizer,
+    Validate,
+    spool_sizes,
+    survey_input,
+    write_spool,
+)
+from onestem.batch.workplace import JobIdentity, Workplace, file_errors
+from onestem.errors import JobError
+from onestem.request import Request, RequestOutput
+
+__all__ = ["run_job"]
+
+
+def run_job(
+    input_path: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None,
+    validate: Validate,
+    run: Run,
+    planner: Planner | None,
+    model_identity: str,
+    model_name: str,
+    options: Mapping[str, Any],
+    token_bytes: Callable[[int], bytes] | None = None,
+    force: bool = False,
+    on_progress: Callable[[Progress], object] | None = None,
+) -> JobSummary:
+    """Run a job to its end, or go on with it.
+
+    Args:
+        tokenizer: None: the model has none; then lines need token ids and results carry them.
+        validate: raises `RequestError` for a request that can never be answered.
+        run: the engine. An output with finish_reason "error" becomes an error object (its message
+            is a `stop_reason` that is text); one with "abort" counts as not answered.
+        planner: None: input order.
+        model_identity: differs whenever weights, config or tokenizer do.
+        model_name: `model` in results of lines that name none.
+        options: all other options that change answers, by the names that a user knows.
+        token_bytes: the bytes that a token stands for, for log-probabilities.
+        force: throw away an output, and work on it, that belongs to another job. This job's own
+            work is always continued.
+        on_progress: called for each chunk read and each line written.
+
+    Raises:
+        JobError: the job cannot start or go on; one line that says what to do.
+        JobInterrupted: Ctrl-C.
+    """
+    began = time.perf_counter()
+    place = Workplace(Path(output_path))
+    source = Path(input_path)
+    place.check_output()
+    _check_apart(source, place)
+    with file_errors(source):
+        survey = survey_input(source)
+    identity = JobIdentity(
+        input_sha256=survey.sha256, model=model_identity, model_name=model_name, options=options
+    )
+    job = _Job(
+        source, place, survey, identity,
+        tokenizer=tokenizer, validate=validate, run=run, planner=planner,
+        token_bytes=token_bytes, tell=on_progress or (lambda progress: None),
+    )  # fmt: skip
+    with place.locked():
+        try:
+            summary = job.go(force)
+        except KeyboardInterrupt as error:
+            raise JobInterrupted(job.how_to_go_on()) from error
+    summary.seconds = time.perf_counter() - began
+    return summary
+
+
+def _check_apart(source: Path, place: Workplace) -> None:
+    taken = (place.output, place.partial)
+    real = Path(os.path.realpath(source))
+    if real in taken or place.folder in real.parents:
+        raise JobError(f"{source} is both input and output: choose another output")
+
+
+class _Job:
+    """The steps of `run_job`, under the lock."""
+
+    def __init__(
+        self,
+        source: Path,
+        place: Workplace,
+        survey: InputSurvey,
+        identity: JobIdentity,
+        *,
+        tokenizer: Tokenizer | None,
+        validate: Validate,
+        run: Run,
+        planner: Planner | None,
+        token_bytes: Callable[[int], bytes] | None,
+        tell: Callable[[Progress], object],
+    ) -> None:
+        self._source, self._place = source, place
+        self._survey, self._identity = survey, identity
+        self._tokenizer, self._validate = tokenizer, validate
+        self._run, self._planner = run, planner
+        self._token_bytes, self._tell = token_bytes, tell
+        self._summary = JobSummary(output=place.output, total=survey.num_lines)
+        self._counts = ResultCounts()
+
+    def how_to_go_on(self) -> str:
+        done, total = self._counts.done, self._summary.total
+        return (
+            f"interrupted: {done} of {total} lines are done and kept beside {self._place.output}: "
+            "the same command goes on from there"
+        )
+
+    def go(self, force: bool) -> JobSummary:
+        began = time.perf_counter()
+        with file_errors(self._place.output):
+            if self._is_complete(force):
+                return self._summary
+            self._claim(force)
+            self._read()
+            spool = Spool(self._place, self._identity.job)
+        self._summary.read_seconds = time.perf_counter() - began
+        try:
+            self._compute(spool)
+        finally:
+            spool.close()
+        with file_errors(self._place.output):
+            self._place.publish()
+            self._place.discard()
+        return self._summary
+
+    # -- what is there already
+
+    def _is_complete(self, force: bool) -> bool:
+        """Whether the output is there and this job's. One of another job is refused."""
+        output, job = self._place.output, self._identity.job
+        if not output.exists() or output.stat().st_size == 0:
+            return False
+        counts = ResultCounts()
+        with open(output, "rb") as file:
+            for raw in file:
+                result = result_line_number(raw, job)
+                if result is None:
+                    break
+                counts.add(result[1])
+            else:
+                if counts.done == self._survey.num_lines:
+                    self._found_complete(counts)
+                    return True
+        if force:
+            return False
+        whose = "is not as this job left it" if counts.done else "exists and is not of this job"
+        raise JobError(
+            f"{output} {whose}: choose another output, move it away, or replace it with --force"
+        )
+
+    def _found_complete(self, counts: ResultCounts) -> None:
+        manifest = self._place.read_manifest()
+        if manifest is not None and not self._identity.differences(manifest):
+            self._place.discard()  # killed between the rename and this
+        self._summary.resumed = counts.done
+        self._summary.failed = counts.failed
+        self._summary.already_complete = True
+
+    def _claim(self, force: bool) -> None:
+        """See to it that what lies beside the output is of this job, or not there."""
+        if force and not self._is_ours():
+            self._place.discard()
+        manifest = self._place.read_manifest()
+        if manifest is None:
+            self._refuse_stray_answers()
+            return
+        differences = self._identity.differences(manifest)
+        if differences:
+            raise JobError(
+                f"unfinished work of another job is beside {self._place.output} "
+                f"({'; '.join(differences)}): finish that job with its own command, "
+                "choose another output, or throw its work away with --force"
+            )
+
+    def _is_ours(self) -> bool:
+        try:
+            manifest = self._place.read_manifest()
+        except JobError:
+            return False
+        return manifest is not None and not self._identity.differences(manifest)
+
+    def _refuse_stray_answers(self) -> None:
+        partial = self._place.partial
+        if partial.exists() and partial.stat().st_size > 0:
+            raise JobError(
+                f"{partial} exists and nothing says which job it is of: move it away, "
+                "choose another output, or throw it away with --force"
+            )
+
+    # -- first pass
+
+    def _read(self) -> None:
+        """The first pass, unless its result is there, whole."""
+        manifest = self._place.read_manifest()
+        if manifest is not None and manifest.get("spool") == spool_sizes(self._place):
+            return
+        try:
+            sha256, sizes = write_spool(
+                self._source,
+                self._place,
+                self._identity.job,
+                tokenizer=self._tokenizer,
+                validate=self._validate,
+                on_chunk=self._tell_read,
+            )
+            if sha256 != self._identity.input_sha256:
+                raise JobError(f"{self._source} changed while it was read: give the command again")
+        except BaseException:
+            if manifest is None:  # else it says whose the answers are
+                self._place.discard_spool()
+            raise
+        self._place.write_manifest(self._identity.record() | {"spool": sizes})
+
+    def _tell_read(self, num_lines: int, num_bytes: int) -> None:
+        self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))
+
+    # -- second pass
+
+    def _compute(self, spool: Spool) -> None:
+        journal = Journal(self._place.partial, self._identity.job, spool.line_numbers)
+        self._counts = journal.counts
+        self._summary.resumed = journal.counts.done
+        try:
+            self._write_errors(spool, journal)
+            self._write_answers(spool, journal)
+            self._write_final(journal)
+        finally:
+            self._summary.failed = journal.counts.failed
+            journal.close()
+
+    def _write_errors(self, spool: Spool, journal: Journal) -> None:
+        missing = journal.missing
+        for index in missing[~spool.is_request[missing]]:
+            bad = spool.spooled_error(int(index))
+            journal.write(bad.index, self._error(bad, bad.code, bad.message), failed=True)
+        self._tell_run(None)
+
+    def _error(self, line: SpooledRequest | SpooledError, code: str, message: str) -> bytes:
+        job = self._identity.job
+        return error_line(job, line.line_number, line.custom_id, code, message)
+
+    def _write_answers(self, spool: Spool, journal: Journal) -> None:
+        missing = journal.missing
+        if len(missing) == 0:
+            return
+        outputs = self._run(self._requests(spool, missing))
+        try:
+            for output in outputs:
+                if output.finished and not _ended(output, "abort"):
+                    self._write_answer(spool, journal, output)
+        finally:
+            close = getattr(outputs, "close", None)
+            if close is not None:
+                close()
+        if len(journal.missing):
+            raise JobError(
+                f"the engine left {len(journal.missing)} of {len(spool)} lines of {self._source} "
+                "unanswered: the same command goes on with them"
+            )
+
+    def _requests(self, spool: Spool, indices: IntArray) -> Iterator[Request]:
+        """The requests at `indices` in planned order, made as they are pulled."""
+        plan = self._plan(spool, indices)
+        if plan is None:
+            for index in indices:
+                yield spool.request(int(index), group=None, group_prefix_tokens=0)
+            return
+        for i in plan.order:
+            group = int(plan.group_of[i])
+            prefix_tokens = int(plan.groups[group].prefix_tokens)
+            yield spool.request(
+                int(indices[i]),
+                group=group if prefix_tokens else None,
+                group_prefix_tokens=prefix_tokens,
+            )
+
+    def _plan(self, spool: Spool, indices: IntArray) -> Plan | None:
+        if self._planner is None:
+            return None
+        began = time.perf_counter()
+        lengths = spool.max_output[indices]
+        known = np.maximum(lengths, 1) if lengths.any() else None
+        self._summary.plan = self._planner(SpooledPrompts(spool, indices), output_lengths=known)
+        self._summary.plan_seconds = time.perf_counter() - began
+        return self._summary.plan
+
+    def _write_answer(self, spool: Spool, journal: Journal, output: RequestOutput) -> None:
+        name = split_result_id(output.request_id)
+        assert name is not None, f"an output for a request of nobody: {output.request_id}"
+        asked = spool.spooled_request(int(np.searchsorted(spool.line_numbers, name[1])))
+        line, failed = self._answer(asked, output)
+        journal.write(asked.index, line, failed=failed)
+        self._summary.add(output)
+        self._tell_run(output)
+
+    def _answer(self, asked: SpooledRequest, output: RequestOutput) -> tuple[bytes, bool]:
+        """The result line of an output, and whether it is an error."""
+        if _ended(output, "error"):
+            return self._error(asked, "engine_error", _engine_message(output)), True
+        spelling = Spelling(
+            kind=asked.kind,
+            model=self._identity.model_name if asked.model is None else asked.model,
+            logprobs=asked.sampling.get("logprobs"),
+            return_token_ids=asked.return_token_ids or self._tokenizer is None,
+            token_bytes=self._token_bytes,
+        )
+        job = self._identity.job
+        try:
+            return answer_line(job, asked.line_number, asked.custom_id, output, spelling), False
+        except NotANumberError as error:
+            return self._error(asked, "engine_error", str(error)), True
+
+    def _tell_run(self, last: RequestOutput | None) -> None:
+        counts, total = self._counts, self._summary.total
+        self._tell(
+            Progress(stage="run", done=counts.done, total=total, failed=counts.failed, last=last)
+        )
+
+    # -- the end
+
+    def _write_final(self, journal: Journal) -> None:
+        with file_errors(self._place.final), open(self._place.final, "wb") as file:
+            journal.copy_in_order(file)
+            file.flush()
+            os.fsync(file.fileno())
+        counts = journal.counts
+        self._tell(
+            Progress(stage="write", done=counts.done, total=counts.done, failed=counts.failed)
+        )
+
+
+def _ended(output: RequestOutput, reason: str) -> bool:
+    return any(sequence.finish_reason == reason for sequence in output.outputs)
+
+
+def _engine_message(output: RequestOutput) -> str:
+    for sequence in output.outputs:
+        if sequence.finish_reason == "error" and isinstance(sequence.stop_reason, str):
+            return sequence.stop_reason
+    return "the engine could not answer this request"

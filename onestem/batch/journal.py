@@ -1,0 +1,181 @@
+"""The answers so far: one line each, in the order in which they were finished.
+
+A line is appended by one unbuffered write, so what the process has written survives its death, and
+at most the last line can be torn. Opening a journal reads it through, cuts a torn end and notes
+where each line is: 17 bytes of memory per line of the job. Lines are never held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from onestem.batch.results import split_result_id
+from onestem.batch.workplace import file_errors
+from onestem.errors import JobError
+
+__all__ = ["Journal", "ResultCounts", "result_line_number"]
+
+# A power cut may lose the answers of so many seconds; a killed process loses none.
+SYNC_SECONDS = 10.0
+ABSENT = -1
+
+
+def result_line_number(raw: bytes, job: str) -> tuple[int, bool] | None:
+    """(input line number, whether it failed) of a whole result line of this job, else None."""
+    if not raw.endswith(b"}\n"):
+        return None
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    name = split_result_id(record.get("id")) if isinstance(record, dict) else None
+    if name is None or name[0] != job:
+        return None
+    return name[1], record.get("error") is not None
+
+
+class ResultCounts:
+    """How many lines have a result, and how many of these are errors."""
+
+    def __init__(self, done: int = 0, failed: int = 0) -> None:
+        self.done = done
+        self.failed = failed
+
+    def add(self, failed: bool) -> None:
+        self.done += 1
+        self.failed += failed
+
+
+class Journal:
+    """The file of finished answers, by index (see `spool`).
+
+    Args:
+        path: the file; made if it is not there.
+        job: the job that each line has to belong to.
+        line_numbers: `[num_lines]` the input's line numbers, ascending.
+    """
+
+    def __init__(self, path: Path, job: str, line_numbers: npt.NDArray[np.int64]) -> None:
+        self.path = path
+        self.counts = ResultCounts()
+        self._job = job
+        self._line_numbers = line_numbers
+        self._start = np.full(len(line_numbers), ABSENT, np.int64)
+        self._size = np.zeros(len(line_numbers), np.int64)
+        with file_errors(path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(path, flags, 0o666)
+        try:
+            with file_errors(path):
+                self._end = self._scan()
+                os.ftruncate(self._file, self._end)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._synced = time.monotonic()
+
+    def _scan(self) -> int:
+        """Note where each line is; returns where the last whole line ends.
+
+        A torn line is the last one and has no line end. Any other line that is not a result of
+        this job was put there by someone else, and to cut there could lose answers.
+        """
+        end = 0
+        with open(self.path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.endswith(b"\n"):
+                    break
+                result = result_line_number(raw, self._job)
+                if result is None:
+                    raise self._foreign(number)
+                self._note(self._index(result[0], number), end, len(raw), result[1])
+                end += len(raw)
+        return end
+
+    def _foreign(self, number: int) -> JobError:
+        return JobError(
+            f"{self.path}, line {number}: not a result of this job: "
+            "move the file away to go on without it, or start over with --force"
+        )
+
+    def _index(self, line_number: int, number: int) -> int:
+        index = int(np.searchsorted(self._line_numbers, line_number))
+        known = index < len(self._line_numbers) and self._line_numbers[index] == line_number
+        if not known or self.has(index):
+            raise self._foreign(number)
+        return index
+
+    def _note(self, index: int, start: int, size: int, failed: bool) -> None:
+        self._start[index] = start
+        self._size[index] = size
+        self.counts.add(failed)
+
+    def has(self, index: int) -> bool:
+        return bool(self._start[index] != ABSENT)
+
+    @property
+    def missing(self) -> npt.NDArray[np.int64]:
+        """Indices without a result, ascending."""
+        return np.flatnonzero(self._start == ABSENT)
+
+    def write(self, index: int, line: bytes, *, failed: bool) -> None:
+        """Append the result of line `index`, which has none yet."""
+        if self.has(index):
+            raise RuntimeError(f"a second result for input line {self._line_numbers[index]}")
+        with file_errors(self.path):
+            self._append(line)
+        self._note(index, self._end, len(line), failed)
+        self._end += len(line)
+        if time.monotonic() - self._synced >= SYNC_SECONDS:
+            self.sync()
+
+    def _append(self, line: bytes) -> None:
+        written = os.write(self._file, line)
+        try:
+            while written < len(line):  # a disk that is nearly full takes a part
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, self._end)
+            raise
+
+    def sync(self) -> None:
+        with file_errors(self.path):
+            os.fsync(self._file)
+        self._synced = time.monotonic()
+
+    def copy_in_order(self, target: IO[bytes]) -> None:
+        """Write the lines in input order; none may be missing."""
+        for start, size in self._stretches():
+            while size > 0:
+                piece = os.pread(self._file, min(size, 1 << 20), start)
+                if not piece:
+                    raise JobError(f"{self.path} was cut by someone else: run the job again")
+                target.write(piece)
+                start, size = start + len(piece), size - len(piece)
+
+    def _stretches(self) -> Iterator[tuple[int, int]]:
+        """(start, size) of what stands together both here and in input order."""
+        if len(self._start) == 0:
+            return
+        breaks = np.flatnonzero(self._start[1:] != self._start[:-1] + self._size[:-1]) + 1
+        begins = np.concatenate(([0], breaks))
+        sizes = np.add.reduceat(self._size, begins)
+        for begin, size in zip(begins, sizes, strict=True):
+            yield int(self._start[begin]), int(size)
+
+    def close(self) -> None:
+        """Flush to the disk and let go. Closing twice is fine."""
+        if self._file >= 0:
+            try:
+                self.sync()
+            finally:
+                os.close(self._file)
+                self._file = -1

@@ -1,0 +1,434 @@
+"""The first pass over a job's input: stream it, check it, tokenise it, keep what the run needs.
+
+The spool is three files of fixed or appended records, so that no part of the job is held in memory:
+* `ids`: int32, the token ids of all prompts, one after the other; read back memory-mapped.
+* `requests`: a line of JSON per input line: how to answer it, or why it cannot be answered.
+* `lines`: six int64 per input line (`COLUMNS`).
+
+Blank lines have no record. A record's place in `lines` is its *index*, which counts from 0 and
+orders the results; its line number counts from 1, blank lines too, and is what a person sees.
+
+Memory of the pass: one chunk (at most `CHUNK_LINES` lines or, but for its last line,
+`CHUNK_BYTES`), a line of at most `MAX_LINE_BYTES`, and about 100 bytes per line to notice equal
+`custom_id`s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from onestem.batch.fields import Kind, Prompt
+from onestem.batch.format import BatchRequest, LineError, parse_line
+from onestem.batch.results import derived_seed, result_id
+from onestem.batch.workplace import Workplace
+from onestem.errors import JobError, RequestError
+from onestem.request import Request, SamplingParams
+
+__all__ = [
+    "InputSurvey",
+    "Spool",
+    "SpooledError",
+    "SpooledRequest",
+    "Tokenizer",
+    "Validate",
+    "spool_sizes",
+    "survey_input",
+    "write_spool",
+]
+
+CHUNK_LINES = 256
+CHUNK_BYTES = 4 << 20
+MAX_LINE_BYTES = 16 << 20
+
+COLUMNS = ("line_number", "first_id", "num_ids", "record_start", "record_bytes", "max_output")
+LINE_NUMBER, FIRST_ID, NUM_IDS, RECORD_START, RECORD_BYTES, MAX_OUTPUT = range(len(COLUMNS))
+NO_REQUEST = -1  # in `num_ids`: a line that gets an error object
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NO_TOKENIZER = "the model has no tokenizer: give /v1/completions a prompt of token ids"
+
+
+class Tokenizer(Protocol):
+    """What a job needs of a tokenizer. Texts that it refuses raise `RequestError`."""
+
+    def encode_batch(self, texts: list[str], /) -> list[list[int]]:
+        """Token ids of each text, BOS included where the model wants it."""
+        ...
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool
+    ) -> list[int]:
+        """Token ids of a chat, up to where the answer begins."""
+        ...
+
+
+Validate = Callable[[Request], object]  # raises RequestError for what can never be answered
+
+
+@dataclass(frozen=True)
+class InputSurvey:
+    """What one look at the input says: its hash, bytes, and lines that are not blank."""
+
+    sha256: str
+    num_bytes: int
+    num_lines: int
+
+
+def survey_input(path: Path) -> InputSurvey:
+    """Hash the input and count its lines."""
+    digest = hashlib.sha256()
+    num_lines = 0
+    with open_input(path) as file:
+        for _ in _lines(file, digest.update):
+            num_lines += 1
+        return InputSurvey(digest.hexdigest(), file.tell(), num_lines)
+
+
+def open_input(path: Path) -> IO[bytes]:
+    """The input, which is read more than once and so has to be a file."""
+    if path.exists() and not path.is_file():
+        raise JobError(f"{path} is not a regular file: a job is read twice, save it first")
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise JobError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[tuple[int, bytes | None]]:
+    """(line number, bytes) of each line that is not blank; None for one that is too long.
+
+    `see` gets every byte of the file in order.
+    """
+    number = 0
+    while raw := file.readline(MAX_LINE_BYTES):
+        see(raw)
+        number += 1
+        if len(raw) < MAX_LINE_BYTES or raw.endswith(b"\n"):
+            text = raw.removeprefix(BYTE_ORDER_MARK) if number == 1 else raw
+            if text.strip():
+                yield number, text
+            continue
+        while raw and not raw.endswith(b"\n"):
+            raw = file.readline(MAX_LINE_BYTES)
+            see(raw)
+        yield number, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpooledRequest:
+    """A good line, its token ids aside."""
+
+    index: int
+    line_number: int
+    custom_id: str
+    kind: Kind
+    sampling: Mapping[str, Any]
+    model: str | None = None
+    return_token_ids: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpooledError:
+    """A line that gets an error object."""
+
+    index: int
+    line_number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class Spool:
+    """A finished spool, read by index. Memory: 48 bytes per line; ids stay on the disk."""
+
+    def __init__(self, place: Workplace, job: str) -> None:
+        self.job = job
+        table = np.fromfile(place.lines, np.int64)
+        self._table: npt.NDArray[np.int64] = table.reshape(-1, len(COLUMNS))
+        self._requests = open(place.requests, "rb")  # noqa: SIM115 - closed by `close`
+        empty = place.ids.stat().st_size == 0  # which cannot be mapped
+        self._ids: npt.NDArray[np.int32] = (
+            np.empty(0, np.int32) if empty else np.memmap(place.ids, np.int32, "r")
+        )
+
+    def close(self) -> None:
+        self._requests.close()
+        self._ids = np.empty(0, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def line_numbers(self) -> npt.NDArray[np.int64]:
+        return self._table[:, LINE_NUMBER]
+
+    @property
+    def is_request(self) -> npt.NDArray[np.bool_]:
+        """`[num_lines]` whether a line has a request in it."""
+        flags: npt.NDArray[np.bool_] = self._table[:, NUM_IDS] != NO_REQUEST
+        return flags
+
+    @property
+    def max_output(self) -> npt.NDArray[np.int64]:
+        """`[num_lines]` most tokens that all answers to a line can have; 0: not said."""
+        return self._table[:, MAX_OUTPUT]
+
+    def prompt(self, index: int) -> npt.NDArray[np.int32]:
+        """`[num_prompt_tokens]` ids of a request, still on the disk."""
+        first, count = self._table[index, FIRST_ID], self._table[index, NUM_IDS]
+        return self._ids[first : first + count]
+
+    def _record(self, index: int) -> dict[str, Any]:
+        start, size = self._table[index, RECORD_START], self._table[index, RECORD_BYTES]
+        record: dict[str, Any] = json.loads(
+            os.pread(self._requests.fileno(), int(size), int(start))
+        )
+        return record | {"index": index, "line_number": int(self._table[index, LINE_NUMBER])}
+
+    def spooled_error(self, index: int) -> SpooledError:
+        return SpooledError(**self._record(index))
+
+    def spooled_request(self, index: int) -> SpooledRequest:
+        return SpooledRequest(**self._record(index))
+
+    def request(self, index: int, *, group: int | None, group_prefix_tokens: int) -> Request:
+        spooled = self.spooled_request(index)
+        return Request(
+            request_id=result_id(self.job, spooled.line_number),
+            prompt_token_ids=self.prompt(index).tolist(),
+            params=_params(self.job, spooled.custom_id, spooled.sampling),
+            group=group,
+            group_prefix_tokens=group_prefix_tokens,
+        )
+
+
+def _params(job: str, custom_id: str, sampling: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters of a line. JSON has turned the keys of `logit_bias` into text."""
+    fields = dict(sampling)
+    if fields.get("logit_bias") is not None:
+        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    if fields.get("seed") is None:
+        fields["seed"] = derived_seed(job, custom_id)
+    return SamplingParams(**fields)
+
+
+@dataclass
+class _Line:
+    """A line on its way through the first pass: first parsed, then tokenised, then checked."""
+
+    number: int
+    custom_id: str | None
+    request: BatchRequest | None = None
+    error: LineError | None = None
+    ids: Sequence[int] = ()
+
+    def refuse(self, error: RequestError) -> None:
+        if not isinstance(error, LineError):
+            error = LineError("invalid_request", str(error), self.custom_id)
+        self.error = error
+        self.request = None
+
+
+def write_spool(
+    path: Path,
+    place: Workplace,
+    job: str,
+    *,
+    tokenizer: Tokenizer | None,
+    validate: Validate,
+    on_chunk: Callable[[int, int], object],
+) -> tuple[str, dict[str, int]]:
+    """The first pass.
+
+    Args:
+        path: the input.
+        tokenizer: None: only prompts of token ids are good.
+        validate: raises `RequestError` for a request that can never be answered.
+        on_chunk: called after each chunk with the lines and the bytes read so far.
+
+    Returns:
+        The input's sha256 as read now, and the sizes of the spool's files in bytes.
+    """
+    digest = hashlib.sha256()
+    with (
+        open_input(path) as source,
+        open(place.ids, "wb") as ids,
+        open(place.requests, "wb") as requests,
+        open(place.lines, "wb") as table,
+    ):
+        writer = _Writer(ids, requests, table)
+        first_pass = _FirstPass(job, tokenizer, validate)
+        for chunk in _chunks(_lines(source, digest.update)):
+            writer.write(first_pass.read(chunk))
+            on_chunk(writer.num_lines, source.tell())
+        for file in (ids, requests, table):
+            file.flush()
+            os.fsync(file.fileno())
+    return digest.hexdigest(), spool_sizes(place)
+
+
+def spool_sizes(place: Workplace) -> dict[str, int]:
+    """Bytes of each of the spool's files; 0 for one that is missing."""
+    paths = (place.ids, place.requests, place.lines)
+    return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
+
+
+def _chunks(
+    lines: Iterator[tuple[int, bytes | None]],
+) -> Iterator[list[tuple[int, bytes | None]]]:
+    chunk: list[tuple[int, bytes | None]] = []
+    num_bytes = 0
+    for number, raw in lines:
+        chunk.append((number, raw))
+        num_bytes += len(raw or b"")
+        if len(chunk) == CHUNK_LINES or num_bytes >= CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+class _FirstPass:
+    """Turns chunks of raw lines into requests with token ids, or errors."""
+
+    def __init__(self, job: str, tokenizer: Tokenizer | None, validate: Validate) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._validate = validate
+        # 16 bytes of a hash stand for each custom_id, which may be of any length.
+        self._seen: set[bytes] = set()
+
+    def read(self, chunk: list[tuple[int, bytes | None]]) -> list[_Line]:
+        lines = [self._parse(number, raw) for number, raw in chunk]
+        self._tokenize([line for line in lines if line.request is not None])
+        for line in lines:
+            if line.request is not None:
+                self._check(line, line.request)
+        return lines
+
+    def _parse(self, number: int, raw: bytes | None) -> _Line:
+        if raw is None:
+            message = f"the line is longer than the limit of {MAX_LINE_BYTES} bytes"
+            return _Line(number, None, error=LineError("line_too_long", message))
+        try:
+            request = parse_line(raw)
+            line = _Line(number, request.custom_id, request=request)
+        except LineError as error:
+            line = _Line(number, error.custom_id, error=error)
+        if line.custom_id is not None and self._is_duplicate(line.custom_id):
+            message = "an earlier line has the same custom_id"
+            line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
+        return line
+
+    def _is_duplicate(self, custom_id: str) -> bool:
+        digest = hashlib.sha256(custom_id.encode()).digest()[:16]
+        if digest in self._seen:
+            return True
+        self._seen.add(digest)
+        return False
+
+    def _tokenize(self, lines: list[_Line]) -> None:
+        """Texts of a chunk at once; if one of them is refused, each alone, to find out which."""
+        texts = {}
+        for line in lines:
+            text = line.request.prompt.text if line.request else None
+            if text is not None and self._tokenizer is not None:
+                texts[line.number] = text
+        try:
+            encoded = self._tokenizer.encode_batch([*texts.values()]) if self._tokenizer else []
+        except RequestError:
+            encoded, texts = [], {}
+        ids = dict(zip(texts, encoded, strict=True))
+        for line in lines:
+            if line.number in ids:
+                line.ids = ids[line.number]
+            else:
+                self._tokenize_one(line)
+
+    def _tokenize_one(self, line: _Line) -> None:
+        assert line.request is not None
+        try:
+            line.ids = self._ids(line.request.prompt)
+        except RequestError as error:
+            line.refuse(error)
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if self._tokenizer is None:
+            raise RequestError(NO_TOKENIZER)
+        if prompt.messages is not None:
+            return self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
+        assert prompt.text is not None
+        return self._tokenizer.encode_batch([prompt.text])[0]
+
+    def _check(self, line: _Line, request: BatchRequest) -> None:
+        try:
+            if len(line.ids) == 0:
+                raise RequestError("prompt has no tokens")
+            self._validate(
+                Request(
+                    request_id=result_id(self._job, line.number),
+                    prompt_token_ids=line.ids,
+                    params=_params(self._job, request.custom_id, request.sampling),
+                )
+            )
+        except RequestError as error:
+            line.refuse(error)
+
+
+class _Writer:
+    """Appends lines to the three files of a spool."""
+
+    def __init__(self, ids: IO[bytes], requests: IO[bytes], table: IO[bytes]) -> None:
+        self._ids, self._requests, self._table = ids, requests, table
+        self._next_id = 0
+        self._next_byte = 0
+        self.num_lines = 0
+
+    def write(self, lines: list[_Line]) -> None:
+        rows = np.array([self._row(line) for line in lines], np.int64)
+        self._table.write(rows.tobytes())
+        self.num_lines += len(lines)
+
+    def _row(self, line: _Line) -> list[int]:
+        record = json.dumps(_record(line)).encode()
+        self._requests.write(record + b"\n")
+        num_ids, max_output = NO_REQUEST, 0
+        first_id, record_start = self._next_id, self._next_byte
+        if line.request is not None:
+            self._ids.write(np.asarray(line.ids, np.int32).tobytes())
+            num_ids = len(line.ids)
+            max_output = _max_output(line.request.sampling)
+            self._next_id += num_ids
+        self._next_byte += len(record) + 1
+        return [line.number, first_id, num_ids, record_start, len(record), max_output]
+
+
+def _max_output(sampling: Mapping[str, Any]) -> int:
+    """All that a request may sample, as far as it says; fields it leaves out have defaults."""
+    params = SamplingParams(**sampling)
+    return 0 if params.max_tokens is None else params.n * params.max_tokens
+
+
+def _record(line: _Line) -> dict[str, Any]:
+    if line.request is None:
+        assert line.error is not None
+        error = line.error
+        return {"custom_id": line.custom_id, "code": error.code, "message": str(error)}
+    request = line.request
+    record: dict[str, Any] = {"custom_id": request.custom_id, "kind": request.kind}
+    if request.model is not None:
+        record["model"] = request.model
+    if request.return_token_ids:
+        record["return_token_ids"] = True
+    return record | {"sampling": dict(request.sampling)}

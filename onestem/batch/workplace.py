@@ -1,0 +1,205 @@
+"""The files a job keeps beside its output, the lock on them, and which job they belong to.
+
+For `-o OUT.jsonl`:
+
+    OUT.jsonl.partial               one line per finished answer, in the order they finished
+    OUT.jsonl.work/lock             held (flock) by the one process that works on OUT.jsonl
+    OUT.jsonl.work/manifest.json    which job this is; written when the spool is complete
+    OUT.jsonl.work/{ids,lines,requests}   the spool (see `spool`)
+    OUT.jsonl.work/final            the answers in input order, renamed to OUT.jsonl
+
+All of them are gone once OUT.jsonl is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from onestem.errors import JobError
+
+__all__ = ["JobIdentity", "Workplace", "file_errors"]
+
+FORMAT = 1
+
+
+@contextlib.contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """A full disk or a missing permission is the caller's to mend: one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else path
+        reason = error.strerror or str(error)
+        raise JobError(f"{name}: {reason}: mend that and give the same command again") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobIdentity:
+    """All that answers depend on. Two runs with equal identities write equal bytes.
+
+    `options` are those that change answers (dtype, seed, ...), as JSON values.
+    """
+
+    input_sha256: str
+    model: str
+    model_name: str
+    options: Mapping[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "input_sha256": self.input_sha256,
+            "model": self.model,
+            "model_name": self.model_name,
+            "options": dict(self.options),
+        }
+
+    @cached_property
+    def job(self) -> str:
+        """The job's name in ids: 16 hexadecimal digits of the hash of all of it."""
+        text = json.dumps(self.record(), sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def differences(self, other: Mapping[str, Any]) -> list[str]:
+        """In words, what is different in the manifest `other`."""
+        mine = json.loads(json.dumps(self.record()))
+        if other.get("format") != FORMAT:
+            return ["another version of the program wrote it"]
+        found = []
+        if mine["input_sha256"] != other.get("input_sha256"):
+            found.append("the input has other content")
+        for name, words in (("model", "the model"), ("model_name", "the model's name")):
+            if mine[name] != other.get(name):
+                found.append(f"{words} was {other.get(name)}, now {mine[name]}")
+        theirs = other.get("options") or {}
+        for name in sorted(mine["options"].keys() | theirs.keys()):
+            was, now = theirs.get(name), mine["options"].get(name)
+            if was != now:
+                found.append(f"{name} was {was}, now {now}")
+        return found
+
+
+class Workplace:
+    """Where the files of one output are. Makes nothing by itself."""
+
+    def __init__(self, output: Path) -> None:
+        # A symbolic link stays one: the file that it points to is what gets replaced.
+        self.output = Path(os.path.realpath(output))
+        self.partial = self.output.with_name(self.output.name + ".partial")
+        self.folder = self.output.with_name(self.output.name + ".work")
+        self.lock_file = self.folder / "lock"
+        self.manifest = self.folder / "manifest.json"
+        self.ids = self.folder / "ids"
+        self.lines = self.folder / "lines"
+        self.requests = self.folder / "requests"
+        self.final = self.folder / "final"
+
+    def check_output(self) -> None:
+        if self.output.exists() and not self.output.is_file():
+            raise JobError(f"{self.output} is not a regular file: choose another output")
+        if not self.output.parent.is_dir():
+            raise JobError(f"folder {self.output.parent} does not exist: make it first")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the output's lock; the kernel lets go of it however the process ends."""
+        with file_errors(self.folder):
+            lock = self._take_lock()
+        try:
+            yield
+        finally:
+            self._remove_if_unused()  # before the lock is let go, so that nobody else holds it
+            os.close(lock)
+
+    def _remove_if_unused(self) -> None:
+        """Remove the folder where it holds nothing but the lock. What is not ours stays."""
+        with contextlib.suppress(OSError):
+            if os.listdir(self.folder) == [self.lock_file.name]:
+                self.lock_file.unlink()
+                self.folder.rmdir()
+
+    def _take_lock(self) -> int:
+        while True:
+            self.folder.mkdir(exist_ok=True)
+            try:
+                lock = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # a run that just finished has removed the folder
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise JobError(
+                    f"another process is writing {self.output}: wait for it, "
+                    "or choose another output"
+                ) from error
+            except OSError:
+                os.close(lock)
+                raise
+            if self._is_current(lock):
+                return lock
+            os.close(lock)
+
+    def _is_current(self, lock: int) -> bool:
+        """Whether the locked file is still the one in the folder, not one removed meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(lock), os.stat(self.lock_file))
+        except FileNotFoundError:
+            return False
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        """The manifest, or None where no first pass has been completed."""
+        try:
+            record = json.loads(self.manifest.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise JobError(f"{self.manifest} is damaged: --force starts the job over") from error
+        if not isinstance(record, dict):
+            raise JobError(f"{self.manifest} is damaged: --force starts the job over")
+        return record
+
+    def write_manifest(self, record: Mapping[str, Any]) -> None:
+        """The manifest, whole or not at all, after the files it speaks of are on the disk."""
+        draft = self.manifest.with_suffix(".draft")
+        with open(draft, "wb") as file:
+            file.write(json.dumps(record, indent=1).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.manifest)
+        sync_folder(self.folder)
+
+    def publish(self) -> None:
+        """`final` becomes the output, at once; a reader sees the old file or the whole new one."""
+        os.replace(self.final, self.output)
+        sync_folder(self.output.parent)
+
+    def discard(self) -> None:
+        """Remove answers and spool. The manifest goes last: while there are answers beside the
+        output, it says whose they are."""
+        self.partial.unlink(missing_ok=True)
+        self.discard_spool()
+
+    def discard_spool(self) -> None:
+        """Remove all but the answers and the lock."""
+        draft = self.manifest.with_suffix(".draft")
+        for path in (self.final, self.ids, self.lines, self.requests, draft, self.manifest):
+            path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` last through a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""`onestem batch`: a file of requests in, a file of results out, whatever happens in between."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onestem.cli import options
+
+if TYPE_CHECKING:
+    from onestem.batch import JobSummary, Progress
+    from onestem.llm import LLM
+
+__all__ = ["JobProgress", "batch"]
+
+
+def batch(
+    input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")],
+    model: options.Model = "embedded",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kv_memory: options.KvMemory = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    page_size: options.PageSize = 16,
+    share: options.Share = "full",
+    random_weights: options.RandomWeights = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Answer OpenAI batch lines; killed at any moment, the same command goes on.
+
+    Lines that cannot be answered get an error object and the job goes on. Exit code: 0 if every
+    line was answered, 1 if some failed, 2 if the job could not run, 130 after Ctrl-C.
+    """
+    from onestem.batch import JobInterrupted
+    from onestem.jobs import run_file
+
+    if not input_file.is_file():
+        from onestem.errors import JobError
+
+        raise JobError(f"{input_file} is no file")
+    llm = options.load_llm(
+        model, device=device, dtype=dtype, kv_memory=kv_memory, max_model_len=max_model_len, share=share,
+        page_size=page_size, max_step_tokens=max_step_tokens, random_weights=random_weights,
+    )
+    try:
+        with JobProgress(quiet) as progress:
+            summary = run_file(llm, input_file, output, force=force, on_progress=progress)
+    except JobInterrupted as interrupted:
+        print(f"onestem: {interrupted}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _report(llm, summary)
+    print(summary.last_line(), file=sys.stderr)
+    raise typer.Exit(summary.exit_code)
+
+
+def _report(llm: LLM, summary: JobSummary) -> None:
+    if summary.num_prompt_tokens == 0:
+        return
+    stats = llm.engine.stats
+    resumed = f", {summary.resumed} lines were done before" if summary.resumed else ""
+    print(
+        f"{summary.num_prompt_tokens} prompt tokens, {stats.processed_prompt_tokens} computed "
+        f"({100 * stats.saving:.1f}% saved), {summary.num_output_tokens} sampled, {summary.seconds:.1f} s"
+        f" ({summary.read_seconds:.1f} reading, {summary.plan_seconds:.2f} planning){resumed}",
+        file=sys.stderr,
+    )
+
+
+class JobProgress(AbstractContextManager["JobProgress"]):
+    """A progress bar on stderr, fed by `run_job`."""
+
+    def __init__(self, quiet: bool = False, label: str = "") -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = None if quiet else Bar(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=Console(stderr=True),
+        )
+        self._label = f"{label} " if label else ""
+        self._stage: str | None = None
+        self._task = 0
+
+    def __enter__(self) -> JobProgress:
+        (self._bar or nullcontext()).__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        if self._bar is None:
+            return
+        if progress.stage != self._stage:
+            self._stage = progress.stage
+            names = {"read": "reading (bytes)", "run": "answering", "write": "writing"}
+            self._task = self._bar.add_task(self._label + names[progress.stage], total=progress.total)
+        failed = f", {progress.failed} failed" if progress.failed else ""
+        names = {"read": "reading (bytes)", "run": f"answering{failed}", "write": "writing"}
+        self._bar.update(
+            self._task, completed=progress.done, total=progress.total, description=self._label + names[progress.stage]
+        )

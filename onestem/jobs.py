@@ -1,0 +1,105 @@
+"""Offline jobs on a model: what `onestem batch` and `onestem plan` run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onestem.batch import JobSummary, Progress, SpooledPrompts, run_job
+from onestem.batch.spool import Spool, write_spool
+from onestem.batch.workplace import Workplace
+from onestem.planner import plan_job
+from onestem.request import Request
+
+if TYPE_CHECKING:
+    from onestem.llm import LLM
+
+__all__ = ["model_identity", "plan_file", "run_file"]
+
+# How much of a weights file is hashed: its header, and as much from its middle and its end.
+SAMPLE_BYTES = 1 << 20
+
+
+def run_file(
+    llm: LLM, source: str | os.PathLike[str], output: str | os.PathLike[str], *,
+    force: bool = False, on_progress: Callable[[Progress], object] | None = None,
+) -> JobSummary:
+    """Run or continue a job (see `onestem.batch.run_job`) on a model."""
+    return run_job(
+        source, output, tokenizer=llm.tokenizer, validate=llm.engine.validate, run=llm.engine.run,
+        planner=partial(plan_job, kv_budget_tokens=llm.kv_tokens),
+        model_identity=model_identity(llm.path), model_name=llm.name,
+        options={
+            "dtype": str(llm.dtype).removeprefix("torch."), "device": llm.device.type,
+            "max_model_len": llm.engine.max_model_len, "random_weights": llm.random_weights,
+        },
+        token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
+        force=force, on_progress=on_progress,
+    )
+
+
+def model_identity(path: Path) -> str:
+    """A hash over a model directory: all of its small files, and of each weights file its name,
+    size, header, middle and end (whole files of many GB would take longer than the job)."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if not file.is_file() or file.suffix in (".md", ".bin", ".pth") or file.name.startswith("."):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with open(file, "rb") as data:
+            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+                data.seek(start)
+                digest.update(data.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def plan_file(
+    source: Path, folder: Path, *, model: str, levels: str, kv_memory: str | int
+) -> dict[str, Any]:
+    """Tokenise a job into `folder` and plan it; no weights are loaded.
+
+    Returns:
+        the plan's report (`PlanReport.to_dict`), with `failed_lines`.
+    """
+    import torch
+
+    from onestem.engine.tokenizer import Tokenizer
+    from onestem.llm import find_model, kv_memory_bytes, pick_device, pick_dtype
+    from onestem.models.config import ModelConfig
+
+    path = find_model(model)
+    config = ModelConfig.from_directory(path)
+    device = pick_device("auto")
+    bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * torch.empty(
+        (), dtype=pick_dtype("auto", config, device)
+    ).element_size()
+    place = Workplace(folder / "plan.jsonl")
+    with place.locked():
+        write_spool(
+            source, place, "plan", tokenizer=Tokenizer.from_directory(path),
+            validate=partial(_check_length, config.max_position_embeddings), on_chunk=lambda lines, size: None,
+        )
+        spool = Spool(place, "plan")
+        try:
+            indices = spool.is_request.nonzero()[0]
+            lengths = spool.max_output[indices]
+            plan = plan_job(
+                SpooledPrompts(spool, indices), output_lengths=lengths.clip(1) if lengths.any() else None,
+                levels=levels,  # type: ignore[arg-type]
+                kv_budget_tokens=kv_memory_bytes(kv_memory, device) // bytes_per_token,
+            )
+            return {**plan.report.to_dict(), "failed_lines": len(spool) - len(indices)}
+        finally:
+            spool.close()
+
+
+def _check_length(limit: int, request: Request) -> None:
+    from onestem.errors import RequestError
+
+    if len(request.prompt_token_ids) >= limit:
+        raise RequestError(f"prompt has {len(request.prompt_token_ids)} tokens, limit is {limit - 1}: shorten the prompt")

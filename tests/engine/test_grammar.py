@@ -1,0 +1,309 @@
+"""response_format: what is refused, what a mask allows, and rebuilding from sampled ids."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
+
+from onestem.engine.grammar import GrammarCompiler, GrammarState, check_response_format
+from onestem.engine.sampler import Sampler, SamplingRow
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import RequestError, UnsupportedError
+from onestem.request import SamplingParams
+
+pytest.importorskip("xgrammar")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+OBJECT = {"type": "json_object"}
+
+
+def json_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    make = {"byte_level": make_byte_level_tokenizer, "byte_fallback": make_byte_fallback_tokenizer}
+    tokenizer = Tokenizer.from_directory(make[request.param](path))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size + 20)
+
+
+def state_of(compiler: GrammarCompiler, response_format: dict[str, Any]) -> GrammarState:
+    state = compiler.compile(response_format)
+    assert state is not None
+    return state
+
+
+def allowed(state: GrammarState, vocab_size: int) -> set[int]:
+    words = state.fill_mask().tolist()
+    return {i for i in range(vocab_size) if (words[i // 32] >> (i % 32)) & 1}
+
+
+def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    single = {tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))}
+    return [single[bytes([byte])] for byte in text.encode()]
+
+
+def fits(tokenizer: Tokenizer, state: GrammarState, text: str) -> bool:
+    try:
+        for token in byte_ids(tokenizer, text):
+            state.accept(token)
+    except RequestError:
+        return False
+    return tokenizer.eos_token_id in allowed(state, tokenizer.vocab_size)
+
+
+# --- masks -------------------------------------------------------------------------------------
+
+
+def test_texts_that_fit_a_schema(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    for text, expected in (
+        ('{"name": "Ada", "age": 36}', True),
+        ('{"name":"Ada","age":36}', True),
+        ('{\n  "name": "Ada",\n  "age": 36\n}', True),
+        ('{"name": "é\\n", "age": 3}', True),
+        ('{"name": "Ada"}', False),
+        ('{"name": "Ada", "age": "36"}', False),
+        ('{"name": "Ada", "age": 36, "x": 1}', False),
+        ('{"name": "Ada Lovelace", "age": 36}', False),
+    ):
+        assert fits(tokenizer, state_of(compiler, json_schema(SCHEMA)), text) is expected
+
+
+def test_strict_false_allows_more_properties(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    text = '{"name": "Ada", "age": 36, "x": 1}'
+    state = state_of(compiler, json_schema(SCHEMA, strict=False))
+    assert fits(tokenizer, state, text)
+
+
+def test_json_object(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    assert fits(tokenizer, state_of(compiler, OBJECT), '{"a": [1, {"b": null}], "c": "d"}')
+    assert fits(tokenizer, state_of(compiler, OBJECT), "{}")
+    assert not fits(tokenizer, state_of(compiler, OBJECT), "[1]")
+    assert not fits(tokenizer, state_of(compiler, OBJECT), '{"a": 1')
+
+
+def test_text_and_nothing_need_no_grammar(compiler: GrammarCompiler) -> None:
+    assert compiler.compile({"type": "text"}) is None
+    assert compiler.compile(None) is None
+
+
+def test_control_tokens_and_ids_past_the_vocabulary_are_never_allowed(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    state = state_of(compiler, OBJECT)
+    for token in byte_ids(tokenizer, '{"a": "x'):
+        state.accept(token)
+    inside_a_string = allowed(state, tokenizer.vocab_size + 20)
+    assert inside_a_string.isdisjoint(tokenizer.special_ids)
+    assert max(inside_a_string) < tokenizer.vocab_size
+    assert len(inside_a_string) > 100
+
+
+def test_mask_says_what_accept_takes(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    output: list[int] = []
+    for token in byte_ids(tokenizer, '{"name": "A", "age'):
+        mask = allowed(state_of(compiler, json_schema(SCHEMA)), tokenizer.vocab_size)
+        state = compiler.compile(json_schema(SCHEMA), output)
+        assert state is not None
+        mask = allowed(state, tokenizer.vocab_size)
+        assert token in mask
+        for other in range(0, tokenizer.vocab_size, 7):
+            trial = compiler.compile(json_schema(SCHEMA), output)
+            assert trial is not None
+            if other in mask:
+                trial.accept(other)
+            else:
+                with pytest.raises(RequestError, match=f"token {other} does not follow"):
+                    trial.accept(other)
+        output.append(token)
+
+
+def test_a_rebuilt_state_goes_on_where_the_old_one_stood(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    ids = byte_ids(tokenizer, '{"name": "Ada", "age": 36}')
+    state = state_of(compiler, json_schema(SCHEMA))
+    for done, token in enumerate(ids):
+        rebuilt = compiler.compile(json_schema(SCHEMA), ids[:done])
+        assert rebuilt is not None
+        assert torch.equal(rebuilt.fill_mask(), state.fill_mask())
+        assert rebuilt.is_finished == state.is_finished
+        state.accept(token)
+    assert state.is_finished
+
+
+def test_when_an_answer_is_finished(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    state = state_of(compiler, OBJECT)
+    for token in byte_ids(tokenizer, '{"a": 1}'):
+        assert not state.is_finished
+        state.accept(token)
+    assert state.is_finished
+    # A number may go on, so only the end of sequence finishes it.
+    number = state_of(compiler, json_schema({"type": "integer"}))
+    for token in byte_ids(tokenizer, "12"):
+        number.accept(token)
+    assert not number.is_finished
+    assert tokenizer.eos_token_id is not None
+    number.accept(tokenizer.eos_token_id)
+    assert number.is_finished
+    assert allowed(number, tokenizer.vocab_size) == {tokenizer.eos_token_id}
+
+
+def test_several_stop_ids(tokenizer: Tokenizer) -> None:
+    others = sorted(tokenizer.special_ids)[:2]
+    compiler = GrammarCompiler(tokenizer, stop_token_ids=others)
+    state = state_of(compiler, json_schema({"type": "integer"}))
+    for token in byte_ids(tokenizer, "12"):
+        state.accept(token)
+    assert set(others) <= allowed(state, tokenizer.vocab_size)
+    assert not state.is_finished
+    state.accept(others[1])
+    assert state.is_finished
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_logits_give_valid_json(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, seed: int
+) -> None:
+    """Sampled under the mask, whatever the model says, the text fits the schema."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "label": {"enum": ["yes", "no", "perhaps"]},
+            "score": {"type": "integer", "minimum": 0, "maximum": 100},
+            "why": {"type": "string", "maxLength": 5},
+        },
+        "required": ["label", "score", "why"],
+    }
+    state = state_of(compiler, json_schema(schema, strict=True))
+    sampler = Sampler(compiler.vocab_size)
+    generator = torch.Generator().manual_seed(seed)
+    output: list[int] = []
+    while not state.is_finished:
+        assert len(output) < 1000
+        logits = torch.randn(1, compiler.vocab_size, generator=generator)
+        row = SamplingRow(
+            SamplingParams(), seed, 0, len(output), allowed_mask=state.fill_mask()
+        )
+        output.append(sampler.sample(logits, [row]).token_ids[0])
+        state.accept(output[-1])
+    answer = json.loads(tokenizer.decode(output))
+    assert list(answer) == ["label", "score", "why"]
+    assert answer["label"] in ("yes", "no", "perhaps")
+    assert 0 <= answer["score"] <= 100
+    assert len(answer["why"]) <= 5
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        ("json", "response_format is str"),
+        ({}, "response_format.type is None"),
+        ({"type": "regex"}, "response_format.type is 'regex'"),
+        ({"type": "json_object", "schema": {}}, "unknown field 'schema'"),
+        ({"type": "json_schema"}, "json_schema is None"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is None"),
+        (json_schema({}, strct=True), "unknown field 'strct'"),
+        (json_schema({}, strict="yes"), "strict is 'yes'"),
+    ],
+)
+def test_formats_that_are_none(response_format: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_response_format(response_format)
+
+
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "integer", "not": {"const": 3}}, "has 'not'"),
+        ({"if": {}, "then": {}}, "has 'if'"),
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "has 'uniqueItems'"),
+        ({"type": "array", "contains": INTEGER}, "has 'contains'"),
+        ({"allOf": [INTEGER, {"maximum": 5}]}, "has 'allOf' of several schemas"),
+        ({"$ref": "https://example.org/a.json"}, "reference to another document"),
+        ({"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": INTEGER}}, r"'minimum' beside '\$ref'"),
+        ({"anyOf": [INTEGER, {"type": "null"}], "maximum": 3}, "'maximum' beside 'anyOf'"),
+        ({"type": "string", "pattern": "a+", "maxLength": 2}, "'pattern' together with a length"),
+        ({"properties": {"a": {"items": {"$defs": {"b": {"not": {}}}}}}}, "has 'not'"),
+    ],
+)
+def test_keywords_that_would_not_be_enforced(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        check_response_format(json_schema(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        SCHEMA,
+        {"properties": {"not": INTEGER, "if": INTEGER}, "required": ["not"], "type": "object"},
+        {"anyOf": [INTEGER, {"type": "null"}], "default": None, "title": "Age"},
+        {"$ref": "#/$defs/a", "description": "x", "$defs": {"a": INTEGER}},
+        {"type": "string", "enum": ["a", "b"], "const": "a"},
+        {"enum": [{"not": 1}]},
+        {"allOf": [INTEGER]},
+        {"type": "array", "items": INTEGER, "uniqueItems": False},
+    ],
+)
+def test_ordinary_schemas_compile(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
+    assert compiler.compile(json_schema(schema)) is not None
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "#/$defs/none"}, {"properties": 3}]
+)
+def test_schemas_that_are_none(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="schema cannot be used: [A-Zp]") as caught:
+        compiler.compile(json_schema(schema))
+    assert "\n" not in str(caught.value)
+    assert ".cc:" not in str(caught.value)
+
+
+def test_a_schema_is_compiled_once(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer)
+    first = state_of(compiler, json_schema(SCHEMA))
+    second = state_of(compiler, json_schema(dict(SCHEMA)))
+    assert len(compiler._compiled) == 1
+    first.accept(byte_ids(tokenizer, "{")[0])
+    assert not torch.equal(first.fill_mask(), second.fill_mask())
+
+
+def test_without_xgrammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "xgrammar":
+            raise ImportError(name)
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    compiler = GrammarCompiler(tokenizer)
+    assert compiler.compile({"type": "text"}) is None
+    with pytest.raises(UnsupportedError, match="pip install xgrammar"):
+        compiler.compile(OBJECT)

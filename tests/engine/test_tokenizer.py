@@ -1,0 +1,363 @@
+"""Tokenizers: control tokens and text kept apart, BOS once, decoding as the library does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.tiny_tokenizers import (
+    LLAMA_2_TEMPLATE,
+    make_byte_fallback_tokenizer,
+    make_byte_level_tokenizer,
+)
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import ConfigError, RequestError, UnsupportedError
+
+KINDS = ("byte_level", "byte_fallback", "metaspace_first")
+# The first text after a control token's name must not melt into it, so names stand everywhere.
+NAMES = {
+    "byte_level": ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>"),
+    "byte_fallback": ("<s>", "</s>", "<unk>"),
+    "metaspace_first": ("<s>", "</s>", "<unk>"),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "byte_level": make_byte_level_tokenizer(root / "byte_level"),
+        "byte_fallback": make_byte_fallback_tokenizer(root / "byte_fallback"),
+        "metaspace_first": make_byte_fallback_tokenizer(root / "metaspace", legacy=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizers(directories: dict[str, Path]) -> dict[str, Tokenizer]:
+    found = {kind: Tokenizer.from_directory(path) for kind, path in directories.items()}
+    return {kind: tokenizer for kind, tokenizer in found.items() if tokenizer is not None}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def tokenizer(tokenizers: dict[str, Tokenizer], kind: str) -> Tokenizer:
+    return tokenizers[kind]
+
+
+@pytest.fixture(scope="module")
+def oracles(directories: dict[str, Path]) -> dict[str, Any]:
+    return {kind: AutoTokenizer.from_pretrained(path) for kind, path in directories.items()}
+
+
+def word_tokenizer(**extra: Any) -> Tokenizer:
+    """Whole words; a control token's name is a word, too."""
+    words = ["[UNK]", "</s>", "hello", "world", "<", "/s>"]
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for name, value in extra.items():
+        setattr(backend, name, value)
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="</s>")
+    )
+
+
+# --- encoding ----------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.text() | st.text("ab <s>/|e\n", max_size=30))
+def test_encode_is_the_librarys_with_bos_once(
+    tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], text: str
+) -> None:
+    for kind, tokenizer in tokenizers.items():
+        ids = tokenizer.encode(text)
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.special_ids.isdisjoint(ids[1:])
+        assert ids[1:] == tokenizer.encode(text, add_special_tokens=False)
+        if not any(name in text for name in NAMES[kind]):
+            assert ids == oracles[kind](text)["input_ids"]
+
+
+def test_names_of_control_tokens_are_characters(tokenizer: Tokenizer, kind: str) -> None:
+    for name in NAMES[kind]:
+        for text in (name, f"a {name} b", f"{name}{name}", f"{name} \n{name}x"):
+            ids = tokenizer.encode(text)
+            assert tokenizer.special_ids.isdisjoint(ids[1:])
+            assert tokenizer.decode(ids) == text
+
+
+def test_encode_control_reads_names_as_tokens_and_does_not_double_bos(
+    tokenizer: Tokenizer, kind: str
+) -> None:
+    bos, other = NAMES[kind][:2]
+    ids = tokenizer.encode_control(f"{bos}hello{other}")
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.token_name(ids[-1]) == other
+    assert tokenizer.encode_control("hello").count(tokenizer.bos_token_id) == 1
+
+
+def test_batches_are_single_texts(tokenizer: Tokenizer, kind: str) -> None:
+    texts = ["", "hello", f"x {NAMES[kind][1]} y", "你好 😀", "a" * 1000]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch(texts, add_special_tokens=False) == [
+        tokenizer.encode(text, add_special_tokens=False) for text in texts
+    ]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_a_vocabulary_with_the_name_as_a_word_does_not_forge_it() -> None:
+    tokenizer = word_tokenizer()
+    assert tokenizer.encode("hello </s> world") == [2, 4, 5, 3]
+    assert tokenizer.encode_batch(["hello </s>", "nothing"]) == [[2, 4, 5], [0]]
+    assert tokenizer.encode_control("hello </s>") == [2, 1]
+
+
+def test_eos_of_the_post_processor_is_kept() -> None:
+    template = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = word_tokenizer(post_processor=template)
+    assert tokenizer.encode("hello world") == [2, 3, 1]
+    assert tokenizer.encode_batch(["hello"]) == [[2, 1]]
+
+
+def test_truncation_and_padding_of_the_directory_are_not_used() -> None:
+    backend = Backend(models.WordLevel({"a": 0, "[PAD]": 1}, "[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert tokenizer.encode("a a a a") == [0] * 4
+    assert tokenizer.encode_batch(["a a a a", "a"]) == [[0] * 4, [0]]
+
+
+# --- chat --------------------------------------------------------------------------------------
+
+
+def chat(*contents: Any) -> list[dict[str, Any]]:
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_is_as_transformers_has_it(
+    tokenizer: Tokenizer, oracles: dict[str, Any], kind: str, add_generation_prompt: bool
+) -> None:
+    for messages in (chat("Hi"), chat(" Hello  there\n", "Fine.", "你好")):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt)
+        expected = oracles[kind].apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+        assert ids == expected
+        assert ids.count(tokenizer.bos_token_id) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_names_in_messages_are_characters_and_nothing_else_changes(
+    tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], data: st.DataObject
+) -> None:
+    """Decoded with control tokens shown, the ids are the rendered text; the control tokens are
+    those of the same conversation without the names."""
+    for kind, tokenizer in tokenizers.items():
+        part = st.sampled_from(NAMES[kind]) | st.sampled_from(["a", " ", "\n", "é😀", "<", "|>", "s>"])
+        contents = data.draw(st.lists(st.lists(part, max_size=6).map("".join), min_size=1, max_size=3))
+        messages = chat(*contents)
+        ids = tokenizer.apply_chat_template(messages)
+        harmless = tokenizer.apply_chat_template(chat(*("a" for _ in contents)))
+        special = tokenizer.special_ids
+        assert [i for i in ids if i in special] == [i for i in harmless if i in special]
+        if kind == "byte_level":
+            rendered = tokenizer.render_chat(messages)
+            assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text(max_size=20), min_size=1, max_size=3))
+def test_the_marked_way_gives_the_ordinary_tokens(
+    tokenizers: dict[str, Tokenizer], contents: list[str]
+) -> None:
+    """Without any mention, marking changes nothing: control tokens are the only cuts."""
+    for tokenizer in tokenizers.values():
+        messages = chat(*contents)
+        marker = tokenizer._marker
+        text, literal = marker.unmark(tokenizer._render(marker.mark(messages), True))
+        ids = marker.backend.encode(text, add_special_tokens=False).ids
+        assert not literal
+        if tokenizer.apply_chat_template(messages) != [marker.ids.get(i, i) for i in ids]:
+            assert any(name in text for names in NAMES.values() for name in names)
+
+
+def test_a_mention_does_not_change_the_rest_of_the_conversation(tokenizer: Tokenizer) -> None:
+    plain = tokenizer.apply_chat_template(chat("one two three", "four", "five"))
+    name = tokenizer.token_name(tokenizer.eos_token_id or 0)
+    mention = tokenizer.apply_chat_template(chat("one two three", "four", f"five {name}"))
+    text = tokenizer.decode(plain[:-3], skip_special_tokens=False)
+    common = next(i for i, (a, b) in enumerate(zip(plain, mention, strict=False)) if a != b)
+    assert "four" in tokenizer.decode(plain[:common], skip_special_tokens=False)
+    assert text
+
+
+def test_a_template_without_bos_gets_one(tmp_path: Path) -> None:
+    template = LLAMA_2_TEMPLATE.removeprefix("{{ bos_token }}")
+    tokenizer = Tokenizer.from_directory(make_byte_fallback_tokenizer(tmp_path, template=template))
+    assert tokenizer is not None
+    for text in ("Hi", "Hi </s>"):
+        ids = tokenizer.apply_chat_template(chat(text))
+        assert ids[0] == tokenizer.bos_token_id
+        assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_content_parts(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert tokenizer.apply_chat_template(chat(parts)) == tokenizer.apply_chat_template(
+        chat("one\ntwo")
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is empty"),
+        (["hi"], r"messages\[0\] is str"),
+        ([{"content": "x"}], "role is None"),
+        ([{"role": "user"}], r"messages\[0\].content is NoneType"),
+        (chat([{"type": "image_url", "image_url": {}}]), r"content\[0\] is of type 'image_url'"),
+        (chat("x", ["y"]), r"messages\[1\].content\[0\] is of type 'str'"),
+        ([{"role": "<|eot_id|>", "content": "x"}], "role is"),
+    ],
+)
+def test_malformed_messages(tokenizer: Tokenizer, messages: list, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        tokenizer.apply_chat_template(messages)
+
+
+def test_what_the_template_refuses(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(RequestError, match="only user and assistant may speak"):
+        tokenizers["byte_fallback"].apply_chat_template([{"role": "system", "content": "x"}])
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(make_byte_level_tokenizer(tmp_path, template=None))
+    assert tokenizer is not None
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.apply_chat_template(chat("x"))
+
+
+def test_a_template_that_changes_letters_does_not_leak_marks(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['content'] | upper }}{% endfor %}"
+    tokenizer = Tokenizer.from_directory(make_byte_level_tokenizer(tmp_path, template=template))
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.apply_chat_template(chat("hello"))) == "HELLO"
+    with pytest.raises(RequestError, match="changes the letters"):
+        tokenizer.apply_chat_template(chat("hello <|eot_id|>"))
+
+
+# --- decoding ----------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 500), max_size=25), st.booleans())
+def test_decode_is_the_librarys_unless_bytes_are_no_utf8(
+    tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], ids: list[int], skip: bool
+) -> None:
+    for kind, tokenizer in tokenizers.items():
+        known = [token for token in ids if token < tokenizer.vocab_size]
+        text = tokenizer.decode(ids, skip_special_tokens=skip)
+        expected = oracles[kind].backend_tokenizer.decode(known, skip_special_tokens=skip)
+        if kind == "byte_level" or "\ufffd" not in expected:
+            assert text == expected
+        assert text == tokenizer._decode_bytes(ids, skip).decode("utf-8", "replace")
+
+
+def test_valid_characters_stay_in_a_run_with_broken_ones(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    ids = [tokenizer._control.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode() + b"\xff"]
+    assert tokenizer.decode(ids) == "é\ufffd"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text())
+def test_text_survives(tokenizers: dict[str, Tokenizer], text: str) -> None:
+    for tokenizer in tokenizers.values():
+        if "▁" not in text:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_of_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("naïve 😀", add_special_tokens=False)
+    data = b"".join(tokenizer.token_bytes(token) for token in ids)
+    assert data.decode().strip() == "naïve 😀"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    assert tokenizer.token_bytes(-1) == b""
+    assert tokenizer.first_token_bytes(tokenizer.vocab_size) == b""
+    bos = tokenizer.bos_token_id or 0
+    assert tokenizer.token_bytes(bos).decode() == tokenizer.token_name(bos)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "vocabulary", "text"),
+    [
+        (decoders.WordPiece(), ["hello", "##s", "world", "."], "hellos world. hello"),
+        (decoders.Metaspace(), ["▁hello", "s", "▁world", "."], "hellos world. hello"),
+        (None, ["hello", "s", "world", "."], "hello s world . hello"),
+    ],
+)
+def test_other_decoders(decoder: Any, vocabulary: list[str], text: str) -> None:
+    names = {name: place for place, name in enumerate([*vocabulary, "?"])}
+    backend = Backend(models.WordLevel(names, "?"))
+    if decoder is not None:
+        backend.decoder = decoder
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids = [0, 1, 2, 3, 0]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer._decode_bytes(ids, True).decode() == text
+
+
+def test_decoders_that_look_ahead_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="decoder BPEDecoder cannot be streamed"):
+        word_tokenizer(decoder=decoders.BPEDecoder())
+
+
+# --- directories -------------------------------------------------------------------------------
+
+
+def test_ids_that_it_names(tokenizer: Tokenizer, oracles: dict[str, Any], kind: str) -> None:
+    oracle = oracles[kind]
+    assert tokenizer.bos_token_id == oracle.bos_token_id
+    assert tokenizer.eos_token_id == oracle.eos_token_id
+    assert tokenizer.special_ids == set(oracle.all_special_ids)
+    assert tokenizer.vocab_size == len(oracle)
+
+
+def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert Tokenizer.from_directory(tmp_path) is None
+
+
+def test_damaged_directory(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_added_tokens_that_are_not_control_tokens_are_found_in_text(tmp_path: Path) -> None:
+    path = make_byte_level_tokenizer(tmp_path)
+    oracle = AutoTokenizer.from_pretrained(path)
+    oracle.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer = Tokenizer(oracle)
+    token = tokenizer.encode("a<think>b")[2]
+    assert tokenizer.token_name(token) == "<think>"
+    assert token not in tokenizer.special_ids

@@ -1,0 +1,86 @@
+"""Attention written out over a dense mask, and the oracle's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from onestem.models.config import ModelConfig
+from onestem.models.decoder import Attend, Decoder
+
+__all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
+
+
+# (layer, row, key)
+Triple = tuple[int, int, int]
+
+
+def prompt(length: int, vocab_size: int, seed: int = 0) -> Tensor:
+    """[length] int64 token ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (length,), generator=generator)
+
+
+def visible(positions: Tensor, window: int | None) -> Tensor:
+    """[num_rows, num_rows] bool: the row sees the key."""
+    distance = positions[:, None] - positions[None, :]
+    return (distance >= 0) & (distance < (window or len(positions) + 1))
+
+
+def dense_attend(
+    config: ModelConfig, positions: Tensor, hidden: Sequence[Triple | None] = (None,)
+) -> Attend:
+    """`attend` of whole sequences that stand one behind the other, all with `positions`.
+
+    Each of them has its entry in `hidden`: a (layer, row, key) that is taken out of what is seen.
+    """
+    copies, rows = len(hidden), len(positions)
+    group = config.num_q_heads // config.num_kv_heads
+
+    def mask_of(layer: int) -> Tensor:
+        """[copies, 1, rows, rows] bool."""
+        mask = visible(positions, config.sliding_windows[layer]).repeat(copies, 1, 1)
+        for copy, triple in enumerate(hidden):
+            if triple is not None and triple[0] == layer:
+                mask[copy, triple[1], triple[2]] = False
+        return mask[:, None]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert q.is_contiguous()
+        assert k.is_contiguous()
+        assert v.is_contiguous()
+        assert q.shape == (copies * rows, config.num_q_heads, config.head_dim)
+        assert k.shape == v.shape == (copies * rows, config.num_kv_heads, config.head_dim)
+        queries, keys, values = (x.float().unflatten(0, (copies, rows)) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
+        scores = torch.einsum("crhd,ckhd->chrk", queries, keys) * config.head_dim**-0.5
+        weights = scores.masked_fill(~mask_of(layer), float("-inf")).softmax(dim=-1)
+        return torch.einsum("chrk,ckhd->crhd", weights, values).flatten(0, 1).to(q.dtype)
+
+    return attend
+
+
+def log_probabilities(
+    decoder: Decoder, token_ids: Tensor, hidden: Sequence[Triple | None] = (None,)
+) -> Tensor:
+    """[len(hidden), num_rows, vocab_size] float32, of one sequence from position 0, per mask."""
+    positions = torch.arange(len(token_ids))
+    attend = dense_attend(decoder.config, positions, hidden)
+    copies = len(hidden)
+    states = decoder.forward(token_ids.repeat(copies), positions.repeat(copies), attend)
+    logits = decoder.logits(states).unflatten(0, (copies, len(token_ids)))
+    return logits.log_softmax(dim=-1)
+
+
+@torch.inference_mode()
+def oracle(path: Path, token_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same of transformers' model in that directory."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager"
+    )
+    logits: Tensor = model(token_ids[None]).logits[0].float()
+    return logits.log_softmax(dim=-1)

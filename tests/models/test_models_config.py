@@ -1,0 +1,265 @@
+"""What is read from config.json and generation_config.json, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onestem.errors import ConfigError, UnsupportedError
+from onestem.models.config import GenerationDefaults, ModelConfig, RopeScaling
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def _directory(path: Path, config: object, generation: object = None) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def _read(path: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_directory(_directory(path, {**LLAMA, **changes}))
+
+
+def test_absent_fields_have_the_family_s_values(tmp_path: Path) -> None:
+    assert _read(tmp_path) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=32000,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        num_q_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        max_position_embeddings=4096,
+        sliding_windows=(None, None, None),
+        hidden_act="silu",
+        torch_dtype="float32",
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_theta": 1000000}, 1e6, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 1e4, RopeScaling("linear", 4.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            5e5,
+            RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            5e5,
+            RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+        ),
+    ],
+)
+def test_rope_in_old_and_new_files(
+    tmp_path: Path, fields: dict[str, Any], theta: float, scaling: RopeScaling | None
+) -> None:
+    config = _read(tmp_path, **fields)
+    assert config.rope_theta == theta
+    assert config.rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 3),
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 3),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, (None,) * 3),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 8, 8),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+    ],
+)
+def test_sliding_windows(
+    tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert _read(tmp_path, **fields).sliding_windows == windows
+
+
+def test_biases_and_norms_by_family(tmp_path: Path) -> None:
+    qwen2 = _read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (
+        True,
+        False,
+        False,
+        False,
+    )
+    qwen3 = _read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    llama = _read(tmp_path, attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
+    assert _read(tmp_path, **{name: "bfloat16"}).torch_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["longrope", "linear"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
+        ({"layer_types": ["sliding_attention"] * 3}, ["layer_types", "full_attention"]),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        _read(tmp_path, **fields)
+    for word in [*words, "config.json"]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": None}, ["architectures", "None"]),
+        ({"architectures": []}, ["architectures", "[]"]),
+        ({"hidden_size": "64"}, ["hidden_size", "'64'", "positive integer"]),
+        ({"hidden_size": 66}, ["hidden_size", "66", "(4)"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads", "4", "(3)"]),
+        ({"head_dim": 15}, ["head_dim", "15", "even"]),
+        ({"rms_norm_eps": "small"}, ["rms_norm_eps", "'small'"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "1"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+            ["high_freq_factor"],
+        ),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            ["layer_types", "1 layers", "3"],
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_named(
+    tmp_path: Path, fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        _read(tmp_path, **fields)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["architectures", "vocab_size", "hidden_size", "num_hidden_layers"]
+)
+def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != name}
+    with pytest.raises(ConfigError, match=f"{name} is missing"):
+        ModelConfig.from_directory(_directory(tmp_path, config))
+
+
+def test_no_directory_no_json_no_object(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        ModelConfig.from_directory(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        ModelConfig.from_directory(tmp_path)
+    with pytest.raises(ConfigError, match="holds list"):
+        ModelConfig.from_directory(_directory(tmp_path, []))
+
+
+def test_special_ids_prefer_the_generation_config(tmp_path: Path) -> None:
+    config = {**LLAMA, "bos_token_id": 1, "eos_token_id": 2}
+    assert ModelConfig.from_directory(_directory(tmp_path, config)).eos_token_ids == (2,)
+    assert GenerationDefaults.from_directory(tmp_path) == GenerationDefaults(eos_token_ids=(2,))
+    _directory(tmp_path, config, {"bos_token_id": 5, "eos_token_id": [7, 8, 9]})
+    read = ModelConfig.from_directory(tmp_path)
+    assert (read.bos_token_id, read.eos_token_ids) == (5, (7, 8, 9))
+    assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == (7, 8, 9)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    generation = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.8,
+        "repetition_penalty": 1.05,
+    }
+    assert GenerationDefaults.from_directory(
+        _directory(tmp_path, LLAMA, generation)
+    ) == GenerationDefaults(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
+    # `do_sample` alone says nothing about the temperature.
+    _directory(tmp_path, LLAMA, {"do_sample": False})
+    assert GenerationDefaults.from_directory(tmp_path) == GenerationDefaults()
+    _directory(tmp_path, LLAMA, {"temperature": "hot"})
+    with pytest.raises(ConfigError, match="temperature is 'hot'"):
+        GenerationDefaults.from_directory(tmp_path)
+
+
+def test_config_imports_no_torch() -> None:
+    code = "import sys, onestem.models.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

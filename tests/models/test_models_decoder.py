@@ -1,0 +1,139 @@
+"""The decoder against transformers' models, over the whole vocabulary at every position."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from onestem.models import linear
+from onestem.models.decoder import Decoder
+from onestem.models.rope import Rope, rotate
+from onestem.models.weights import expected_shapes, load_decoder
+from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
+from tests.models.tiny import SENSITIVITY, make_tiny
+
+LENGTH = 90
+
+
+def test_log_probabilities_equal_transformers(directory: Path, decoder: Decoder) -> None:
+    ids = prompt(LENGTH, decoder.config.vocab_size)
+    expected = oracle(directory, ids)
+    found = log_probabilities(decoder, ids)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:
+    """RoPE at the end of the model's range, for every kind of scaling."""
+    for family in ("llama", "llama_llama3_rope", "llama_linear_rope"):
+        path = make_tiny(family, tmp_path / family)
+        decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+        limit = decoder.config.max_position_embeddings
+        ids = prompt(limit, decoder.config.vocab_size)
+        expected = oracle(path, ids)[-20:]
+        found = log_probabilities(decoder, ids)[0, -20:]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_hiding_any_one_key_shows(decoder: Decoder) -> None:
+    """What the tiny models are for: one key less, in one layer, moves the row's answer."""
+    ids = prompt(LENGTH, decoder.config.vocab_size)
+    plain = log_probabilities(decoder, ids)[0]
+    triples = _triples(decoder, random.Random(0))
+    for first in range(0, len(triples), 16):
+        part = triples[first : first + 16]
+        hidden = log_probabilities(decoder, ids, part)
+        for copy, (layer, row, key) in enumerate(part):
+            moved = (hidden[copy, row] - plain[row]).abs().max().item()
+            assert moved > SENSITIVITY, (layer, row, key, moved)
+
+
+def _triples(decoder: Decoder, chance: random.Random) -> list[Triple]:
+    """Keys of the last row, its ends included, and of random rows; in every layer."""
+    triples = []
+    for layer, window in enumerate(decoder.config.sliding_windows):
+        for row in [LENGTH - 1] * 32 + [chance.randrange(1, LENGTH) for _ in range(14)]:
+            first = max(0, row + 1 - (window or LENGTH))
+            triples.append((layer, row, chance.randint(first, row)))
+        first = max(0, LENGTH - (window or LENGTH))
+        triples += [(layer, LENGTH - 1, first), (layer, LENGTH - 1, LENGTH - 1)]
+    return triples
+
+
+def test_rows_may_come_in_any_order(decoder: Decoder) -> None:
+    """Nothing in a layer but attention looks across rows."""
+    ids = prompt(40, decoder.config.vocab_size)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    attend = dense_attend(decoder.config, order)
+    shuffled = decoder.logits(decoder.forward(ids[order], order, attend)).log_softmax(-1)
+    plain = log_probabilities(decoder, ids)[0]
+    torch.testing.assert_close(shuffled, plain[order], atol=1e-4, rtol=0)
+
+
+def test_one_row_and_no_rows(llama: Path) -> None:
+    decoder = load_decoder(llama, dtype=torch.float32, device="cpu")
+    one = log_probabilities(decoder, torch.tensor([7]))
+    torch.testing.assert_close(one[0], oracle(llama, torch.tensor([7])), atol=1e-4, rtol=0)
+    empty = torch.zeros(0, dtype=torch.int64)
+    states = decoder.forward(empty, empty, dense_attend(decoder.config, empty))
+    assert decoder.logits(states).shape == (0, decoder.config.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [linear.Layout.PLAIN, linear.Layout.PACKED_FLOAT32])
+def test_sixteen_bits_err_no_more_than_transformers(
+    llama: Path,
+    dtype: torch.dtype,
+    layout: linear.Layout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Error against float32 at most 1.5 times that of the oracle in the same dtype."""
+    monkeypatch.setattr("onestem.models.weights.choose_layout", lambda *_: layout)
+    decoder = load_decoder(llama, dtype=dtype, device="cpu")
+    assert decoder.dtype == dtype
+    ids = prompt(LENGTH, decoder.config.vocab_size)
+    exact = oracle(llama, ids)
+    allowed = 1.5 * (oracle(llama, ids, dtype) - exact).square().mean()
+    assert (log_probabilities(decoder, ids)[0] - exact).square().mean() <= allowed
+
+
+def test_logits_are_float32_in_every_dtype(llama: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        decoder = load_decoder(llama, dtype=dtype, device="cpu")
+        assert decoder.logits(torch.ones(2, 64, dtype=dtype)).dtype == torch.float32
+
+
+def test_counts(directory: Path, decoder: Decoder) -> None:
+    config = decoder.config
+    shapes = expected_shapes(config).values()
+    assert decoder.num_parameters == sum(torch.Size(shape).numel() for shape in shapes)
+    # A tied head is packed beside the embedding; nothing else is held twice.
+    copies = config.tie_embeddings and decoder.head.packed is not None
+    extra = config.vocab_size * config.hidden_size if copies else 0
+    assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
+    heads = config.num_layers * config.num_kv_heads
+    assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4
+
+
+def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = linear.Layout.PLAIN
+    monkeypatch.setattr("onestem.models.weights.choose_layout", lambda *_: plain)
+    path = make_tiny("qwen2", tmp_path)
+    decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
+    assert decoder.head.weight is decoder.embedding
+    assert decoder.weight_bytes == 2 * decoder.num_parameters
+
+
+def test_rotation_depends_on_distance_alone(decoder: Decoder) -> None:
+    rope = Rope(decoder.config, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, decoder.config.head_dim, generator=torch.Generator().manual_seed(0))
+
+    def product(q_position: int, k_position: int) -> torch.Tensor:
+        q_angles = rope.angles(torch.tensor([q_position]), torch.float32)
+        k_angles = rope.angles(torch.tensor([k_position]), torch.float32)
+        return (rotate(q[None], *q_angles) * rotate(k[None], *k_angles)).sum()
+
+    torch.testing.assert_close(product(17, 5), product(112, 100), atol=1e-4, rtol=0)

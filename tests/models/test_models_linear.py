@@ -1,0 +1,109 @@
+"""Every layout of a weight gives the product, and `choose_layout` keeps its rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from onestem.models import linear
+from onestem.models.linear import Head, Layout, Linear, choose_layout
+
+CPU = torch.device("cpu")
+ROWS = (0, 1, 2, 3, 16, 65)
+
+
+def _weights(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(80, 48, generator=generator).to(dtype)
+    return weight, torch.randn(80, generator=generator).to(dtype) if bias else None
+
+
+def _exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = x.double() @ weight.double().t()
+    return product if bias is None else product + bias.double()
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """One rounding of values up to some 30, and float32 sums of 48 terms of size 1."""
+    return 30 * torch.finfo(dtype).eps + 100 * torch.finfo(torch.float32).eps
+
+
+def _layouts(dtype: torch.dtype) -> list[Layout]:
+    if dtype == torch.float32:
+        return [Layout.PLAIN, Layout.PACKED]
+    return [Layout.PLAIN, Layout.PACKED_FLOAT32]
+
+
+CASES = [
+    (dtype, layout)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for layout in _layouts(dtype)
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), CASES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_is_the_product(dtype: torch.dtype, layout: Layout, bias: bool) -> None:
+    weight, offset = _weights(dtype, bias)
+    layer = Linear(weight, offset, layout)
+    for rows in ROWS:
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        y = layer(x)
+        assert y.dtype == dtype
+        assert y.shape == (rows, 80)
+        tolerance = _tolerance(dtype)
+        torch.testing.assert_close(
+            y.double(), _exact(x, weight, offset), atol=tolerance, rtol=0, msg=f"{rows} rows"
+        )
+
+
+@pytest.mark.parametrize(("dtype", "layout"), CASES)
+def test_head_gives_float32(dtype: torch.dtype, layout: Layout) -> None:
+    weight, _ = _weights(dtype, False)
+    head = Head(weight, layout)
+    for rows in ROWS:
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        y = head(x)
+        assert y.dtype == torch.float32
+        tolerance = _tolerance(dtype)
+        torch.testing.assert_close(y.double(), _exact(x, weight, None), atol=tolerance, rtol=0)
+
+
+def test_packed_float32_copy_keeps_the_bits_of_logits() -> None:
+    weight, _ = _weights(torch.bfloat16, False)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = Head(weight, Layout.PACKED_FLOAT32)(x)
+    torch.testing.assert_close(y.double(), _exact(x, weight, None), atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(
+    choose_layout(torch.float32, CPU) is not Layout.PACKED, reason="torch without oneDNN"
+)
+def test_a_shape_gives_the_same_bits_twice() -> None:
+    weight, bias = _weights(torch.float32, True)
+    layer = Linear(weight, bias)
+    x = torch.randn(33, 48, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(layer(x), layer(x.clone()))
+
+
+def test_layouts_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine(native: bool, memory: int) -> None:
+        monkeypatch.setattr(linear, "_can_pack", lambda _: True)
+        is_native = (lambda _: True) if native else (lambda dtype: dtype == torch.float32)
+        monkeypatch.setattr(linear, "_has_native_products", is_native)
+        monkeypatch.setattr(linear, "_memory_bytes", lambda: memory)
+
+    machine(native=True, memory=1 << 30)
+    assert choose_layout(torch.bfloat16, CPU) is Layout.PACKED
+    machine(native=False, memory=1000)
+    assert choose_layout(torch.float32, CPU, 10**9) is Layout.PACKED
+    assert choose_layout(torch.bfloat16, CPU, 200) is Layout.PACKED_FLOAT32
+    # 201 + 402 bytes are more than 0.6 of 1000.
+    assert choose_layout(torch.bfloat16, CPU, 201) is Layout.PLAIN
+    assert choose_layout(torch.bfloat16, torch.device("cuda")) is Layout.PLAIN
+
+
+def test_without_onednn_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_can_pack", lambda _: False)
+    assert choose_layout(torch.float32, CPU) is Layout.PLAIN

@@ -1,0 +1,126 @@
+"""Reading directories: whole, sharded, random; and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onestem.errors import WeightsError
+from onestem.models.weights import load_decoder
+from tests.models.dense import log_probabilities, prompt
+from tests.models.tiny import make_tiny
+
+IDS = prompt(12, 288)
+
+
+def _answers(path: Path, *, random_weights: bool = False, seed: int = 0) -> Tensor:
+    decoder = load_decoder(
+        path, dtype=torch.float32, device="cpu", random_weights=random_weights, seed=seed
+    )
+    return log_probabilities(decoder, IDS)
+
+
+def _edited(source: Path, target: Path, **tensors: Tensor | None) -> Path:
+    """A copy of a model directory with tensors replaced, added or (None) removed."""
+    shutil.copytree(source, target)
+    held = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, target / "model.safetensors")
+    return target
+
+
+def test_sharded_equals_whole(llama: Path, tmp_path: Path) -> None:
+    sharded = make_tiny("llama", tmp_path, max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(_answers(sharded), _answers(llama))
+
+
+def test_missing_tensors_are_named(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(WeightsError, match=f"lacks .*LlamaForCausalLM.*{name}$"):
+        _answers(_edited(llama, tmp_path / "one", **{name: None}))
+    names = {
+        f"model.layers.{i}.mlp.{n}_proj.weight": None
+        for i in (0, 1)
+        for n in ("up", "down", "gate")
+    }
+    with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.down_proj.*\.\.\. \(6 in all\)"):
+        _answers(_edited(llama, tmp_path / "six", **names))
+
+
+def test_unknown_tensors_are_named(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(WeightsError, match=f"no place for: {name}"):
+        _answers(_edited(llama, tmp_path / "x", **{name: torch.zeros(64)}))
+
+
+def test_misshapen_tensors_are_named(llama: Path, tmp_path: Path) -> None:
+    wrong = {"model.norm.weight": torch.zeros(63)}
+    with pytest.raises(WeightsError, match=r"model.norm.weight is \[63\], expected \[64\]"):
+        _answers(_edited(llama, tmp_path / "x", **wrong))
+
+
+def test_old_rotary_buffers_are_ignored(llama: Path, tmp_path: Path) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    assert torch.equal(_answers(_edited(llama, tmp_path / "x", **buffer)), _answers(llama))
+
+
+def test_a_tied_model_may_carry_a_head_of_the_right_shape(tmp_path: Path) -> None:
+    tied = make_tiny("llama_mha_tied", tmp_path / "tied")
+    with_head = _edited(tied, tmp_path / "head", **{"lm_head.weight": torch.zeros(288, 64)})
+    assert torch.equal(_answers(with_head), _answers(tied))
+    other = _edited(tied, tmp_path / "other", **{"lm_head.weight": torch.zeros(288, 32)})
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is"):
+        _answers(other)
+
+
+def test_directories_without_readable_weights(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r"found pytorch_model\.bin.*convert.*random weights"):
+        _answers(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(WeightsError, match="cannot be read as safetensors"):
+        _answers(tmp_path)
+
+
+def test_indexes_that_do_not_hold(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path, max_shard_size="60KB")
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first, second = sorted(set(content["weight_map"].values()))[:2]
+    name = next(n for n, file in content["weight_map"].items() if file == first)
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], name: second}}))
+    with pytest.raises(WeightsError, match=f"do not hold: {name}"):
+        _answers(path)
+    index.write_text(json.dumps(content))
+    (path / first).unlink()
+    with pytest.raises(WeightsError, match=f"lacks files .* {first}"):
+        _answers(path)
+    index.write_text("{}")
+    with pytest.raises(WeightsError, match="no readable weight_map"):
+        _answers(path)
+
+
+def test_random_weights_need_only_a_config(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    first = _answers(tmp_path, random_weights=True)
+    assert first.isfinite().all()
+    assert torch.equal(first, _answers(tmp_path, random_weights=True))
+    assert not torch.equal(first, _answers(tmp_path, random_weights=True, seed=1))
+
+
+def test_random_weights_have_the_config_s_spread(llama: Path) -> None:
+    decoder = load_decoder(llama, dtype=torch.float32, device="cpu", random_weights=True)
+    assert decoder.embedding.std().item() == pytest.approx(0.02, rel=0.05)
+    assert decoder.embedding.mean().abs() < 1e-3
+    assert torch.equal(decoder.norm, torch.ones(64))
