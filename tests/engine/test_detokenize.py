@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
 
 from onestem.engine.detokenize import IncrementalDetokenizer, NoDetokenizer
 from onestem.engine.tokenizer import Tokenizer
 from onestem.request import SamplingParams
+from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,7 @@ def test_stop_strings_are_those_of_the_reference(
     params = SamplingParams(stop=stops, include_stop_str_in_output=included)
     for tokenizer in tokenizers.values():
         ids = tokenizer.encode(text)
+        text = tokenizer.decode(ids)
         detokenizer = IncrementalDetokenizer(tokenizer, params)
         found = streamed(detokenizer, ids)
         assert (found, detokenizer.stop_reason) == reference_stop(text, stops, included)

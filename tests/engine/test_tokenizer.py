@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.tiny_tokenizers import (
-    LLAMA_2_TEMPLATE,
-    make_byte_fallback_tokenizer,
-    make_byte_level_tokenizer,
-)
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
+from tests.engine.tiny_tokenizers import (
+    LLAMA_2_TEMPLATE,
+    make_byte_fallback_tokenizer,
+    make_byte_level_tokenizer,
+)
 
 KINDS = ("byte_level", "byte_fallback", "metaspace_first")
 # The first text after a control token's name must not melt into it, so names stand everywhere.
@@ -291,8 +291,9 @@ def test_valid_characters_stay_in_a_run_with_broken_ones(tokenizers: dict[str, T
 @settings(deadline=None, max_examples=100)
 @given(st.text())
 def test_text_survives(tokenizers: dict[str, Tokenizer], text: str) -> None:
-    for tokenizer in tokenizers.values():
-        if "▁" not in text:
+    for kind, tokenizer in tokenizers.items():
+        # SentencePiece's sign for a space is read as one; "first" puts no space before a space.
+        if "▁" not in text and not (kind == "metaspace_first" and text.startswith(" ")):
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

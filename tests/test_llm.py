@@ -1,0 +1,188 @@
+"""`LLM` as its users hold it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import onestem
+from onestem import LLM, SamplingParams
+from onestem.errors import ConfigError, RequestError
+from onestem.llm import parse_memory
+from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.models.tiny import VOCAB_SIZE, make_tiny
+
+OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model with a tokenizer and a chat template."""
+    path = make_tiny("llama", tmp_path_factory.mktemp("llm") / "llama")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return make_tiny("qwen3", tmp_path_factory.mktemp("llm") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(model, **OPTIONS)
+
+
+def test_names_of_the_package():
+    for name in onestem.__all__:
+        assert getattr(onestem, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        onestem.nothing  # noqa: B018
+
+
+def test_generate_keeps_the_order_and_shares(llm):
+    head = "The quick brown fox jumps over the lazy dog, again and again. " * 3
+    prompts = [head + question for question in ("Who?", "Where?", "Why?")]
+    llm.engine.reset_stats()
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    assert [output.prompt for output in outputs] == prompts
+    assert llm.engine.stats.saving > 0.5
+    for output in outputs:
+        assert output.prompt_token_ids == llm.tokenizer.encode(output.prompt)
+        want = oracle_greedy(llm.path, output.prompt_token_ids, 5)
+        assert output.outputs[0].token_ids == want
+        assert output.metrics.num_output_tokens == 5
+        assert output.metrics.num_cached_tokens + output.metrics.num_computed_tokens == len(output.prompt_token_ids)
+
+
+def test_one_prompt_and_token_ids_and_params_each(llm, bare):
+    assert len(llm.generate("one", SamplingParams(max_tokens=2))) == 1
+    ids_only = LLM(bare, **OPTIONS)
+    prompts = shared_prompts()[:3]
+    params = [SamplingParams(max_tokens=i + 1, temperature=0, ignore_eos=True) for i in range(3)]
+    outputs = ids_only.generate(prompts, params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3]
+    assert [o.outputs[0].text for o in outputs] == ["", "", ""]
+    assert len(ids_only.generate(prompts[0], params[0])) == 1
+    assert ids_only.generate([]) == []
+    with pytest.raises(RequestError, match="text needs a tokenizer"):
+        ids_only.generate("text")
+    with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
+        ids_only.generate(prompts[:2], params)
+
+
+def test_chat(llm):
+    question = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    one = llm.chat(question, params)
+    two = llm.chat([question, [{"role": "system", "content": "be brief"}, *question]], params)
+    assert len(one) == 1
+    assert len(two) == 2
+    assert one[0].outputs[0].token_ids == two[0].outputs[0].token_ids
+    assert one[0].prompt_token_ids == llm.tokenizer.apply_chat_template(question)
+
+
+def test_answers_do_not_depend_on_company_or_order(llm):
+    """Random numbers are a function of (seed, sequence, token index)."""
+    prompts = ["a b c d", "a b c e", "z"]
+    params = [SamplingParams(max_tokens=6, temperature=1.0, seed=i, n=2) for i in range(3)]
+    together = llm.generate(prompts, params)
+    alone = [llm.generate(p, s)[0] for p, s in zip(prompts, params, strict=True)]
+    backwards = llm.generate(prompts[::-1], params[::-1])[::-1]
+    for a, b, c in zip(together, alone, backwards, strict=True):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs] == [o.token_ids for o in c.outputs]
+
+
+def test_logprobs_and_prompt_logprobs(llm):
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    llm.generate("the same words before", params)  # fills the cache, which must not matter
+    output = llm.generate("the same words before", params)[0]
+    ids = list(output.prompt_token_ids)
+    want = oracle_logprobs(llm.path, ids + output.outputs[0].token_ids)
+    assert output.prompt_logprobs[0] is None
+    for i in range(1, len(ids)):
+        entry = output.prompt_logprobs[i]
+        assert entry[ids[i]] == pytest.approx(float(want[i - 1, ids[i]]), abs=1e-4)
+        assert 1 <= len(entry) <= 2
+    for step, (token, entry) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)):
+        assert entry[token] == pytest.approx(float(want[len(ids) - 1 + step, token]), abs=1e-4)
+        assert len(entry) == 2
+    assert output.outputs[0].cumulative_logprob == pytest.approx(
+        sum(e[t] for t, e in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True))
+    )
+
+
+def test_choices_pick_the_most_probable(llm):
+    choices = ("yes", "no way", "perhaps")
+    prompt = "Is it raining? "
+    output = llm.generate(prompt, SamplingParams(choices=choices, logprobs=0))[0]
+    ids = llm.tokenizer.encode(prompt)
+    totals = []
+    for choice in choices:
+        more = llm.tokenizer.encode(choice, add_special_tokens=False)
+        want = oracle_logprobs(llm.path, ids + more)
+        totals.append(sum(float(want[len(ids) - 1 + i, token]) for i, token in enumerate(more)))
+    best = max(range(3), key=lambda i: totals[i])
+    answer = output.outputs[0]
+    assert (answer.choice, answer.text) == (best, choices[best])
+    assert answer.cumulative_logprob == pytest.approx(totals[best], abs=1e-3)
+    assert answer.finish_reason == "stop"
+    assert len(answer.logprobs) == len(answer.token_ids)
+
+
+def test_stop_strings(llm):
+    free = llm.generate("go on", SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True))[0].outputs[0]
+    stop = free.text[2:4]
+    cut = llm.generate("go on", SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True, stop=[stop]))[0]
+    answer = cut.outputs[0]
+    assert answer.finish_reason == "stop"
+    assert answer.stop_reason == stop
+    assert answer.text == free.text[: free.text.index(stop)]
+
+
+def test_json_schema(llm):
+    import json
+
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=5,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    )
+    for output in llm.generate(["json", "json please"], params):
+        assert set(json.loads(output.outputs[0].text)) == {"ok"}
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_random_weights_need_only_a_config(model, tmp_path):
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    made = LLM(tmp_path, random_weights=True, **OPTIONS)
+    assert len(made.generate([[3, 4, 5]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+
+
+def test_bad_options_are_one_line_each(model, tmp_path):
+    for options, message in (
+        ({"model": "no/such/place"}, "no directory and no hub name"),
+        ({"model": model, "device": "cuda:0"}, "sees no GPU"),
+        ({"model": model, "device": "abacus"}, "device is 'abacus'"),
+        ({"model": model, "dtype": "int3"}, "dtype is 'int3'"),
+        ({"model": model, "kv_memory": "lots"}, "memory size is 'lots'"),
+        ({"model": model, "kv_memory": 10}, "raise kv_memory"),
+        ({"model": model, "impl": "magic"}, "'magic'"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            LLM(**options)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1024", 1024), ("2GiB", 2**31), ("1.5G", 3 * 2**29), ("2GB", 2 * 10**9), ("4 MiB", 2**22), (7, 7)])
+def test_memory_sizes(text, size):
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "n", "max_tokens", "logit_bias", "stop", "seed"])
+def test_bad_sampling_parameters(field):
+    bad = {"temperature": -1, "top_p": 0, "n": 0, "max_tokens": 0, "logit_bias": {1: math.inf}, "stop": [""], "seed": "x"}
+    with pytest.raises(RequestError, match=field.split("[")[0]):
+        SamplingParams(**{field: bad[field]})
