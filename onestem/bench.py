@@ -42,13 +42,21 @@ class BatchCase:
     seed: int
 
     @staticmethod
-    def parse(*, groups: int, degree: str, prefix: str, distinct: int, output: int, order: str, seed: int) -> BatchCase:
+    def parse(
+        *, groups: int, degree: str, prefix: str, distinct: int, output: int, order: str, seed: int
+    ) -> BatchCase:
         degrees, prefixes = _numbers("degree", degree), _numbers("prefix", prefix)
         if len(degrees) != len(prefixes):
-            raise ConfigError(f"degree has {len(degrees)} levels, prefix {len(prefixes)}: give as many of each")
+            raise ConfigError(
+                f"degree has {len(degrees)} levels, prefix {len(prefixes)}: give as many of each"
+            )
         if order not in ("shuffled", "sorted", "round-robin"):
             raise ConfigError(f"order is {order!r}, expected shuffled, sorted or round-robin")
-        for name, value, least in (("groups", groups, 1), ("distinct", distinct, 1), ("output", output, 1)):
+        for name, value, least in (
+            ("groups", groups, 1),
+            ("distinct", distinct, 1),
+            ("output", output, 1),
+        ):
             if value < least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}")
         return BatchCase(groups, degrees, prefixes, distinct, output, order, seed)
@@ -69,7 +77,9 @@ class BatchCase:
             return [prompts[i] for i in rng.permutation(len(prompts))]
         if self.order == "round-robin":
             per_group = len(prompts) // self.groups
-            return [prompts[g * per_group + i] for i, g in product(range(per_group), range(self.groups))]
+            return [
+                prompts[g * per_group + i] for i, g in product(range(per_group), range(self.groups))
+            ]
         return prompts
 
 
@@ -77,13 +87,19 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}, expected numbers with commas between, like 400,101") from error
+        raise ConfigError(
+            f"{name} is {text!r}, expected numbers with commas between, like 400,101"
+        ) from error
     if any(value < (0 if name == "prefix" else 1) for value in values):
-        raise ConfigError(f"{name} is {text!r}, expected numbers of at least {0 if name == 'prefix' else 1}")
+        raise ConfigError(
+            f"{name} is {text!r}, expected numbers of at least {0 if name == 'prefix' else 1}"
+        )
     return values
 
 
-def run_batch(llm: LLM, case: BatchCase, *, planned: bool = True, warm_up: bool = True) -> dict[str, Any]:
+def run_batch(
+    llm: LLM, case: BatchCase, *, planned: bool = True, warm_up: bool = True
+) -> dict[str, Any]:
     """Run a case and give its figures (see `onestem bench batch --help`)."""
     prompts = case.prompts(llm.config.vocab_size)
     params = SamplingParams(max_tokens=case.output, temperature=0, ignore_eos=True)
@@ -96,8 +112,13 @@ def run_batch(llm: LLM, case: BatchCase, *, planned: bool = True, warm_up: bool 
     stats = llm.engine.stats
     return {
         **asdict(case),
-        "share": llm.engine.share, "planned": planned, "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention": llm.engine.impl.name, "kv_tokens": llm.kv_tokens, "requests": len(prompts),
+        "share": llm.engine.share,
+        "planned": planned,
+        "device": str(llm.device),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "attention": llm.engine.impl.name,
+        "kv_tokens": llm.kv_tokens,
+        "requests": len(prompts),
         "seconds": seconds,
         "requests_per_s": len(prompts) / seconds,
         "output_tokens_per_s": stats.output_tokens / seconds,
@@ -108,13 +129,22 @@ def run_batch(llm: LLM, case: BatchCase, *, planned: bool = True, warm_up: bool 
     }
 
 
-def _answer(llm: LLM, prompts: list[list[int]], params: SamplingParams, planned: bool) -> tuple[list[list[int]], float]:
+def _answer(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, planned: bool
+) -> tuple[list[list[int]], float]:
     """Output ids in the prompts' order, and the seconds that planning took."""
     from onestem.llm import planned as in_planned_order
 
-    requests = [Request(request_id=str(i), prompt_token_ids=ids, params=params) for i, ids in enumerate(prompts)]
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=ids, params=params)
+        for i, ids in enumerate(prompts)
+    ]
     started = time.perf_counter()
-    ordered = in_planned_order(requests, llm.plan(prompts, [params] * len(prompts))) if planned else iter(requests)
+    ordered = (
+        in_planned_order(requests, llm.plan(prompts, [params] * len(prompts)))
+        if planned
+        else iter(requests)
+    )
     planning = time.perf_counter() - started if planned else 0.0
     answers: list[list[int]] = [[] for _ in prompts]
     for output in llm.engine.run(ordered):

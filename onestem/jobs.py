@@ -25,20 +25,32 @@ SAMPLE_BYTES = 1 << 20
 
 
 def run_file(
-    llm: LLM, source: str | os.PathLike[str], output: str | os.PathLike[str], *,
-    force: bool = False, on_progress: Callable[[Progress], object] | None = None,
+    llm: LLM,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    on_progress: Callable[[Progress], object] | None = None,
 ) -> JobSummary:
     """Run or continue a job (see `onestem.batch.run_job`) on a model."""
     return run_job(
-        source, output, tokenizer=llm.tokenizer, validate=llm.engine.validate, run=llm.engine.run,
+        source,
+        output,
+        tokenizer=llm.tokenizer,
+        validate=llm.engine.validate,
+        run=llm.engine.run,
         planner=partial(plan_job, kv_budget_tokens=llm.kv_tokens),
-        model_identity=model_identity(llm.path), model_name=llm.name,
+        model_identity=model_identity(llm.path),
+        model_name=llm.name,
         options={
-            "dtype": str(llm.dtype).removeprefix("torch."), "device": llm.device.type,
-            "max_model_len": llm.engine.max_model_len, "random_weights": llm.random_weights,
+            "dtype": str(llm.dtype).removeprefix("torch."),
+            "device": llm.device.type,
+            "max_model_len": llm.engine.max_model_len,
+            "random_weights": llm.random_weights,
         },
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
-        force=force, on_progress=on_progress,
+        force=force,
+        on_progress=on_progress,
     )
 
 
@@ -47,7 +59,11 @@ def model_identity(path: Path) -> str:
     size, header, middle and end (whole files of many GB would take longer than the job)."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
-        if not file.is_file() or file.suffix in (".md", ".bin", ".pth") or file.name.startswith("."):
+        if (
+            not file.is_file()
+            or file.suffix in (".md", ".bin", ".pth")
+            or file.name.startswith(".")
+        ):
             continue
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
@@ -75,21 +91,30 @@ def plan_file(
     path = find_model(model)
     config = ModelConfig.from_directory(path)
     device = pick_device("auto")
-    bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * torch.empty(
-        (), dtype=pick_dtype("auto", config, device)
-    ).element_size()
+    bytes_per_token = (
+        2
+        * config.num_layers
+        * config.num_kv_heads
+        * config.head_dim
+        * torch.empty((), dtype=pick_dtype("auto", config, device)).element_size()
+    )
     place = Workplace(folder / "plan.jsonl")
     with place.locked():
         write_spool(
-            source, place, "plan", tokenizer=Tokenizer.from_directory(path),
-            validate=partial(_check_length, config.max_position_embeddings), on_chunk=lambda lines, size: None,
+            source,
+            place,
+            "plan",
+            tokenizer=Tokenizer.from_directory(path),
+            validate=partial(_check_length, config.max_position_embeddings),
+            on_chunk=lambda lines, size: None,
         )
         spool = Spool(place, "plan")
         try:
             indices = spool.is_request.nonzero()[0]
             lengths = spool.max_output[indices]
             plan = plan_job(
-                SpooledPrompts(spool, indices), output_lengths=lengths.clip(1) if lengths.any() else None,
+                SpooledPrompts(spool, indices),
+                output_lengths=lengths.clip(1) if lengths.any() else None,
                 levels=levels,  # type: ignore[arg-type]
                 kv_budget_tokens=kv_memory_bytes(kv_memory, device) // bytes_per_token,
             )
@@ -102,4 +127,7 @@ def _check_length(limit: int, request: Request) -> None:
     from onestem.errors import RequestError
 
     if len(request.prompt_token_ids) >= limit:
-        raise RequestError(f"prompt has {len(request.prompt_token_ids)} tokens, limit is {limit - 1}: shorten the prompt")
+        raise RequestError(
+            f"prompt has {len(request.prompt_token_ids)} tokens, limit is {limit - 1}: "
+            "shorten the prompt"
+        )

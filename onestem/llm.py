@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +20,16 @@ from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, plan_job
 from onestem.request import Request, RequestOutput, SamplingParams
 
-__all__ = ["EMBEDDED", "LLM", "find_model", "kv_memory_bytes", "parse_memory", "pick_device", "pick_dtype", "planned"]
+__all__ = [
+    "EMBEDDED",
+    "LLM",
+    "find_model",
+    "kv_memory_bytes",
+    "parse_memory",
+    "pick_device",
+    "pick_dtype",
+    "planned",
+]
 
 EMBEDDED = "embedded"
 """Name of the model that ships with the package."""
@@ -52,10 +61,19 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] = EMBEDDED, *, device: str = "auto", dtype: str = "auto",
-        kv_memory: str | int = "auto", max_model_len: int | None = None, share: ShareMode = "full",
-        page_size: int = 16, max_step_tokens: int | None = None, impl: str = "auto",
-        random_weights: bool = False, seed: int | None = None,
+        self,
+        model: str | os.PathLike[str] = EMBEDDED,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_memory: str | int = "auto",
+        max_model_len: int | None = None,
+        share: ShareMode = "full",
+        page_size: int = 16,
+        max_step_tokens: int | None = None,
+        impl: str = "auto",
+        random_weights: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.name = str(model)
         self.path = find_model(model)
@@ -77,9 +95,16 @@ class LLM:
                 f"{self.decoder.kv_bytes_per_token * page_size}: raise kv_memory"
             )
         self.engine = Engine(
-            self.decoder, self.tokenizer, GenerationDefaults.from_directory(self.path),
-            num_pages=num_pages, page_size=page_size, share=share, max_model_len=max_model_len,
-            max_step_tokens=max_step_tokens, impl=impl, seed=seed,
+            self.decoder,
+            self.tokenizer,
+            GenerationDefaults.from_directory(self.path),
+            num_pages=num_pages,
+            page_size=page_size,
+            share=share,
+            max_model_len=max_model_len,
+            max_step_tokens=max_step_tokens,
+            impl=impl,
+            seed=seed,
         )
         self.last_plan: JobPlan | None = None
         self._count = 0
@@ -87,20 +112,26 @@ class LLM:
     # ----------------------------------------------------------------------------- offline
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
+        self,
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
         `params` is one for all or one each.
         """
-        many = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        ids = self.tokenize([prompt for prompt in many])  # type: ignore[misc]
+        many: list[Prompt]
+        if isinstance(prompts, str) or _is_ids(prompts):
+            many = [cast(Prompt, prompts)]
+        else:
+            many = list(cast(Sequence[Prompt], prompts))
+        ids = self.tokenize(many)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._answer(ids, texts, params)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
@@ -108,7 +139,10 @@ class LLM:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._need_tokenizer("chat")
-        ids = [tokenizer.apply_chat_template(list(conversation)) for conversation in many]  # type: ignore[arg-type]
+        ids: list[Sequence[int]] = [
+            tokenizer.apply_chat_template(list(conversation))  # type: ignore[arg-type]
+            for conversation in many
+        ]
         return self._answer(ids, [None] * len(ids), params)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
@@ -133,7 +167,9 @@ class LLM:
         return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
     def _answer(
-        self, ids: list[Sequence[int]], texts: Sequence[str | None],
+        self,
+        ids: list[Sequence[int]],
+        texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         each = _params_for(params, len(ids))
@@ -151,11 +187,15 @@ class LLM:
 
     def _request(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> Request:
         self._count += 1
-        return Request(request_id=f"request-{self._count}", prompt_token_ids=ids, prompt=text, params=params)
+        return Request(
+            request_id=f"request-{self._count}", prompt_token_ids=ids, prompt=text, params=params
+        )
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and {self.path} has none: give token ids")
+            raise RequestError(
+                f"{what} needs a tokenizer, and {self.path} has none: give token ids"
+            )
         return self.tokenizer
 
 
@@ -180,7 +220,9 @@ def _params_for(
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling parameters for {count} prompts: give one, or one each")
+        raise RequestError(
+            f"{len(params)} sampling parameters for {count} prompts: give one, or one each"
+        )
     return list(params)
 
 
@@ -197,12 +239,16 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(
-            name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        ))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+            )
+        )
     except Exception as error:  # many kinds: offline, unknown name, no access
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"model {name!r} is no directory and could not be fetched from the hub: {reason}") from error
+        raise ConfigError(
+            f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
+        ) from error
 
 
 def pick_device(name: str) -> torch.device:
@@ -231,12 +277,14 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 
 def parse_memory(size: str | int) -> int:
-    """Bytes of `1073741824`, `"512MiB"`, `"2GiB"`, `"2G"` (binary), `"500MB"`, `"2GB"` (decimal)."""
+    """Bytes of `1073741824`, `"512MiB"`, `"2GiB"`, `"2G"` (binary), `"2GB"` (decimal)."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"memory size is {size!r}, expected a number of bytes or like 512MiB, 2GiB, 2GB")
+        raise ConfigError(
+            f"memory size is {size!r}, expected a number of bytes or like 512MiB, 2GiB, 2GB"
+        )
     number, prefix, binary, unit = match.groups()
     base = 1000 if unit and not binary else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
@@ -250,5 +298,3 @@ def kv_memory_bytes(size: str | int, device: torch.device) -> int:
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(4 * GIB, ram // 4)
-
-

@@ -113,29 +113,41 @@ class SamplingParams:
         _check(_is_int(self.n) and 1 <= self.n <= 1024, "n", self.n, "an integer from 1 to 1024")
         _check(
             self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
-            "max_tokens", self.max_tokens, "an integer of at least 1, or None",
+            "max_tokens",
+            self.max_tokens,
+            "an integer of at least 1, or None",
         )
         _check(
             _is_int(self.min_tokens) and self.min_tokens >= 0,
-            "min_tokens", self.min_tokens, "an integer of at least 0",
+            "min_tokens",
+            self.min_tokens,
+            "an integer of at least 0",
         )
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})",
+            "min_tokens",
+            self.min_tokens,
+            f"at most max_tokens ({self.max_tokens})",
         )
         _check(
             self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "seed", self.seed, "a 64-bit integer or None",
+            "seed",
+            self.seed,
+            "a 64-bit integer or None",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(
                 value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
-                name, value, f"an integer from 0 to {MAX_LOGPROBS}, or None",
+                name,
+                value,
+                f"an integer from 0 to {MAX_LOGPROBS}, or None",
             )
 
     def _check_probabilities(self) -> None:
-        def number(name: str, low: float, high: float, limit: str, *, open_low: bool = False) -> None:
+        def number(
+            name: str, low: float, high: float, limit: str, *, open_low: bool = False
+        ) -> None:
             value = getattr(self, name)
             if value is None:
                 return
@@ -150,13 +162,17 @@ class SamplingParams:
         number("repetition_penalty", 0.0, 100.0, "a number above 0 and at most 100", open_low=True)
         _check(
             self.top_k is None or (_is_int(self.top_k) and self.top_k >= -1),
-            "top_k", self.top_k, "an integer of at least -1 (0 and -1: off), or None",
+            "top_k",
+            self.top_k,
+            "an integer of at least -1 (0 and -1: off), or None",
         )
         for token, bias in (self.logit_bias or {}).items():
             _check(_is_int(token) and token >= 0, "logit_bias key", token, "a token id")
             _check(
                 _is_number(bias) and -100 <= bias <= 100,
-                f"logit_bias[{token}]", bias, "a number from -100 to 100",
+                f"logit_bias[{token}]",
+                bias,
+                "a number from -100 to 100",
             )
 
     def _check_texts(self) -> None:
@@ -169,9 +185,19 @@ class SamplingParams:
             _check(len(self.choices) >= 1, "choices", self.choices, "at least one text")
             for text in self.choices:
                 _check(isinstance(text, str) and text != "", "choices", text, "non-empty texts")
-            _check(len(set(self.choices)) == len(self.choices), "choices", self.choices, "different texts")
+            _check(
+                len(set(self.choices)) == len(self.choices),
+                "choices",
+                self.choices,
+                "different texts",
+            )
             _check(self.n == 1, "n", self.n, "1 together with choices")
-            _check(self.response_format is None, "response_format", self.response_format, "None together with choices")
+            _check(
+                self.response_format is None,
+                "response_format",
+                self.response_format,
+                "None together with choices",
+            )
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""

@@ -87,7 +87,7 @@ class RadixTree(Generic[N]):
         return node, at
 
     def split(self, node: N, at: int) -> N:
-        """Split a node's run after `at` of its tokens; give the upper part. `node` stays the lower."""
+        """Split a run after `at` of its tokens; give the upper part. `node` stays the lower."""
         if not 0 < at < len(node.tokens):
             raise ValueError(f"split at {at}, expected 1 to {len(node.tokens) - 1}")
         first = node.tokens[0]
@@ -110,8 +110,10 @@ class RadixTree(Generic[N]):
 
     def holds(self, node: N) -> bool:
         """Whether a node is entered below its parent."""
-        return bool(len(node.tokens)) and node.parent is not None and (
-            node.parent.children.get(node.tokens[0]) is node
+        return (
+            bool(len(node.tokens))
+            and node.parent is not None
+            and (node.parent.children.get(node.tokens[0]) is node)
         )
 
     def remove(self, node: N) -> None:

@@ -13,16 +13,40 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 
 # From the bottom up; a module may import from its own layer's package and from lower layers.
 LAYERS = [
-    ("errors",), ("request",), ("tree",), ("ops",), ("cache", "planner", "models"), ("engine",), ("batch",),
-    ("llm",), ("bench", "jobs"), ("cli",),
+    ("errors",),
+    ("request",),
+    ("tree",),
+    ("ops",),
+    ("cache", "planner", "models"),
+    ("engine",),
+    ("batch",),
+    ("llm",),
+    ("bench", "jobs"),
+    ("cli",),
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
-NO_TORCH = ["errors", "request", "tree", "cache", "planner", "batch", "models.config", "ops.plan",
-            "engine.queue", "engine.scheduler", "engine.sequence", "cli.app"]
+NO_TORCH = [
+    "errors",
+    "request",
+    "tree",
+    "cache",
+    "planner",
+    "batch",
+    "models.config",
+    "ops.plan",
+    "engine.queue",
+    "engine.scheduler",
+    "engine.sequence",
+    "cli.app",
+]
 
 
 def modules() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem != "__init__"]
+    return [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent != PACKAGE or path.stem != "__init__"
+    ]
 
 
 def imported(path: Path) -> set[str]:
@@ -32,7 +56,9 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("onestem."):
             found.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
-            found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("onestem.")}
+            found |= {
+                name.name.split(".")[1] for name in node.names if name.name.startswith("onestem.")
+            }
     return found
 
 
@@ -61,9 +87,15 @@ def test_attention_implementations_do_not_import_each_other():
 def test_policy_imports_no_torch():
     # `onestem.ops.plan` alone needs its package, whose __init__ brings torch: it is read as a file.
     names = [name for name in NO_TORCH if name != "ops.plan"]
-    code = "import sys\n" + "\n".join(f"import onestem.{name}" for name in names) + "\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys\n"
+        + "\n".join(f"import onestem.{name}" for name in names)
+        + "\nassert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert "torch" not in {node.split(".")[0] for node in _plain_imports(PACKAGE / "ops" / "plan.py")}
+    assert "torch" not in {
+        node.split(".")[0] for node in _plain_imports(PACKAGE / "ops" / "plan.py")
+    }
 
 
 def _plain_imports(path: Path) -> set[str]:
@@ -82,7 +114,9 @@ def test_all_names_exist():
     for path in modules():
         if path.name == "__main__.py" or path.relative_to(PACKAGE).parts[0] == "embedded":
             continue
-        name = ".".join(("onestem", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        name = ".".join(("onestem", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
         module = importlib.import_module(name)
         for exported in getattr(module, "__all__", ()):
             assert hasattr(module, exported), f"{name}.{exported}"

@@ -54,7 +54,9 @@ def test_generate_keeps_the_order_and_shares(llm):
         want = oracle_greedy(llm.path, output.prompt_token_ids, 5)
         assert output.outputs[0].token_ids == want
         assert output.metrics.num_output_tokens == 5
-        assert output.metrics.num_cached_tokens + output.metrics.num_computed_tokens == len(output.prompt_token_ids)
+        assert output.metrics.num_cached_tokens + output.metrics.num_computed_tokens == len(
+            output.prompt_token_ids
+        )
 
 
 def test_one_prompt_and_token_ids_and_params_each(llm, bare):
@@ -92,11 +94,17 @@ def test_answers_do_not_depend_on_company_or_order(llm):
     alone = [llm.generate(p, s)[0] for p, s in zip(prompts, params, strict=True)]
     backwards = llm.generate(prompts[::-1], params[::-1])[::-1]
     for a, b, c in zip(together, alone, backwards, strict=True):
-        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs] == [o.token_ids for o in c.outputs]
+        assert (
+            [o.token_ids for o in a.outputs]
+            == [o.token_ids for o in b.outputs]
+            == [o.token_ids for o in c.outputs]
+        )
 
 
 def test_logprobs_and_prompt_logprobs(llm):
-    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
     llm.generate("the same words before", params)  # fills the cache, which must not matter
     output = llm.generate("the same words before", params)[0]
     ids = list(output.prompt_token_ids)
@@ -106,11 +114,16 @@ def test_logprobs_and_prompt_logprobs(llm):
         entry = output.prompt_logprobs[i]
         assert entry[ids[i]] == pytest.approx(float(want[i - 1, ids[i]]), abs=1e-4)
         assert 1 <= len(entry) <= 2
-    for step, (token, entry) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)):
+    for step, (token, entry) in enumerate(
+        zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+    ):
         assert entry[token] == pytest.approx(float(want[len(ids) - 1 + step, token]), abs=1e-4)
         assert len(entry) == 2
     assert output.outputs[0].cumulative_logprob == pytest.approx(
-        sum(e[t] for t, e in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True))
+        sum(
+            e[t]
+            for t, e in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        )
     )
 
 
@@ -133,9 +146,14 @@ def test_choices_pick_the_most_probable(llm):
 
 
 def test_stop_strings(llm):
-    free = llm.generate("go on", SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True))[0].outputs[0]
+    free = llm.generate(
+        "go on", SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
+    )[0].outputs[0]
     stop = free.text[2:4]
-    cut = llm.generate("go on", SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True, stop=[stop]))[0]
+    cut = llm.generate(
+        "go on",
+        SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True, stop=[stop]),
+    )[0]
     answer = cut.outputs[0]
     assert answer.finish_reason == "stop"
     assert answer.stop_reason == stop
@@ -145,9 +163,16 @@ def test_stop_strings(llm):
 def test_json_schema(llm):
     import json
 
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     params = SamplingParams(
-        max_tokens=60, temperature=1.0, seed=5,
+        max_tokens=60,
+        temperature=1.0,
+        seed=5,
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
     )
     for output in llm.generate(["json", "json please"], params):
@@ -158,7 +183,14 @@ def test_json_schema(llm):
 def test_random_weights_need_only_a_config(model, tmp_path):
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     made = LLM(tmp_path, random_weights=True, **OPTIONS)
-    assert len(made.generate([[3, 4, 5]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+    assert (
+        len(
+            made.generate([[3, 4, 5]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+        )
+        == 2
+    )
 
 
 def test_bad_options_are_one_line_each(model, tmp_path):
@@ -176,13 +208,33 @@ def test_bad_options_are_one_line_each(model, tmp_path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "size"), [("1024", 1024), ("2GiB", 2**31), ("1.5G", 3 * 2**29), ("2GB", 2 * 10**9), ("4 MiB", 2**22), (7, 7)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("2GiB", 2**31),
+        ("1.5G", 3 * 2**29),
+        ("2GB", 2 * 10**9),
+        ("4 MiB", 2**22),
+        (7, 7),
+    ],
+)
 def test_memory_sizes(text, size):
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "n", "max_tokens", "logit_bias", "stop", "seed"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "n", "max_tokens", "logit_bias", "stop", "seed"]
+)
 def test_bad_sampling_parameters(field):
-    bad = {"temperature": -1, "top_p": 0, "n": 0, "max_tokens": 0, "logit_bias": {1: math.inf}, "stop": [""], "seed": "x"}
+    bad = {
+        "temperature": -1,
+        "top_p": 0,
+        "n": 0,
+        "max_tokens": 0,
+        "logit_bias": {1: math.inf},
+        "stop": [""],
+        "seed": "x",
+    }
     with pytest.raises(RequestError, match=field.split("[")[0]):
         SamplingParams(**{field: bad[field]})

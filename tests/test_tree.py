@@ -56,7 +56,10 @@ def test_a_node_with_children_stays():
         tree.remove(tree.root.children[1])
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12), st.lists(st.integers(0, 2), max_size=9))
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12),
+    st.lists(st.integers(0, 2), max_size=9),
+)
 def test_longest_match_is_what_brute_force_finds(sequences, query):
     tree = RadixTree(Node((), None, 0))
     for tokens in sequences:

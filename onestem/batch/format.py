@@ -48,7 +48,8 @@ class BatchRequest:
     Attributes:
         kind: chat or completion.
         model: the body's `model`, echoed in the result.
-        sampling: keyword arguments for `SamplingParams`, already checked by it.
+        sampling: keyword arguments for `SamplingParams`, as they are spooled.
+        params: what they make; without a seed where the line has none.
         return_token_ids: put token ids beside the texts of the result.
     """
 
@@ -57,6 +58,7 @@ class BatchRequest:
     model: str | None
     prompt: Prompt
     sampling: Mapping[str, Any]
+    params: SamplingParams
     return_token_ids: bool = False
 
 
@@ -144,12 +146,12 @@ def _request(custom_id: str, kind: Kind, body: Mapping[str, Any]) -> BatchReques
     fields = checked_fields(kind, body)
     prompt = read_prompt(kind, fields)
     sampling = sampling_fields(kind, fields)
-    SamplingParams(**sampling)  # its checks, here, so that the line is refused and not the job
     return BatchRequest(
         custom_id=custom_id,
         kind=kind,
         model=fields.get("model"),
         prompt=prompt,
         sampling=sampling,
+        params=SamplingParams(**sampling),
         return_token_ids=fields.get("return_token_ids", False),
     )

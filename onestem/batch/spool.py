@@ -379,7 +379,7 @@ class _FirstPass:
                 Request(
                     request_id=result_id(self._job, line.number),
                     prompt_token_ids=line.ids,
-                    params=_params(self._job, request.custom_id, request.sampling),
+                    params=request.params,
                 )
             )
         except RequestError as error:
@@ -408,15 +408,14 @@ class _Writer:
         if line.request is not None:
             self._ids.write(np.asarray(line.ids, np.int32).tobytes())
             num_ids = len(line.ids)
-            max_output = _max_output(line.request.sampling)
+            max_output = _max_output(line.request.params)
             self._next_id += num_ids
         self._next_byte += len(record) + 1
         return [line.number, first_id, num_ids, record_start, len(record), max_output]
 
 
-def _max_output(sampling: Mapping[str, Any]) -> int:
-    """All that a request may sample, as far as it says; fields it leaves out have defaults."""
-    params = SamplingParams(**sampling)
+def _max_output(params: SamplingParams) -> int:
+    """Most tokens that all answers to a request can have; 0: not said."""
     return 0 if params.max_tokens is None else params.n * params.max_tokens
 
 

@@ -60,7 +60,11 @@ class PagePool:
 
     def _stretch(self, count: int, after: int | None) -> np.ndarray:
         for start in (after + 1 if after is not None else -1, self._next):
-            if 0 <= start and start + count <= self.num_pages and self._free[start : start + count].all():
+            if (
+                start >= 0
+                and start + count <= self.num_pages
+                and self._free[start : start + count].all()
+            ):
                 return np.arange(start, start + count)
         free = np.flatnonzero(self._free)
         if count > 1:
@@ -108,6 +112,12 @@ class PagePool:
                 f"of {self.num_pages}"
             )
         if not np.array_equal(holds, self._holds) or int((holds > 0).sum()) != self._num_held:
-            raise CacheError(f"held KV pages do not balance: {int((holds > 0).sum())} by runs, {self._num_held} counted")
+            raise CacheError(
+                f"held KV pages do not balance: {int((holds > 0).sum())} by runs, "
+                f"{self._num_held} counted"
+            )
         if int(self._free.sum()) != self._num_free:
-            raise CacheError(f"free KV pages do not balance: {int(self._free.sum())} marked, {self._num_free} counted")
+            raise CacheError(
+                f"free KV pages do not balance: {int(self._free.sum())} marked, "
+                f"{self._num_free} counted"
+            )

@@ -32,7 +32,17 @@ class Run(Node):
         uid: number of creation; orders rows so that a run's rows are neighbours.
     """
 
-    __slots__ = ("computed", "last_used", "offset", "owner", "pages", "pages_array", "pins", "pool", "uid")
+    __slots__ = (
+        "computed",
+        "last_used",
+        "offset",
+        "owner",
+        "pages",
+        "pages_array",
+        "pins",
+        "pool",
+        "uid",
+    )
     _uids = itertools.count()
 
     def __init__(self, tokens: Sequence[int], parent: Run | None, start: int) -> None:
@@ -122,7 +132,9 @@ class PrefixCache:
             node.pins += 1
         return run
 
-    def _new_run(self, tokens: Sequence[int], parent: Run, owner: object, *, private: bool = False) -> Run:
+    def _new_run(
+        self, tokens: Sequence[int], parent: Run, owner: object, *, private: bool = False
+    ) -> Run:
         run = Run(tokens, parent, parent.end)
         run.pool, run.owner = self.pool, owner
         if private or not self.enabled or not len(tokens) or tokens[0] in parent.children:
@@ -170,8 +182,12 @@ class PrefixCache:
         """Enter a private run in the tree if no other there begins alike."""
         parent = run.parent
         assert parent is not None
-        if (self.enabled and run.computed and parent not in self._private
-                and run.tokens[0] not in parent.children):
+        if (
+            self.enabled
+            and run.computed
+            and parent not in self._private
+            and run.tokens[0] not in parent.children
+        ):
             self._private.discard(run)
             self.tree.insert(run)
 
@@ -243,11 +259,15 @@ class PrefixCache:
         return sum(run.computed for run in self.runs())
 
     def check(self) -> None:
-        """Raise `CacheError` unless every page is free or belongs to a run: free + cached == total."""
+        """Raise `CacheError` unless free + cached == total, page by page."""
         self.pool.check((run.pages, run.pins > 0) for run in self.runs())
         for run in self.runs():
             if self.pool.pages_for(run.computed, run.offset) > len(run.pages):
-                raise CacheError(f"a run has {run.computed} computed tokens and {len(run.pages)} pages")
+                raise CacheError(
+                    f"a run has {run.computed} computed tokens and {len(run.pages)} pages"
+                )
             below = sum(child.pins for child in run.children.values())
             if run.pins < below:
-                raise CacheError(f"a run is pinned {run.pins} times, the runs below it {below} times")
+                raise CacheError(
+                    f"a run is pinned {run.pins} times, the runs below it {below} times"
+                )

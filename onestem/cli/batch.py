@@ -12,6 +12,8 @@ import typer
 from onestem.cli import options
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from onestem.batch import JobSummary, Progress
     from onestem.llm import LLM
 
@@ -20,7 +22,9 @@ __all__ = ["JobProgress", "batch"]
 
 def batch(
     input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
+    ],
     model: options.Model = "embedded",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -30,7 +34,9 @@ def batch(
     page_size: options.PageSize = 16,
     share: options.Share = "full",
     random_weights: options.RandomWeights = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Answer OpenAI batch lines; killed at any moment, the same command goes on.
@@ -46,8 +52,15 @@ def batch(
 
         raise JobError(f"{input_file} is no file")
     llm = options.load_llm(
-        model, device=device, dtype=dtype, kv_memory=kv_memory, max_model_len=max_model_len, share=share,
-        page_size=page_size, max_step_tokens=max_step_tokens, random_weights=random_weights,
+        model,
+        device=device,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        max_model_len=max_model_len,
+        share=share,
+        page_size=page_size,
+        max_step_tokens=max_step_tokens,
+        random_weights=random_weights,
     )
     try:
         with JobProgress(quiet) as progress:
@@ -67,7 +80,8 @@ def _report(llm: LLM, summary: JobSummary) -> None:
     resumed = f", {summary.resumed} lines were done before" if summary.resumed else ""
     print(
         f"{summary.num_prompt_tokens} prompt tokens, {stats.processed_prompt_tokens} computed "
-        f"({100 * stats.saving:.1f}% saved), {summary.num_output_tokens} sampled, {summary.seconds:.1f} s"
+        f"({100 * stats.saving:.1f}% saved), {summary.num_output_tokens} sampled, "
+        f"{summary.seconds:.1f} s"
         f" ({summary.read_seconds:.1f} reading, {summary.plan_seconds:.2f} planning){resumed}",
         file=sys.stderr,
     )
@@ -78,16 +92,30 @@ class JobProgress(AbstractContextManager["JobProgress"]):
 
     def __init__(self, quiet: bool = False, label: str = "") -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bar
 
-        self._bar = None if quiet else Bar(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=Console(stderr=True),
+        self._bar = (
+            None
+            if quiet
+            else Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
         )
         self._label = f"{label} " if label else ""
         self._stage: str | None = None
-        self._task = 0
+        self._task: TaskID | None = None
 
     def __enter__(self) -> JobProgress:
         (self._bar or nullcontext()).__enter__()
@@ -100,12 +128,17 @@ class JobProgress(AbstractContextManager["JobProgress"]):
     def __call__(self, progress: Progress) -> None:
         if self._bar is None:
             return
+        names = {"read": "reading (bytes)", "run": "answering", "write": "writing"}
         if progress.stage != self._stage:
             self._stage = progress.stage
-            names = {"read": "reading (bytes)", "run": "answering", "write": "writing"}
-            self._task = self._bar.add_task(self._label + names[progress.stage], total=progress.total)
+            self._task = self._bar.add_task(
+                self._label + names[progress.stage], total=progress.total
+            )
+        assert self._task is not None
         failed = f", {progress.failed} failed" if progress.failed else ""
-        names = {"read": "reading (bytes)", "run": f"answering{failed}", "write": "writing"}
         self._bar.update(
-            self._task, completed=progress.done, total=progress.total, description=self._label + names[progress.stage]
+            self._task,
+            completed=progress.done,
+            total=progress.total,
+            description=self._label + names[progress.stage] + failed,
         )

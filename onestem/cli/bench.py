@@ -12,7 +12,9 @@ from onestem.cli import options
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure; one JSON line per run.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure; one JSON line per run."
+)
 
 
 @app.callback()
@@ -24,12 +26,21 @@ def _group() -> None:
 def batch(
     model: options.Model = "embedded",
     groups: Annotated[int, typer.Option(help="Prefixes.")] = 4,
-    degree: Annotated[str, typer.Option(help="Requests per prefix; '64,2': 64 sub-prefixes of 2 each.")] = "16",
-    prefix: Annotated[str, typer.Option(help="Tokens of the prefix; '400,101' makes two levels.")] = "1000",
+    degree: Annotated[
+        str, typer.Option(help="Requests per prefix; '64,2': 64 sub-prefixes of 2 each.")
+    ] = "16",
+    prefix: Annotated[
+        str, typer.Option(help="Tokens of the prefix; '400,101' makes two levels.")
+    ] = "1000",
     distinct: Annotated[int, typer.Option(help="Tokens of its own that each request has.")] = 50,
     output: Annotated[int, typer.Option(help="Tokens to sample for each request.")] = 50,
-    order: Annotated[str, typer.Option(help="Order of the input: shuffled, sorted or round-robin.")] = "shuffled",
-    planned: Annotated[bool, typer.Option("--plan/--no-plan", help="Plan the job, or take it first come, first served.")] = True,
+    order: Annotated[
+        str, typer.Option(help="Order of the input: shuffled, sorted or round-robin.")
+    ] = "shuffled",
+    planned: Annotated[
+        bool,
+        typer.Option("--plan/--no-plan", help="Plan the job, or take it first come, first served."),
+    ] = True,
     share: options.Share = "full",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -39,17 +50,37 @@ def batch(
     impl: options.Impl = "auto",
     random_weights: options.RandomWeights = False,
     seed: Annotated[int, typer.Option(help="Seed of prompts, order and sampling.")] = 0,
-    warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Run a small job first, outside the clock.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line instead of a table.")] = False,
+    warm_up: Annotated[
+        bool,
+        typer.Option("--warm-up/--no-warm-up", help="Run a small job first, outside the clock."),
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON line instead of a table.")
+    ] = False,
 ) -> None:
     """Time a job of prompts that share text, greedy, with random token ids."""
     from onestem.bench import BatchCase, run_batch
 
-    case = BatchCase.parse(groups=groups, degree=degree, prefix=prefix, distinct=distinct, output=output,
-                           order=order, seed=seed)
+    case = BatchCase.parse(
+        groups=groups,
+        degree=degree,
+        prefix=prefix,
+        distinct=distinct,
+        output=output,
+        order=order,
+        seed=seed,
+    )
     llm = options.load_llm(
-        model, device=device, dtype=dtype, kv_memory=kv_memory, share=share, page_size=page_size,
-        max_step_tokens=max_step_tokens, impl=impl, random_weights=random_weights, seed=seed,
+        model,
+        device=device,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        share=share,
+        page_size=page_size,
+        max_step_tokens=max_step_tokens,
+        impl=impl,
+        random_weights=random_weights,
+        seed=seed,
     )
     result = run_batch(llm, case, planned=planned, warm_up=warm_up)
     if as_json:

@@ -51,9 +51,12 @@ def _facts() -> dict[str, Any]:
         "attention available": ", ".join(available()),
         "attention chosen": {str(d): resolve("auto", d).name for d in devices},
         "linear layers on the cpu": {
-            name: choose_layout(getattr(torch, name), devices[0]).value for name in ("float32", "bfloat16", "float16")
+            name: choose_layout(getattr(torch, name), devices[0]).value
+            for name in ("float32", "bfloat16", "float16")
         },
-        "kv_memory auto": {str(d): f"{kv_memory_bytes('auto', d) / 2**30:.2f} GiB" for d in devices},
+        "kv_memory auto": {
+            str(d): f"{kv_memory_bytes('auto', d) / 2**30:.2f} GiB" for d in devices
+        },
         "versions": {name: _version(name) for name in PACKAGES},
     }
 

@@ -17,11 +17,21 @@ def generate(
     model: options.Model = "embedded",
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's].")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus mass [default: the model's].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Most likely tokens to keep [default: the model's].")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer (may be repeated).")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy [default: the model's].")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Nucleus mass [default: the model's].")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Most likely tokens to keep [default: the model's].")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="String that ends an answer (may be repeated).")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="System prompt, with --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line per prompt.")] = False,
     seed: options.Seed = None,
@@ -39,24 +49,48 @@ def generate(
     if system is not None and not chat:
         raise ConfigError("--system is for chats: add --chat")
     params = SamplingParams(
-        n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop, seed=seed
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+        seed=seed,
     )
     llm = options.load_llm(
-        model, device=device, dtype=dtype, kv_memory=kv_memory, max_model_len=max_model_len, share=share,
+        model,
+        device=device,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        max_model_len=max_model_len,
+        share=share,
         random_weights=random_weights,
     )
     if chat:
         head = [{"role": "system", "content": system}] if system is not None else []
-        outputs = llm.chat([[*head, {"role": "user", "content": prompt}] for prompt in prompts], params)
+        outputs = llm.chat(
+            [[*head, {"role": "user", "content": prompt}] for prompt in prompts], params
+        )
     else:
         outputs = llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         if as_json:
-            typer.echo(json.dumps({
-                "prompt": prompt,
-                "outputs": [{"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason}
-                            for o in output.outputs],
-            }, ensure_ascii=False))
+            typer.echo(
+                json.dumps(
+                    {
+                        "prompt": prompt,
+                        "outputs": [
+                            {
+                                "text": o.text,
+                                "token_ids": o.token_ids,
+                                "finish_reason": o.finish_reason,
+                            }
+                            for o in output.outputs
+                        ],
+                    },
+                    ensure_ascii=False,
+                )
+            )
             continue
         for answer in output.outputs:
             typer.echo(answer.text)

@@ -9,19 +9,42 @@ import typer
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["Device", "Dtype", "Impl", "KvMemory", "MaxModelLen", "MaxStepTokens", "Model", "PageSize", "RandomWeights",
-           "Seed", "Share", "load_llm"]
+__all__ = [
+    "Device",
+    "Dtype",
+    "Impl",
+    "KvMemory",
+    "MaxModelLen",
+    "MaxStepTokens",
+    "Model",
+    "PageSize",
+    "RandomWeights",
+    "Seed",
+    "Share",
+    "load_llm",
+]
 
-Model = Annotated[str, typer.Option(help="Model directory, hub name (owner/name), or 'embedded'.", show_default=True)]
+Model = Annotated[
+    str,
+    typer.Option(help="Model directory, hub name (owner/name), or 'embedded'.", show_default=True),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KvMemory = Annotated[str, typer.Option(help="KV memory: auto, bytes, or like 2GiB.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer [default: the model's].")]
-MaxStepTokens = Annotated[int | None, typer.Option(help="Most prompt tokens of a step [default: 512 CPU, 8192 GPU].")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Most tokens of prompt and answer [default: the model's].")
+]
+MaxStepTokens = Annotated[
+    int | None, typer.Option(help="Most prompt tokens of a step [default: 512 CPU, 8192 GPU].")
+]
 PageSize = Annotated[int, typer.Option(help="Tokens in a page of KV memory.")]
 Share = Annotated[str, typer.Option(help="full, storage, off, or no-attention (for measuring).")]
-Impl = Annotated[str, typer.Option("--attention", help="Attention implementation: auto, torch or reference.")]
-RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Make weights up: a config is enough.")]
+Impl = Annotated[
+    str, typer.Option("--attention", help="Attention implementation: auto, torch or reference.")
+]
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="Make weights up: a config is enough.")
+]
 Seed = Annotated[int | None, typer.Option(help="Seed of random numbers [default: drawn].")]
 
 

@@ -21,7 +21,7 @@ def plan(
     kv_memory: options.KvMemory = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """Group and order a job's prompts and report what sharing saves; only the tokenizer is loaded."""
+    """Group and order a job's prompts; report what sharing saves. No weights are loaded."""
     from onestem.errors import ConfigError, JobError
     from onestem.jobs import plan_file
 
@@ -30,11 +30,16 @@ def plan(
     if not input_file.is_file():
         raise JobError(f"{input_file} is no file")
     with tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder:
-        report = plan_file(input_file, Path(folder), model=model, levels=levels, kv_memory=kv_memory)
+        report = plan_file(
+            input_file, Path(folder), model=model, levels=levels, kv_memory=kv_memory
+        )
     if as_json:
         typer.echo(json.dumps(report))
         return
-    typer.echo(f"{report['requests']} requests in {report['groups']} groups, {report['failed_lines']} lines that cannot be answered")
+    typer.echo(
+        f"{report['requests']} requests in {report['groups']} groups, "
+        f"{report['failed_lines']} lines that cannot be answered"
+    )
     typer.echo(f"{report['logical_prompt_tokens']} prompt tokens")
     for name, level in (("one", "one level"), ("all", f"{report['levels']} levels")):
         computed = report[f"processed_tokens_{'one_level' if name == 'one' else 'all_levels'}"]

@@ -6,27 +6,33 @@ import secrets
 import time
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 
-import numpy as np
 from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
+from onestem.engine.admission import check_request, choice_ids
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import LogitRow, StepInputs, build_inputs
-from onestem.engine.queue import FifoQueue, PlannedQueue, RequestQueue
+from onestem.engine.outputs import aborted_output, request_output
+from onestem.engine.queue import FifoQueue, PlannedQueue
 from onestem.engine.runner import Runner, ShareMode
-from onestem.engine.sampler import MaskedRowError, Sampler, SamplingRow, logprobs_of
+from onestem.engine.sampler import (
+    MaskedRowError,
+    NonFiniteLogitsError,
+    Sampler,
+    SamplingRow,
+    logprobs_of,
+)
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.stats import EngineStats
 from onestem.engine.tokenizer import Tokenizer
-from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import resolve
 from onestem.request import (
-    CompletionOutput,
     FinishReason,
     Request,
     RequestMetrics,
@@ -35,37 +41,6 @@ from onestem.request import (
 )
 
 __all__ = ["Engine", "EngineStats"]
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made (or `reset_stats`).
-
-    `logical_prompt_tokens` counts each sequence's prompt, `processed_prompt_tokens` the prompt rows
-    computed (also those computed again after a set-back); `peak_kv_tokens` is the most KV memory
-    in use by running requests, in tokens; times are seconds.
-    """
-
-    requests: int = 0
-    steps: int = 0
-    logical_prompt_tokens: int = 0
-    processed_prompt_tokens: int = 0
-    output_tokens: int = 0
-    set_backs: int = 0
-    peak_kv_tokens: int = 0
-    host_seconds: float = 0.0
-    model_seconds: float = 0.0
-    sample_seconds: float = 0.0
-
-    @property
-    def saving(self) -> float:
-        """BatchLLM, eq. 1."""
-        if self.logical_prompt_tokens == 0:
-            return 0.0
-        return 1 - self.processed_prompt_tokens / self.logical_prompt_tokens
-
-    def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "saving": self.saving}
 
 
 class Engine:
@@ -85,14 +60,26 @@ class Engine:
     """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer | None, defaults: GenerationDefaults, *,
-        num_pages: int, page_size: int = 16, share: ShareMode = "full",
-        max_model_len: int | None = None, max_step_tokens: int = 512, impl: str = "auto",
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults,
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        share: ShareMode = "full",
+        max_model_len: int | None = None,
+        max_step_tokens: int = 512,
+        impl: str = "auto",
         seed: int | None = None,
     ) -> None:
         if share not in ("full", "storage", "off", "no-attention"):
             raise ConfigError(f"share is {share!r}, expected full, storage, off or no-attention")
-        for name, value in (("page_size", page_size), ("num_pages", num_pages), ("max_step_tokens", max_step_tokens)):
+        for name, value in (
+            ("page_size", page_size),
+            ("num_pages", num_pages),
+            ("max_step_tokens", max_step_tokens),
+        ):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
         self.decoder = decoder
@@ -102,16 +89,20 @@ class Engine:
         self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
         self.impl = resolve(impl, decoder.device)
         self.stats = EngineStats()
-        self._runner = Runner(decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share)
+        self._runner = Runner(
+            decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
+        )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
         self._fifo = FifoQueue()
         self.scheduler = Scheduler(
             self.cache, self._fifo, self._open, max_step_tokens=max_step_tokens
         )
         self._sampler = Sampler(decoder.config.vocab_size, defaults)
-        self._grammars = GrammarCompiler(
-            tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None
-        ) if tokenizer else None
+        self._grammars = (
+            GrammarCompiler(tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None)
+            if tokenizer
+            else None
+        )
         self._states: dict[str, RequestState] = {}
         self._seed = seed
         self._drawn = 0
@@ -120,48 +111,22 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` for a request that can never be answered."""
-        params, ids = request.params, request.prompt_token_ids
-        if len(ids) == 0:
-            raise RequestError("prompt is empty: expected at least one token")
-        if len(ids) + 1 > self.max_model_len:
-            raise RequestError(
-                f"prompt has {len(ids)} tokens, limit is {self.max_model_len - 1} (and one to answer): "
-                "shorten the prompt or raise max_model_len or kv_memory"
-            )
-        vocab = self.decoder.config.vocab_size
-        array_ids = np.asarray(ids)
-        if array_ids.min() < 0 or array_ids.max() >= vocab:
-            bad = int(array_ids[(array_ids < 0) | (array_ids >= vocab)][0])
-            raise RequestError(f"prompt has token id {bad}, expected ids from 0 to {vocab - 1}")
-        for name in ("stop_token_ids", "logit_bias"):
-            worst = max(getattr(params, name) or (0,))
-            if worst >= vocab:
-                raise RequestError(f"{name} has token id {worst}, expected ids below {vocab}")
-        needs_text = [name for name in ("stop", "choices", "response_format") if getattr(params, name)]
-        if self.tokenizer is None and needs_text:
-            raise RequestError(f"{needs_text[0]} needs a tokenizer, and this model directory has none")
-        if params.choices:
-            self._check_choices(request)
-        if params.response_format and self._grammars is not None:
-            try:
-                self._grammars.compile(params.response_format)
-            except UnsupportedError as error:
-                raise RequestError(str(error)) from error
-
-    def _check_choices(self, request: Request) -> None:
-        longest = max(len(ids) for ids in self._choice_ids(request))
-        if len(request.prompt_token_ids) + longest > self.max_model_len:
-            raise RequestError(
-                f"prompt and choice have {len(request.prompt_token_ids) + longest} tokens, limit is "
-                f"{self.max_model_len}: shorten them or raise max_model_len"
-            )
+        check_request(
+            request,
+            max_model_len=self.max_model_len,
+            vocab_size=self.decoder.config.vocab_size,
+            tokenizer=self.tokenizer,
+            grammars=self._grammars,
+        )
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`."""
         if request.request_id in self._states or any(
             waiting.request_id == request.request_id for waiting in self._fifo
         ):
-            raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
+            raise RequestError(
+                f"request id {request.request_id!r} is in use: give each request its own"
+            )
         self.validate(request)
         self._fifo.push(request)
 
@@ -169,10 +134,7 @@ class Engine:
         """End a request now; its pages are free at once. None if it is not here."""
         waiting = self._fifo.remove(request_id)
         if waiting is not None:
-            outputs = [CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort")
-                       for i in range(waiting.params.n)]
-            return RequestOutput(request_id=request_id, prompt=waiting.prompt, outputs=outputs,
-                                 prompt_token_ids=waiting.prompt_token_ids, finished=True)
+            return aborted_output(waiting)
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -184,7 +146,7 @@ class Engine:
         for sequence in state.sequences:
             if sequence.finish_reason is None:
                 self._finish(sequence, "abort")
-        return self._output(state)
+        return request_output(state)
 
     def has_unfinished(self) -> bool:
         return not self.scheduler.idle()
@@ -210,13 +172,21 @@ class Engine:
     def _open(self, request: Request) -> list[Sequence]:
         """Make a request's sequences: one that computes the prompt for all n, unless nothing is
         shared; one for each choice."""
-        state = RequestState(request, self._seed_of(request), RequestMetrics(
-            num_prompt_tokens=len(request.prompt_token_ids), arrival_time=time.monotonic(),
-        ))
+        state = RequestState(
+            request,
+            self._seed_of(request),
+            RequestMetrics(
+                num_prompt_tokens=len(request.prompt_token_ids),
+                arrival_time=time.monotonic(),
+            ),
+        )
         self._states[request.request_id] = state
         self.stats.requests += 1
         if request.params.choices:
-            state.sequences = [self._scoring(state, i, ids) for i, ids in enumerate(self._choice_ids(request))]
+            state.sequences = [
+                self._scoring(state, i, ids)
+                for i, ids in enumerate(choice_ids(request, self._tokenizer_for_text()))
+            ]
         else:
             count = request.params.n if self.share == "off" else 1
             state.sequences = [self._sequence(state, i) for i in range(count)]
@@ -238,17 +208,23 @@ class Engine:
         request, params = state.request, state.request.params
         sequence = Sequence(state, index, array("i", request.prompt_token_ids))
         if index == 0:
-            starts = [s for s in (request.score_from, 1 if params.prompt_logprobs is not None else None) if s]
+            starts = [
+                s
+                for s in (request.score_from, 1 if params.prompt_logprobs is not None else None)
+                if s
+            ]
             sequence.score_from = min(starts, default=None)
         if self.tokenizer is not None and (params.stop or request.stream):
-            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, params, request.prompt_token_ids)
+            sequence.detokenizer = IncrementalDetokenizer(
+                self.tokenizer, params, request.prompt_token_ids
+            )
         if params.response_format is not None and self._grammars is not None:
             sequence.grammar = self._grammars.compile(params.response_format)
         return sequence
 
-    def _choice_ids(self, request: Request) -> list[list[int]]:
-        assert self.tokenizer is not None and request.params.choices is not None
-        return [self.tokenizer.encode(text, add_special_tokens=False) for text in request.params.choices]
+    def _tokenizer_for_text(self) -> Tokenizer:
+        assert self.tokenizer is not None  # `validate` saw to it
+        return self.tokenizer
 
     def _scoring(self, state: RequestState, index: int, ids: list[int]) -> Sequence:
         sequence = Sequence(state, index, array("i", [*state.request.prompt_token_ids, *ids]))
@@ -266,8 +242,11 @@ class Engine:
         if not chunks:
             return []
         inputs = build_inputs(
-            chunks, page_size=self.cache.pool.page_size, windows=self._runner.windows,
-            version=self.scheduler.version, share=self.share != "storage",
+            chunks,
+            page_size=self.cache.pool.page_size,
+            windows=self._runner.windows,
+            version=self.scheduler.version,
+            share=self.share != "storage",
         )
         prepared = self._runner.prepare(inputs)
         built = time.perf_counter()
@@ -275,7 +254,9 @@ class Engine:
         computed = time.perf_counter()
         touched = self._commit(chunks, inputs, logits)
         self._count(chunks, built - started, computed - built, time.perf_counter() - computed)
-        return [self._output(state) for state in touched if state.finished or state.request.stream]
+        return [
+            request_output(state) for state in touched if state.finished or state.request.stream
+        ]
 
     def _count(self, chunks: list[Chunk], host: float, model: float, sample: float) -> None:
         stats = self.stats
@@ -287,7 +268,9 @@ class Engine:
         pool = self.cache.pool
         stats.peak_kv_tokens = max(stats.peak_kv_tokens, pool.num_held * pool.page_size)
 
-    def _commit(self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor) -> list[RequestState]:
+    def _commit(
+        self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor
+    ) -> list[RequestState]:
         """Take the step's results; the requests that have news, each once."""
         now = time.monotonic()
         for chunk in chunks:
@@ -301,13 +284,17 @@ class Engine:
         self._sample(inputs.wanted, logits, touched)
         return list(touched)
 
-    def _score(self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]) -> None:
+    def _score(
+        self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]
+    ) -> None:
         rows = [i for i, row in enumerate(wanted) if not row.samples]
         if not rows:
             return
         targets = [wanted[i].sequence.tokens[wanted[i].index + 1] for i in rows]
         most = max(self._num_alternatives(wanted[i].sequence) for i in rows)
-        for i, target, entry in zip(rows, targets, logprobs_of(logits[rows], targets, most), strict=True):
+        for i, target, entry in zip(
+            rows, targets, logprobs_of(logits[rows], targets, most), strict=True
+        ):
             self._note_score(wanted[i], target, entry)
             sequence = wanted[i].sequence
             if sequence.score_only and wanted[i].index + 2 == len(sequence.tokens):
@@ -329,7 +316,9 @@ class Engine:
         else:
             row.sequence.logprobs.append(kept)
 
-    def _sample(self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]) -> None:
+    def _sample(
+        self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]
+    ) -> None:
         rows: list[int] = []
         sequences: list[Sequence] = []
         for i, row in enumerate(wanted):
@@ -340,29 +329,41 @@ class Engine:
         if not rows:
             return
         touched.update((sequence.state, None) for sequence in sequences)
+        same = rows == list(range(len(wanted)))
+        self._take(sequences, logits if same else logits[rows])
+
+    def _take(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """Sample a token for each sequence from its row of the logits, and append it."""
         try:
-            same = rows == list(range(len(wanted)))
-            sampled = self._sampler.sample(logits if same else logits[rows], [self._row(s) for s in sequences])
-        except MaskedRowError as error:
-            self._sample_others(error, sequences, logits[rows])
+            sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in sequences])
+        except (MaskedRowError, NonFiniteLogitsError) as error:
+            self._sample_others(error, sequences, logits)
             return
-        for sequence, token, entry in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+        for sequence, token, entry in zip(
+            sequences, sampled.token_ids, sampled.logprobs, strict=True
+        ):
             self._accept(sequence, token, entry)
 
-    def _sample_others(self, error: MaskedRowError, sequences: list[Sequence], logits: Tensor) -> None:
-        """Sequences that no token may continue (a grammar at its end before min_tokens, say) end
-        with an error; the others sample."""
+    def _sample_others(
+        self,
+        error: MaskedRowError | NonFiniteLogitsError,
+        sequences: list[Sequence],
+        logits: Tensor,
+    ) -> None:
+        """Sequences that cannot be continued (a grammar at its end before min_tokens, weights that
+        overflow) end with an error; the others sample."""
+        reason = (
+            "no token may follow: response_format (with min_tokens, if set) forbids all of them"
+            if isinstance(error, MaskedRowError)
+            else "the logits are not finite: the weights are damaged, or overflow in this dtype"
+        )
+        bad = set(error.rows)
+        good = [row for row in range(len(sequences)) if row not in bad]
         for row in error.rows:
-            sequences[row].stop_reason = (
-                "no token may follow: response_format (with min_tokens, if set) forbids all of them"
-            )
+            sequences[row].stop_reason = reason
             self._finish(sequences[row], "error")
-        good = [row for row in range(len(sequences)) if row not in set(error.rows)]
-        if not good:
-            return
-        sampled = self._sampler.sample(logits[good], [self._row(sequences[row]) for row in good])
-        for row, token, entry in zip(good, sampled.token_ids, sampled.logprobs, strict=True):
-            self._accept(sequences[row], token, entry)
+        if good:
+            self._take([sequences[row] for row in good], logits[good])
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """The sequences that sample from this row: at the prompt's end all n of a request."""
@@ -379,14 +380,25 @@ class Engine:
         return [*state.sequences[1:], sequence]
 
     def _row(self, sequence: Sequence) -> SamplingRow:
-        params = sequence.state.request.params
-        eos = () if params.ignore_eos else self.defaults.eos_token_ids
-        return SamplingRow(
-            params=params, seed=sequence.state.seed, sequence_index=sequence.index,
-            token_index=sequence.num_output, prompt_token_ids=sequence.state.request.prompt_token_ids,
-            output_token_ids=sequence.output_ids, stop_ids=frozenset((*eos, *params.stop_token_ids)),
-            allowed_mask=sequence.grammar.fill_mask() if sequence.grammar is not None else None,
-        )
+        """What the sampler needs of a sequence; one object per sequence, brought up to date."""
+        row = sequence.sampling
+        if row is None:
+            params = sequence.state.request.params
+            eos = () if params.ignore_eos else self.defaults.eos_token_ids
+            row = sequence.sampling = SamplingRow(
+                params=params,
+                seed=sequence.state.seed,
+                sequence_index=sequence.index,
+                token_index=0,
+                prompt_token_ids=sequence.state.request.prompt_token_ids,
+                output_token_ids=(),
+                stop_ids=frozenset((*eos, *params.stop_token_ids)),
+                allowed_mask=None,
+            )
+        row.token_index = sequence.num_output
+        row.output_token_ids = sequence.output_ids
+        row.allowed_mask = sequence.grammar.fill_mask() if sequence.grammar is not None else None
+        return row
 
     def _accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None) -> None:
         """Append a sampled token and see whether it ends the sequence."""
@@ -438,7 +450,9 @@ class Engine:
         detokenizer = sequence.detokenizer
         if detokenizer is None:
             request = sequence.state.request
-            detokenizer = IncrementalDetokenizer(tokenizer, request.params, request.prompt_token_ids)
+            detokenizer = IncrementalDetokenizer(
+                tokenizer, request.params, request.prompt_token_ids
+            )
             sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
         sequence.text += detokenizer.finish()
         if detokenizer.stop_reason is not None:
@@ -457,49 +471,6 @@ class Engine:
             not params.ignore_eos and token in self.defaults.eos_token_ids
         )
 
-    # ----------------------------------------------------------------------------- outputs
-
-    def _output(self, state: RequestState) -> RequestOutput:
-        request = state.request
-        metrics = state.metrics
-        metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
-        outputs = [self._best_choice(state)] if request.params.choices else [
-            self._completion(sequence) for sequence in sorted(state.sequences, key=lambda s: s.index)
-        ]
-        scores = state.prompt_logprobs
-        wanted = request.params.prompt_logprobs is not None or request.score_from is not None
-        prompt_logprobs = [scores.get(i) for i in range(metrics.num_prompt_tokens)] if wanted else None
-        return RequestOutput(
-            request_id=request.request_id, prompt=request.prompt, outputs=outputs,
-            prompt_token_ids=request.prompt_token_ids, finished=state.finished,
-            prompt_logprobs=prompt_logprobs, metrics=metrics,
-        )
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        params = sequence.state.request.params
-        asked = params.logprobs is not None
-        return CompletionOutput(
-            index=sequence.index, text=sequence.text, token_ids=sequence.output_ids.tolist(),
-            cumulative_logprob=sequence.cumulative_logprob if asked else None,
-            logprobs=sequence.logprobs if asked else None,
-            finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason,
-        )
-
-    def _best_choice(self, state: RequestState) -> CompletionOutput:
-        """The choice whose tokens are most probable together; the first of equals."""
-        params = state.request.params
-        if not all(s.finish_reason == "stop" for s in state.sequences):
-            return CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")
-        totals = [sum(sequence.scores.values()) for sequence in state.sequences]
-        best = max(range(len(totals)), key=lambda i: totals[i])
-        sequence = state.sequences[best]
-        assert params.choices is not None
-        return CompletionOutput(
-            index=0, text=params.choices[best], token_ids=sequence.output_ids.tolist(),
-            cumulative_logprob=totals[best], finish_reason="stop", choice=best,
-            logprobs=sequence.logprobs if params.logprobs is not None else None,
-        )
-
     # ----------------------------------------------------------------------------- books
 
     def check(self) -> None:
@@ -516,9 +487,12 @@ def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:
     if asked is None:
         return min(limit, capacity)
     if asked < 2 or asked > limit:
-        raise ConfigError(f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)")
+        raise ConfigError(
+            f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)"
+        )
     if asked > capacity:
         raise ConfigError(
-            f"max_model_len is {asked}, KV memory holds {capacity} tokens: raise kv_memory or lower max_model_len"
+            f"max_model_len is {asked}, KV memory holds {capacity} tokens: "
+            "raise kv_memory or lower max_model_len"
         )
     return asked

@@ -46,6 +46,16 @@ _ASSERTIONS = frozenset(
         "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     )
 )  # fmt: skip
+# Characters that a JSON string must escape; of patterns, the compiler writes them as they are.
+_MUST_ESCAPE = frozenset((*map(chr, range(0x20)), '"', "\\"))
+_PATTERN_CHARACTER = re.compile(
+    r"\\(?:(?P<class>[nrtfv0\\\"c])|x(?P<hex>[0-9a-fA-F]{2})|u(?P<unicode>[0-9a-fA-F]{4})|.)|(?P<raw>.)",
+    re.DOTALL,
+)
+_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
+# Strings of limited length may hold raw control characters, says the compiler; JSON says not. Only
+# the newline can stand between values in what models write, and is no part of those strings.
+_CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
 _SUBSCHEMAS = ("items", "additionalProperties", "propertyNames")
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -98,7 +108,8 @@ def _given_schema(given: object) -> tuple[dict[str, Any], bool]:
 def _refuse_unenforced(schema: Mapping[str, Any], strict: bool) -> None:
     """Raise `UnsupportedError` for what the compiler would not hold an answer to.
 
-    `oneOf` is enforced as `anyOf`: an answer fits at least one of the schemas.
+    `oneOf` is enforced as `anyOf`: an answer fits at least one of the schemas. Strings with a
+    `minLength` or `maxLength` are written without escapes, so without quotes and newlines.
     """
     for part in _subschemas(schema):
         reason = _unenforced(part, strict)
@@ -121,7 +132,23 @@ def _unenforced(schema: Mapping[str, Any], strict: bool) -> str | None:
         return f"a reference to another document ({schema['$ref']})"
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
         return "'pattern' together with a length"
+    if schema.get("format") in _BROKEN_FORMATS:
+        return f"the format {schema['format']!r}"
+    named = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(named if isinstance(named, Mapping) else ())):
+        if isinstance(pattern, str) and _names_escaped(pattern):
+            return f"a pattern with quotes, backslashes or control characters ({pattern!r})"
     return _unenforced_neighbour(schema)
+
+
+def _names_escaped(pattern: str) -> bool:
+    """Whether a regular expression names a character that a JSON string must escape."""
+    for found in _PATTERN_CHARACTER.finditer(pattern):
+        code = found["hex"] or found["unicode"]
+        character = chr(int(code, 16)) if code else found["raw"]
+        if found["class"] or character in _MUST_ESCAPE:
+            return True
+    return False
 
 
 def _unenforced_neighbour(schema: Mapping[str, Any]) -> str | None:
@@ -240,11 +267,9 @@ class GrammarCompiler:
             raise UnsupportedError(
                 "response_format needs xgrammar, which is not installed: pip install xgrammar"
             ) from error
-        tokenizer = self._tokenizer
         vocabulary = [
-            # xgrammar never allows an empty token: control tokens are no part of an answer.
-            b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
-            for token in range(min(tokenizer.vocab_size, self.vocab_size))
+            self._usable_bytes(token)
+            for token in range(min(self._tokenizer.vocab_size, self.vocab_size))
         ]
         info = xgrammar.TokenizerInfo(
             vocabulary,
@@ -255,6 +280,13 @@ class GrammarCompiler:
         # One cache is enough, and ours is bounded.
         self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
         return self._compiler
+
+    def _usable_bytes(self, token_id: int) -> bytes:
+        """A token's bytes, or none, and xgrammar never allows it."""
+        if token_id in self._tokenizer.special_ids:
+            return b""
+        data = self._tokenizer.token_bytes(token_id)
+        return data if _CONTROL_BYTES.isdisjoint(data) else b""
 
 
 class GrammarState:

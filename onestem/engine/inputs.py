@@ -44,7 +44,12 @@ class StepInputs:
 
 
 def build_inputs(
-    chunks: list[Chunk], *, page_size: int, windows: Seq[int | None], version: int, share: bool = True
+    chunks: list[Chunk],
+    *,
+    page_size: int,
+    windows: Seq[int | None],
+    version: int,
+    share: bool = True,
 ) -> StepInputs:
     """Lay the chunks out in depth-first order of the tree, so that a run's rows are neighbours.
 
@@ -106,7 +111,9 @@ class _Layout:
 
     def _run_index(self, run: Run) -> int:
         if run not in self._runs:
-            self._runs[run] = self.builder.add_run(run.page_ids(), run.offset, run.computed, run.start)
+            self._runs[run] = self.builder.add_run(
+                run.page_ids(), run.offset, run.computed, run.start
+            )
         return self._runs[run]
 
     def _add_logits(self, sequence: Sequence, a: int, b: int) -> None:
@@ -129,8 +136,14 @@ class _Layout:
             self.builder.add_span(row, rows, index, end)
         positions = np.concatenate(self.positions)
         plan = self.builder.build(positions)
-        plans = {window: plan if window is None else windowed(plan, window) for window in set(windows)}
+        plans = {
+            window: plan if window is None else windowed(plan, window) for window in set(windows)
+        }
         return StepInputs(
-            np.concatenate(self.ids), positions, np.concatenate(self.slots), plans,
-            np.array(self.logit_rows, np.int64), self.wanted,
+            np.concatenate(self.ids),
+            positions,
+            np.concatenate(self.slots),
+            plans,
+            np.array(self.logit_rows, np.int64),
+            self.wanted,
         )

@@ -26,7 +26,13 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, impl: AttentionImpl, *, num_pages: int, page_size: int, share: ShareMode
+        self,
+        decoder: Decoder,
+        impl: AttentionImpl,
+        *,
+        num_pages: int,
+        page_size: int,
+        share: ShareMode,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
@@ -35,7 +41,9 @@ class Runner:
         self.windows = config.sliding_windows
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.pages = [
-            tuple(allocate_pages(*shape, dtype=decoder.dtype, device=decoder.device) for _ in range(2))
+            tuple(
+                allocate_pages(*shape, dtype=decoder.dtype, device=decoder.device) for _ in range(2)
+            )
             for _ in range(config.num_layers)
         ]
 
@@ -63,7 +71,8 @@ class Runner:
             return prepared[self.windows[layer]].attend(q, k_pages, v_pages).out
 
         hidden = self.decoder.forward(
-            torch.from_numpy(inputs.token_ids).to(device), torch.from_numpy(inputs.positions).to(device),
+            torch.from_numpy(inputs.token_ids).to(device),
+            torch.from_numpy(inputs.positions).to(device),
             attend,
         )
         return self.decoder.logits(hidden[torch.from_numpy(inputs.logit_rows).to(device)])

@@ -463,7 +463,10 @@ class _Draw:
 
     def rows(self, index: Tensor) -> _Draw:
         return _Draw(
-            self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index],
+            self.temperature[index],
+            self.top_k[index],
+            self.top_p[index],
+            self.min_p[index],
             self.uniform[index],
         )
 
@@ -648,9 +651,7 @@ def _most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def _with_logprobs(
-    logits: Tensor, token_ids: list[int], counts: Sequence[int | None]
-) -> Sampled:
+def _with_logprobs(logits: Tensor, token_ids: list[int], counts: Sequence[int | None]) -> Sampled:
     """Add log-probabilities to the rows that ask for so many alternatives (None: for none)."""
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     token_logprob: list[float | None] = [None] * len(token_ids)

@@ -45,9 +45,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: PrefixCache, queue: RequestQueue,
-        open_request: Callable[[Request], list[Sequence]], *,
-        max_step_tokens: int, lookahead_tokens: int = 32,
+        self,
+        cache: PrefixCache,
+        queue: RequestQueue,
+        open_request: Callable[[Request], list[Sequence]],
+        *,
+        max_step_tokens: int,
+        lookahead_tokens: int = 32,
     ) -> None:
         self.cache = cache
         self.queue = queue
@@ -185,7 +189,8 @@ class Scheduler:
         size = self.cache.pool.page_size
         return sum(
             max(0, -(-(run.offset + len(run.tokens)) // size) - len(run.pages))
-            for run in sequence.path(self.version) if run.owner is sequence or run.owner is None
+            for run in sequence.path(self.version)
+            if run.owner is sequence or run.owner is None
         )
 
     def _lookahead_pages(self, sequence: Sequence) -> int:
@@ -271,8 +276,13 @@ class Scheduler:
         if group is None or not state.finished:
             return
         self._group_members.get(group, set()).discard(state)
-        self._release_groups([g for g, members in self._group_members.items()
-                              if not members and not self._group_open(g)])
+        self._release_groups(
+            [
+                g
+                for g, members in self._group_members.items()
+                if not members and not self._group_open(g)
+            ]
+        )
 
     def _group_open(self, group: int) -> bool:
         waiting = any(sequence.state.request.group == group for sequence in self.waiting)

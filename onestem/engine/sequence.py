@@ -44,9 +44,26 @@ class Sequence:
     """
 
     __slots__ = (
-        "_path", "_path_version", "cumulative_logprob", "detokenizer", "finish_reason", "grammar",
-        "index", "logprobs", "num_prompt", "order", "run", "scheduled_step",
-        "score_from", "score_only", "scores", "state", "stop_reason", "text", "tokens",
+        "_path",
+        "_path_version",
+        "cumulative_logprob",
+        "detokenizer",
+        "finish_reason",
+        "grammar",
+        "index",
+        "logprobs",
+        "num_prompt",
+        "order",
+        "run",
+        "sampling",
+        "scheduled_step",
+        "score_from",
+        "score_only",
+        "scores",
+        "state",
+        "stop_reason",
+        "text",
+        "tokens",
     )
 
     def __init__(self, state: RequestState, index: int, tokens: array[int]) -> None:
@@ -66,6 +83,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.detokenizer: Any = None
         self.grammar: Any = None
+        self.sampling: Any = None
         self.text = ""
         self._path: list[Run] = []
         self._path_version = -1

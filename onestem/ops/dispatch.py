@@ -20,8 +20,13 @@ class PreparedAttention(Protocol):
     """A plan made ready for one device; serves all layers of a step."""
 
     def attend(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, *,
-        scale: float | None = None, alibi_slopes: Tensor | None = None,
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
     ) -> State: ...
 
@@ -52,15 +57,25 @@ def resolve(name: str = "auto", device: torch.device | str = "cpu") -> Attention
     if name == "auto":
         return _IMPLS["torch"]
     if name in ("cpu", "triton"):
-        raise UnsupportedError(f"attention implementation {name!r} is not built, use one of: {', '.join(_IMPLS)}")
+        raise UnsupportedError(
+            f"attention implementation {name!r} is not built, use one of: {', '.join(_IMPLS)}"
+        )
     if name not in _IMPLS:
-        raise ConfigError(f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}")
+        raise ConfigError(
+            f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}"
+        )
     return _IMPLS[name]
 
 
 def attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, *,
-    scale: float | None = None, alibi_slopes: Tensor | None = None, softcap: float | None = None,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
     impl: str = "auto",
 ) -> State:
     """Attention of each query row over what the plan shows it.
@@ -87,7 +102,9 @@ def attention(
 
 def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
     if q.dim() != 3 or q.shape[0] != plan.num_rows:
-        raise ConfigError(f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]")
+        raise ConfigError(
+            f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]"
+        )
     if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[1] != plan.page_size:
         raise ConfigError(
             f"pages have shapes {tuple(k_pages.shape)} and {tuple(v_pages.shape)}, "
@@ -99,5 +116,7 @@ def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPl
             f"{k_pages.shape[3]}: expected one head_dim and a multiple of the KV heads"
         )
     if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ConfigError(f"q is {q.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}, expected one dtype")
+        raise ConfigError(
+            f"q is {q.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}, expected one dtype"
+        )
     plan.check()

@@ -9,8 +9,13 @@ __all__ = ["allocate_pages", "read_kv", "write_kv"]
 
 
 def allocate_pages(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *,
-    dtype: torch.dtype, device: torch.device,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Pages `[num_pages, page_size, num_kv_heads, head_dim]`, not initialised."""
     return torch.empty(num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)

@@ -80,15 +80,22 @@ class AttentionPlan:
             return
         row, rows, run, first, first_step, end, end_step = self.spans.T.astype(np.int64)
         last = rows - 1
-        _require(bool(((rows >= 1) & (row >= 0) & (row + rows <= self.num_rows)).all()),
-                 f"a span's rows leave 0..{self.num_rows - 1}")
-        _require(bool(((run >= 0) & (run < self.num_runs)).all()),
-                 f"a span's run is not in 0..{self.num_runs - 1}")
+        _require(
+            bool(((rows >= 1) & (row >= 0) & (row + rows <= self.num_rows)).all()),
+            f"a span's rows leave 0..{self.num_rows - 1}",
+        )
+        _require(
+            bool(((run >= 0) & (run < self.num_runs)).all()),
+            f"a span's run is not in 0..{self.num_runs - 1}",
+        )
         _require(bool((first >= 0).all()), "a span starts before its run")
-        _require(bool((end + last * end_step <= self.run_len[run]).all()),
-                 "a span ends behind its run")
-        _require(bool(np.isin(first_step, (0, 1)).all() and np.isin(end_step, (0, 1)).all()),
-                 "a span's step is neither 0 nor 1")
+        _require(
+            bool((end + last * end_step <= self.run_len[run]).all()), "a span ends behind its run"
+        )
+        _require(
+            bool(np.isin(first_step, (0, 1)).all() and np.isin(end_step, (0, 1)).all()),
+            "a span's step is neither 0 nor 1",
+        )
 
 
 def _require(ok: bool, message: str) -> None:
@@ -114,8 +121,15 @@ class PlanBuilder:
         return len(self._runs) - 1
 
     def add_span(
-        self, row: int, rows: int, run: int, end: int, *,
-        first: int = 0, first_step: int = 0, end_step: int = 0,
+        self,
+        row: int,
+        rows: int,
+        run: int,
+        end: int,
+        *,
+        first: int = 0,
+        first_step: int = 0,
+        end_step: int = 0,
     ) -> None:
         """Show tokens first..end-1 of a run to rows; one that shows nothing at all is left out."""
         if rows > 0 and end + (rows - 1) * end_step > first:
@@ -149,8 +163,14 @@ def windowed(plan: AttentionPlan, window: int) -> AttentionPlan:
         pieces.extend(_window_span(plan, span, window))
     spans = np.array(pieces, dtype=np.int32).reshape(-1, 7)
     return AttentionPlan(
-        plan.page_size, plan.run_pages, plan.run_page_start, plan.run_offset, plan.run_len,
-        plan.run_position, spans, plan.row_position,
+        plan.page_size,
+        plan.run_pages,
+        plan.run_page_start,
+        plan.run_offset,
+        plan.run_len,
+        plan.run_position,
+        spans,
+        plan.row_position,
     )
 
 
@@ -164,8 +184,15 @@ def _window_span(plan: AttentionPlan, span: list[int], window: int) -> list[tupl
     ends = end + steps * end_step
     # Cut where `firsts` stops being arithmetic with step 0 or 1, or where a row sees nothing.
     return [
-        (row + a, b - a, run, int(firsts[a]), int(firsts[a + 1] - firsts[a]) if b - a > 1 else 0,
-         int(ends[a]), end_step)
+        (
+            row + a,
+            b - a,
+            run,
+            int(firsts[a]),
+            int(firsts[a + 1] - firsts[a]) if b - a > 1 else 0,
+            int(ends[a]),
+            end_step,
+        )
         for a, b in _arithmetic_stretches(firsts, firsts < ends)
     ]
 

@@ -32,8 +32,13 @@ class PreparedReference:
     keys: list[tuple[np.ndarray, np.ndarray]]  # per row: slots, positions
 
     def attend(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, *,
-        scale: float | None = None, alibi_slopes: Tensor | None = None,
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
     ) -> State:
         """See `ops.attention`; `out` and `lse` are float64."""
@@ -50,7 +55,9 @@ class PreparedReference:
             if softcap is not None:
                 score = softcap * torch.tanh(score / softcap)
             if alibi_slopes is not None:
-                distance = torch.from_numpy(positions).to(q.device) - int(self.plan.row_position[row])
+                distance = torch.from_numpy(positions).to(q.device) - int(
+                    self.plan.row_position[row]
+                )
                 score = score + alibi_slopes.double()[:, None] * distance
             state.lse[row] = torch.logsumexp(score, -1)
             state.out[row] = torch.einsum("hk,hkd->hd", torch.softmax(score, -1), v)

@@ -30,8 +30,14 @@ class State(NamedTuple):
     lse: Tensor
 
 
-def empty_state(num_rows: int, num_heads: int, head_dim: int, *, device: torch.device,
-                dtype: torch.dtype = torch.float32) -> State:
+def empty_state(
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> State:
     """Rows that have seen nothing yet."""
     out = torch.zeros(num_rows, num_heads, head_dim, device=device, dtype=dtype)
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -17,7 +17,7 @@ def tiny(tmp_path_factory):
     """Directory of a family's tiny model."""
     root = tmp_path_factory.mktemp("tiny")
 
-    @lru_cache(maxsize=None)
+    @cache
     def path(family: str):
         return make_tiny(family, root / family)
 
@@ -28,11 +28,14 @@ def tiny(tmp_path_factory):
 def expected(tiny):
     """Greedy tokens and per-step log-probabilities of the shared prompts, by transformers."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def of(family: str):
         path = tiny(family)
         tokens = [oracle_greedy(path, prompt, NEW_TOKENS) for prompt in shared_prompts()]
-        logprobs = [oracle_logprobs(path, prompt + new) for prompt, new in zip(shared_prompts(), tokens, strict=True)]
+        logprobs = [
+            oracle_logprobs(path, prompt + new)
+            for prompt, new in zip(shared_prompts(), tokens, strict=True)
+        ]
         return tokens, logprobs
 
     return of

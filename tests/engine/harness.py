@@ -21,7 +21,9 @@ TOLERANCE = 1e-4  # of log-probabilities in float32; hiding one key moves them b
 
 @lru_cache(maxsize=32)
 def oracle_model(path: Path) -> torch.nn.Module:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end of sequence
     return model.eval()
 
@@ -40,10 +42,12 @@ def oracle_greedy(path: Path, prompt: Sequence[int], count: int) -> list[int]:
     out = oracle_model(path).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
     )
-    return out[0, len(prompt):].tolist()
+    return out[0, len(prompt) :].tolist()
 
 
-def make_engine(path: Path, *, dtype: torch.dtype = torch.float32, num_pages: int = 4096, **options) -> Engine:
+def make_engine(
+    path: Path, *, dtype: torch.dtype = torch.float32, num_pages: int = 4096, **options
+) -> Engine:
     decoder = load_decoder(path, dtype=dtype, device="cpu")
     return Engine(decoder, None, NO_DEFAULTS, num_pages=num_pages, **options)
 
@@ -64,11 +68,17 @@ def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:
     return seen
 
 
-def requests_for(prompts: Sequence[Sequence[int]], *, max_tokens: int = 6, **params) -> list[Request]:
+def requests_for(
+    prompts: Sequence[Sequence[int]], *, max_tokens: int = 6, **params
+) -> list[Request]:
     params.setdefault("temperature", 0)
     params.setdefault("ignore_eos", True)
     return [
-        Request(request_id=str(i), prompt_token_ids=list(ids), params=SamplingParams(max_tokens=max_tokens, **params))
+        Request(
+            request_id=str(i),
+            prompt_token_ids=list(ids),
+            params=SamplingParams(max_tokens=max_tokens, **params),
+        )
         for i, ids in enumerate(prompts)
     ]
 

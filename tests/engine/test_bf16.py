@@ -20,17 +20,24 @@ def prompts() -> list[list[int]]:
     return out
 
 
-def teacher_forced(path, dtype: torch.dtype, share: str) -> dict[tuple[str, int, int], torch.Tensor]:
+def teacher_forced(
+    path, dtype: torch.dtype, share: str
+) -> dict[tuple[str, int, int], torch.Tensor]:
     """Log-probabilities after each of the prompts' own tokens."""
     import dataclasses
 
     engine = make_engine(path, dtype=dtype, share=share, num_pages=8192, max_step_tokens=2048)
     seen = record_logprobs(engine)
-    requests = [dataclasses.replace(request, score_from=SHARED) for request in requests_for(prompts(), max_tokens=1)]
+    requests = [
+        dataclasses.replace(request, score_from=SHARED)
+        for request in requests_for(prompts(), max_tokens=1)
+    ]
     answer(engine, requests)
     expected = SHARED * NUM_PROMPTS // DEGREE if share == "full" else SHARED * NUM_PROMPTS
     # All but the shared tokens' last (its row scores the first of one's own) come from the cache.
-    assert abs(engine.stats.processed_prompt_tokens - expected - DISTINCT * NUM_PROMPTS) <= NUM_PROMPTS
+    assert (
+        abs(engine.stats.processed_prompt_tokens - expected - DISTINCT * NUM_PROMPTS) <= NUM_PROMPTS
+    )
     return seen
 
 

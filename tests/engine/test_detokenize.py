@@ -38,7 +38,9 @@ def streamed(detokenizer: IncrementalDetokenizer, ids: list[int]) -> str:
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token per byte."""
-    single = {tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))}
+    single = {
+        tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))
+    }
     return [single[bytes([byte])] for byte in data]
 
 
@@ -54,7 +56,9 @@ def test_text(tokenizers: dict[str, Tokenizer], text: str, special: bool) -> Non
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, 450), max_size=40), st.booleans(), st.sampled_from([None, "\ufffd "]))
+@given(
+    st.lists(st.integers(0, 450), max_size=40), st.booleans(), st.sampled_from([None, "\ufffd "])
+)
 def test_any_ids(
     tokenizers: dict[str, Tokenizer], ids: list[int], skip: bool, stop: str | None
 ) -> None:
@@ -87,7 +91,9 @@ def test_a_character_comes_with_its_last_byte(tokenizers: dict[str, Tokenizer]) 
         assert detokenizer.finish() == ""
 
 
-def test_an_unfinished_character_is_flushed_as_decode_does(tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_unfinished_character_is_flushed_as_decode_does(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     for tokenizer in tokenizers.values():
         ids = byte_ids(tokenizer, b"a\xf0\x9f\x98")
         detokenizer = IncrementalDetokenizer(tokenizer)
@@ -139,7 +145,9 @@ def reference_stop(text: str, stops: list[str], included: bool) -> tuple[str, st
 
 @settings(deadline=None, max_examples=400)
 @given(
-    st.lists(st.sampled_from(["a", "b", "ab", " ", "é", "the", "\n", "😀"]), max_size=25).map("".join),
+    st.lists(st.sampled_from(["a", "b", "ab", " ", "é", "the", "\n", "😀"]), max_size=25).map(
+        "".join
+    ),
     st.lists(st.text("ab\né ", min_size=1, max_size=4), min_size=1, max_size=4),
     st.booleans(),
 )

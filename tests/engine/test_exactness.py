@@ -51,7 +51,11 @@ def test_any_order(tiny, expected, family, seed):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_small_pool_sets_back(tiny, expected, page_size, share):
     check(
-        tiny("llama"), expected("llama"), share=share, page_size=page_size, num_pages=96 // page_size,
+        tiny("llama"),
+        expected("llama"),
+        share=share,
+        page_size=page_size,
+        num_pages=96 // page_size,
         max_step_tokens=64,
     )
 
@@ -64,7 +68,11 @@ def test_set_back_happens_and_changes_nothing(tiny):
     for pages in (4096, 12):
         engine = make_engine(path, num_pages=pages, page_size=16)
         seen = record_logprobs(engine)
-        outputs[pages] = (answer(engine, requests_for(prompts, max_tokens=90)), seen, engine.stats.set_backs)
+        outputs[pages] = (
+            answer(engine, requests_for(prompts, max_tokens=90)),
+            seen,
+            engine.stats.set_backs,
+        )
     assert outputs[4096][2] == 0
     assert outputs[12][2] > 0
     for key, output in outputs[4096][0].items():
@@ -100,7 +108,11 @@ def test_n_shares_the_prompt(tiny, n, share):
 def test_modes_share_what_they_say(tiny):
     prompts = shared_prompts()[:5]
     distinct = {tuple(p[:i]) for p in prompts for i in range(1, len(p) + 1)}
-    for share, computed in (("full", len(distinct)), ("storage", len(distinct)), ("off", sum(map(len, prompts)))):
+    for share, computed in (
+        ("full", len(distinct)),
+        ("storage", len(distinct)),
+        ("off", sum(map(len, prompts))),
+    ):
         engine = make_engine(tiny("llama"), share=share)
         answer(engine, requests_for(prompts))
         assert engine.stats.processed_prompt_tokens == computed

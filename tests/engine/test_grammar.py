@@ -32,7 +32,9 @@ def json_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     path: Path = tmp_path_factory.mktemp(request.param)
     make = {"byte_level": make_byte_level_tokenizer, "byte_fallback": make_byte_fallback_tokenizer}
     tokenizer = Tokenizer.from_directory(make[request.param](path))
@@ -57,7 +59,9 @@ def allowed(state: GrammarState, vocab_size: int) -> set[int]:
 
 
 def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    single = {tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))}
+    single = {
+        tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))
+    }
     return [single[bytes([byte])] for byte in text.encode()]
 
 
@@ -203,9 +207,7 @@ def test_random_logits_give_valid_json(
     while not state.is_finished:
         assert len(output) < 1000
         logits = torch.randn(1, compiler.vocab_size, generator=generator)
-        row = SamplingRow(
-            SamplingParams(), seed, 0, len(output), allowed_mask=state.fill_mask()
-        )
+        row = SamplingRow(SamplingParams(), seed, 0, len(output), allowed_mask=state.fill_mask())
         output.append(sampler.sample(logits, [row]).token_ids[0])
         state.accept(output[-1])
     answer = json.loads(tokenizer.decode(output))
@@ -287,7 +289,7 @@ def test_ordinary_schemas_compile(compiler: GrammarCompiler, schema: dict[str, A
     "schema", [{"type": "nonsense"}, {"$ref": "#/$defs/none"}, {"properties": 3}]
 )
 def test_schemas_that_are_none(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="schema cannot be used: [A-Zp]") as caught:
+    with pytest.raises(RequestError, match=r"schema cannot be used: [A-Zp]") as caught:
         compiler.compile(json_schema(schema))
     assert "\n" not in str(caught.value)
     assert ".cc:" not in str(caught.value)

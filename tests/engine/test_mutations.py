@@ -63,7 +63,9 @@ def pages_swapped(inputs):
 
 
 def offset_ignored(inputs):
-    return _plans(inputs, lambda plan: dataclasses.replace(plan, run_offset=np.zeros_like(plan.run_offset)))
+    return _plans(
+        inputs, lambda plan: dataclasses.replace(plan, run_offset=np.zeros_like(plan.run_offset))
+    )
 
 
 def position_shifted(inputs):
@@ -80,7 +82,10 @@ def slot_shifted(inputs):
 
 
 MUTATIONS = {
-    **{f.__name__: _spans(f) for f in (mask_hides_last, mask_hides_first, shared_end_short, run_dropped)},
+    **{
+        f.__name__: _spans(f)
+        for f in (mask_hides_last, mask_hides_first, shared_end_short, run_dropped)
+    },
     **{f.__name__: f for f in (pages_swapped, offset_ignored, position_shifted, slot_shifted)},
 }
 
@@ -89,11 +94,15 @@ MUTATIONS = {
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_exactness_check_sees(tiny, expected, monkeypatch, family, name):
     mutate = MUTATIONS[name]
-    monkeypatch.setattr(engine_module, "build_inputs", lambda *args, **kw: mutate(build_inputs(*args, **kw)))
+    monkeypatch.setattr(
+        engine_module, "build_inputs", lambda *args, **kw: mutate(build_inputs(*args, **kw))
+    )
     with pytest.raises((AssertionError, OnestemError)):
         check(tiny(family), expected(family), max_step_tokens=48)
 
 
 def test_without_a_mutation_it_passes(tiny, expected, monkeypatch):
-    monkeypatch.setattr(engine_module, "build_inputs", lambda *args, **kw: build_inputs(*args, **kw))
+    monkeypatch.setattr(
+        engine_module, "build_inputs", lambda *args, **kw: build_inputs(*args, **kw)
+    )
     check(tiny("llama"), expected("llama"), max_step_tokens=48)

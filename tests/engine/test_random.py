@@ -80,8 +80,15 @@ def test_uniform_along_each_argument(axis: int) -> None:
 def test_derive_seed_is_stable_and_tells_its_parts_apart() -> None:
     assert derive_seed("job", 1) == derive_seed("job", 1)
     different = {
-        derive_seed(), derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"),
-        derive_seed("1"), derive_seed(1), derive_seed(-1), derive_seed("", ""), derive_seed(""),
+        derive_seed(),
+        derive_seed("ab", "c"),
+        derive_seed("a", "bc"),
+        derive_seed("abc"),
+        derive_seed("1"),
+        derive_seed(1),
+        derive_seed(-1),
+        derive_seed("", ""),
+        derive_seed(""),
     }
     assert len(different) == 9
     assert all(0 <= seed < 2**63 for seed in different)

@@ -19,7 +19,9 @@ from onestem.request import Request, RequestMetrics, SamplingParams
 class Simulation:
     """Runs a job through the scheduler; each sampled token is a number that nobody else has."""
 
-    def __init__(self, queue, *, kv_tokens: int, page_size: int = 16, max_step_tokens: int = 2048, share=True):
+    def __init__(
+        self, queue, *, kv_tokens: int, page_size: int = 16, max_step_tokens: int = 2048, share=True
+    ):
         pool = PagePool(kv_tokens // page_size, page_size)
         self.cache = PrefixCache(pool, enabled=share)
         self.scheduler = Scheduler(self.cache, queue, self.open, max_step_tokens=max_step_tokens)
@@ -67,7 +69,9 @@ class Simulation:
 def job(groups: int, degree: int, prefix: int, distinct: int, *, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     heads = [rng.integers(0, 30_000, prefix).tolist() for _ in range(groups)]
-    return [head + rng.integers(0, 30_000, distinct).tolist() for head in heads for _ in range(degree)]
+    return [
+        head + rng.integers(0, 30_000, distinct).tolist() for head in heads for _ in range(degree)
+    ]
 
 
 def reorder(prompts: list, how: str, groups: int) -> list:
@@ -81,9 +85,13 @@ def reorder(prompts: list, how: str, groups: int) -> list:
 
 def requests(prompts, output: int, plan=None) -> list[Request]:
     made = [
-        Request(request_id=str(i), prompt_token_ids=ids, params=SamplingParams(max_tokens=output),
-                group=None if plan is None else int(plan.group_of[i]),
-                group_prefix_tokens=0 if plan is None else plan.groups[plan.group_of[i]].prefix_tokens)
+        Request(
+            request_id=str(i),
+            prompt_token_ids=ids,
+            params=SamplingParams(max_tokens=output),
+            group=None if plan is None else int(plan.group_of[i]),
+            group_prefix_tokens=0 if plan is None else plan.groups[plan.group_of[i]].prefix_tokens,
+        )
         for i, ids in enumerate(prompts)
     ]
     return made if plan is None else [made[i] for i in plan.order.tolist()]
@@ -133,14 +141,18 @@ def test_two_levels_are_computed_once_each():
 
 
 def test_memory_bounds_a_step_not_a_number_of_requests():
-    simulation = Simulation(fifo(requests(job(1, 300, 64, 2), 30)), kv_tokens=64_000, max_step_tokens=4096)
+    simulation = Simulation(
+        fifo(requests(job(1, 300, 64, 2), 30)), kv_tokens=64_000, max_step_tokens=4096
+    )
     simulation.run()
     assert simulation.most_running == 300
 
 
 def test_steps_are_full_while_prompts_wait():
     """Chunked prefill beside decodes: no valleys in tokens per step (BatchLLM, figure 10)."""
-    simulation = Simulation(fifo(requests(job(12, 4, 500, 60), 24)), kv_tokens=10**6, max_step_tokens=256)
+    simulation = Simulation(
+        fifo(requests(job(12, 4, 500, 60), 24)), kv_tokens=10**6, max_step_tokens=256
+    )
     simulation.run()
     busy = simulation.rows[: simulation.processed // 256 - 2]
     assert min(busy) >= 256

@@ -171,8 +171,12 @@ def test_names_in_messages_are_characters_and_nothing_else_changes(
     """Decoded with control tokens shown, the ids are the rendered text; the control tokens are
     those of the same conversation without the names."""
     for kind, tokenizer in tokenizers.items():
-        part = st.sampled_from(NAMES[kind]) | st.sampled_from(["a", " ", "\n", "é😀", "<", "|>", "s>"])
-        contents = data.draw(st.lists(st.lists(part, max_size=6).map("".join), min_size=1, max_size=3))
+        part = st.sampled_from(NAMES[kind]) | st.sampled_from(
+            ["a", " ", "\n", "é😀", "<", "|>", "s>"]
+        )
+        contents = data.draw(
+            st.lists(st.lists(part, max_size=6).map("".join), min_size=1, max_size=3)
+        )
         messages = chat(*contents)
         ids = tokenizer.apply_chat_template(messages)
         harmless = tokenizer.apply_chat_template(chat(*("a" for _ in contents)))

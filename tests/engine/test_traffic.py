@@ -8,24 +8,47 @@ from hypothesis import strategies as st
 
 from onestem.errors import ConfigError, RequestError
 from onestem.request import Request, SamplingParams
-from tests.engine.harness import assert_idle, make_engine, oracle_greedy, requests_for, shared_prompts
+from tests.engine.harness import (
+    assert_idle,
+    make_engine,
+    oracle_greedy,
+    requests_for,
+    shared_prompts,
+)
 
 PROMPT = st.lists(st.integers(3, 5), min_size=1, max_size=30)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    jobs=st.lists(st.tuples(PROMPT, st.integers(1, 12), st.integers(1, 3), st.integers(0, 30)), min_size=1, max_size=12),
-    page_size=st.sampled_from([1, 3, 8]), pages=st.integers(16, 60), chunk=st.integers(1, 40),
+    jobs=st.lists(
+        st.tuples(PROMPT, st.integers(1, 12), st.integers(1, 3), st.integers(0, 30)),
+        min_size=1,
+        max_size=12,
+    ),
+    page_size=st.sampled_from([1, 3, 8]),
+    pages=st.integers(16, 60),
+    chunk=st.integers(1, 40),
     share=st.sampled_from(["full", "storage", "off"]),
 )
-def test_everything_ends_once_and_answers_do_not_depend_on_company(tiny, jobs, page_size, pages, chunk, share):
+def test_everything_ends_once_and_answers_do_not_depend_on_company(
+    tiny, jobs, page_size, pages, chunk, share
+):
     engine = make_engine(
-        tiny("llama"), page_size=page_size, num_pages=max(pages, -(-45 // page_size)), max_step_tokens=chunk, share=share
+        tiny("llama"),
+        page_size=page_size,
+        num_pages=max(pages, -(-45 // page_size)),
+        max_step_tokens=chunk,
+        share=share,
     )
     requests = [
-        Request(request_id=str(i), prompt_token_ids=ids,
-                params=SamplingParams(max_tokens=count, n=n, temperature=0.9, seed=i, ignore_eos=True))
+        Request(
+            request_id=str(i),
+            prompt_token_ids=ids,
+            params=SamplingParams(max_tokens=count, n=n, temperature=0.9, seed=i, ignore_eos=True),
+        )
         for i, (ids, count, n, _) in enumerate(jobs)
     ]
     aborts = {str(i): at for i, (_, _, _, at) in enumerate(jobs) if at < 8}
@@ -76,14 +99,21 @@ def test_abort_of_a_waiting_request(tiny):
 def test_what_can_never_be_answered_is_refused_at_once(tiny):
     engine = make_engine(tiny("llama"), num_pages=4, page_size=8)
     assert engine.max_model_len == 32
-    for ids, message in (([], "empty"), ([3] * 32, "prompt has 32 tokens, limit is 31"), ([3, 999], "token id 999"), ([-1], "token id -1")):
+    for ids, message in (
+        ([], "empty"),
+        ([3] * 32, "prompt has 32 tokens, limit is 31"),
+        ([3, 999], "token id 999"),
+        ([-1], "token id -1"),
+    ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(Request(request_id="x", prompt_token_ids=ids))
     engine.add_request(Request(request_id="x", prompt_token_ids=[3]))
     with pytest.raises(RequestError, match="'x' is in use"):
         engine.add_request(Request(request_id="x", prompt_token_ids=[3]))
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        engine.add_request(Request(request_id="y", prompt_token_ids=[3], params=SamplingParams(stop="a")))
+        engine.add_request(
+            Request(request_id="y", prompt_token_ids=[3], params=SamplingParams(stop="a"))
+        )
     with pytest.raises(ConfigError, match="share is 'some'"):
         make_engine(tiny("llama"), share="some")
     with pytest.raises(ConfigError, match="max_model_len is 4096"):
@@ -93,10 +123,17 @@ def test_what_can_never_be_answered_is_refused_at_once(tiny):
 def test_the_longest_request_fits_alone(tiny):
     """Whatever the cache holds: a prompt and answer of max_model_len tokens are answered."""
     engine = make_engine(tiny("llama"), num_pages=6, page_size=8)
-    prompts = [list(range(3, 23)), [*range(3, 13), *range(50, 60)], [*range(3, 13), *range(50, 55), *range(80, 90)]]
+    prompts = [
+        list(range(3, 23)),
+        [*range(3, 13), *range(50, 60)],
+        [*range(3, 13), *range(50, 55), *range(80, 90)],
+    ]
     for prompt in prompts:
-        request = Request(request_id="a", prompt_token_ids=prompt,
-                          params=SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))
+        request = Request(
+            request_id="a",
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=None, temperature=0, ignore_eos=True),
+        )
         engine.add_request(request)
         outputs = []
         while engine.has_unfinished():

@@ -119,9 +119,7 @@ def make_byte_fallback_tokenizer(
         [AddedToken(name, special=True, normalized=False) for name in special]
     )
     _begin_with(tokenizer, "<s>")
-    return _save(
-        tokenizer, path, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    return _save(tokenizer, path, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def _begin_with(tokenizer: Tokenizer, bos: str) -> None:

@@ -10,12 +10,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onestem.ops import AttentionPlan, PlanBuilder, State, attention, merge_states, resolve, windowed
-from onestem.ops.torch_impl import CostModel, TorchAttention
+from onestem.ops import (
+    AttentionPlan,
+    PlanBuilder,
+    State,
+    attention,
+    merge_states,
+    resolve,
+    windowed,
+)
+from onestem.ops.items import CostModel
+from onestem.ops.torch_impl import TorchAttention
 
 
-def random_plan(rng: np.random.Generator, *, page_size: int, num_runs: int, num_seqs: int,
-                window: int | None = None) -> tuple[AttentionPlan, int]:
+def random_plan(
+    rng: np.random.Generator,
+    *,
+    page_size: int,
+    num_runs: int,
+    num_seqs: int,
+    window: int | None = None,
+) -> tuple[AttentionPlan, int]:
     """A forest plus modules: each sequence sees some runs whole and a run of its own causally."""
     builder = PlanBuilder(page_size)
     page_ids = rng.permutation(4096)
@@ -29,8 +44,10 @@ def random_plan(rng: np.random.Generator, *, page_size: int, num_runs: int, num_
         used += count
         return builder.add_run(pages.astype(np.int32), offset, length, position)
 
-    lengths = [int(rng.choice([0, 1, page_size - 1, page_size, page_size + 1, int(rng.integers(1, 90))]))
-               for _ in range(num_runs)]
+    lengths = [
+        int(rng.choice([0, 1, page_size - 1, page_size, page_size + 1, int(rng.integers(1, 90))]))
+        for _ in range(num_runs)
+    ]
     gaps = rng.integers(0, 5, num_runs)
     starts = np.cumsum([0, *[n + g for n, g in zip(lengths, gaps, strict=True)]])
     shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
@@ -66,8 +83,16 @@ def _joined(spans: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int,
     return out
 
 
-def random_tensors(rng: np.random.Generator, plan: AttentionPlan, used_pages: int, *, kv_heads: int,
-                   group: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def random_tensors(
+    rng: np.random.Generator,
+    plan: AttentionPlan,
+    used_pages: int,
+    *,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
     """q, k_pages, v_pages; slots that no run owns hold NaN."""
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
     shape = (4096, plan.page_size, kv_heads, head_dim)
@@ -85,7 +110,8 @@ def assert_matches(got: State, want: State, dtype: torch.dtype) -> None:
     """float32: 2e-5 of the largest value. bf16: each weight and the result are rounded once, so an
     element may be off by 2 x (unit roundoff 2**-8) of the largest value seen."""
     unit = {torch.float32: 2e-5, torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}[dtype]
-    assert not got.out.isnan().any() and not got.lse.isnan().any()
+    assert not got.out.isnan().any()
+    assert not got.lse.isnan().any()
     scale = float(want.out.abs().max())
     assert float((got.out.double() - want.out).abs().max()) <= unit * max(scale, 1e-9)
     blind = want.lse == -math.inf
@@ -96,34 +122,52 @@ def assert_matches(got: State, want: State, dtype: torch.dtype) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 2**31), page_size=st.sampled_from([1, 3, 16, 64]),
-    num_runs=st.integers(0, 6), num_seqs=st.integers(1, 12),
-    head_dim=st.sampled_from([16, 64, 80, 96, 128, 256]), group=st.integers(1, 8),
-    kv_heads=st.integers(1, 3), window=st.sampled_from([None, None, 1, 7, 33]),
-    share=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    num_runs=st.integers(0, 6),
+    num_seqs=st.integers(1, 12),
+    head_dim=st.sampled_from([16, 64, 80, 96, 128, 256]),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3),
+    window=st.sampled_from([None, None, 1, 7, 33]),
+    share=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
 )
-def test_torch_equals_reference(seed, page_size, num_runs, num_seqs, head_dim, group, kv_heads,
-                                window, share, dtype):
+def test_torch_equals_reference(
+    seed, page_size, num_runs, num_seqs, head_dim, group, kv_heads, window, share, dtype
+):
     rng = np.random.default_rng(seed)
-    plan, used = random_plan(rng, page_size=page_size, num_runs=num_runs, num_seqs=num_seqs, window=window)
-    q, k, v = random_tensors(rng, plan, used, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
+    plan, used = random_plan(
+        rng, page_size=page_size, num_runs=num_runs, num_seqs=num_seqs, window=window
+    )
+    q, k, v = random_tensors(
+        rng, plan, used, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
+    )
     want = attention(q, k, v, plan, impl="reference")
     for item_tokens, view_tokens in ((512, 512), (1, 1), (10**9, 10**9)):
         impl = TorchAttention(cost=CostModel(item_tokens, view_tokens))
         got = impl.prepare(plan, share=share).attend(q, k, v)
-        assert got.out.dtype == dtype and got.lse.dtype == torch.float32
+        assert got.out.dtype == dtype
+        assert got.lse.dtype == torch.float32
         assert_matches(got, want, dtype)
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**31), group=st.integers(1, 4), kv_heads=st.integers(1, 2),
-       alibi=st.booleans(), softcap=st.sampled_from([None, 5.0]),
-       window=st.sampled_from([None, 9]), share=st.booleans())
+@given(
+    seed=st.integers(0, 2**31),
+    group=st.integers(1, 4),
+    kv_heads=st.integers(1, 2),
+    alibi=st.booleans(),
+    softcap=st.sampled_from([None, 5.0]),
+    window=st.sampled_from([None, 9]),
+    share=st.booleans(),
+)
 def test_alibi_and_softcap(seed, group, kv_heads, alibi, softcap, window, share):
     rng = np.random.default_rng(seed)
     plan, used = random_plan(rng, page_size=16, num_runs=4, num_seqs=6, window=window)
-    q, k, v = random_tensors(rng, plan, used, kv_heads=kv_heads, group=group, head_dim=64,
-                             dtype=torch.float32)
+    q, k, v = random_tensors(
+        rng, plan, used, kv_heads=kv_heads, group=group, head_dim=64, dtype=torch.float32
+    )
     slopes = torch.rand(kv_heads * group) if alibi else None
     want = attention(q, k, v, plan, impl="reference", alibi_slopes=slopes, softcap=softcap)
     prepared = resolve("torch").prepare(plan, share=share)
@@ -149,8 +193,10 @@ def test_windowed_plan_shows_exactly_the_window(window):
 
 def test_merge_is_exact_associative_and_never_nan():
     generator = torch.Generator().manual_seed(0)
-    parts = [State(torch.randn(5, 2, 8, generator=generator), torch.randn(5, 2, generator=generator))
-             for _ in range(4)]
+    parts = [
+        State(torch.randn(5, 2, 8, generator=generator), torch.randn(5, 2, generator=generator))
+        for _ in range(4)
+    ]
     for part in parts[:3]:
         part.out[0] = 0
         part.lse[0] = -math.inf
@@ -160,10 +206,14 @@ def test_merge_is_exact_associative_and_never_nan():
     nested = merge_states([merge_states(parts[:2]), merge_states(parts[2:])])
     torch.testing.assert_close(whole.out, nested.out)
     torch.testing.assert_close(whole.lse, nested.lse)
-    assert (whole.out[0] == 0).all() and (whole.lse[0] == -math.inf).all()
+    assert (whole.out[0] == 0).all()
+    assert (whole.lse[0] == -math.inf).all()
 
 
 def test_merge_of_two_is_relay_attention_alpha():
-    a, b = State(torch.ones(1, 1, 4), torch.tensor([[0.3]])), State(torch.zeros(1, 1, 4), torch.tensor([[1.1]]))
+    a, b = (
+        State(torch.ones(1, 1, 4), torch.tensor([[0.3]])),
+        State(torch.zeros(1, 1, 4), torch.tensor([[1.1]])),
+    )
     alpha = 1 / (1 + math.exp(1.1 - 0.3))
     torch.testing.assert_close(merge_states([a, b]).out, torch.full((1, 1, 4), alpha))

@@ -1,0 +1,84 @@
+"""What a request's sequences have come to, as its user sees it."""
+
+from __future__ import annotations
+
+from onestem.engine.sequence import RequestState, Sequence
+from onestem.request import CompletionOutput, Request, RequestOutput, TokenLogprobs
+
+__all__ = ["aborted_output", "request_output"]
+
+
+def request_output(state: RequestState) -> RequestOutput:
+    """The request's answers as they stand."""
+    request, metrics = state.request, state.metrics
+    metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=_completions(state),
+        finished=state.finished,
+        prompt_logprobs=_prompt_logprobs(state),
+        metrics=metrics,
+    )
+
+
+def aborted_output(request: Request) -> RequestOutput:
+    """A request that ended before anything was computed for it."""
+    outputs = [
+        CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort")
+        for i in range(request.params.n)
+    ]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=outputs,
+        finished=True,
+    )
+
+
+def _completions(state: RequestState) -> list[CompletionOutput]:
+    if state.request.params.choices:
+        return [_best_choice(state)]
+    return [_completion(s) for s in sorted(state.sequences, key=lambda s: s.index)]
+
+
+def _completion(sequence: Sequence) -> CompletionOutput:
+    asked = sequence.state.request.params.logprobs is not None
+    return CompletionOutput(
+        index=sequence.index,
+        text=sequence.text,
+        token_ids=sequence.output_ids.tolist(),
+        cumulative_logprob=sequence.cumulative_logprob if asked else None,
+        logprobs=sequence.logprobs if asked else None,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+    )
+
+
+def _best_choice(state: RequestState) -> CompletionOutput:
+    """The choice whose tokens are most probable together; the first of equals."""
+    params = state.request.params
+    if not all(sequence.finish_reason == "stop" for sequence in state.sequences):
+        return CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")
+    totals = [sum(sequence.scores.values()) for sequence in state.sequences]
+    best = max(range(len(totals)), key=lambda i: totals[i])
+    sequence = state.sequences[best]
+    assert params.choices is not None
+    return CompletionOutput(
+        index=0,
+        text=params.choices[best],
+        token_ids=sequence.output_ids.tolist(),
+        cumulative_logprob=totals[best],
+        logprobs=sequence.logprobs if params.logprobs is not None else None,
+        finish_reason="stop",
+        choice=best,
+    )
+
+
+def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
+    request = state.request
+    if request.params.prompt_logprobs is None and request.score_from is None:
+        return None
+    return [state.prompt_logprobs.get(i) for i in range(state.metrics.num_prompt_tokens)]
