@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onestem.batch import JobSummary, Progress, SpooledPrompts, run_job
+from onestem.batch import JobSummary, Progress, SpooledPrompts, model_identity, run_job
 from onestem.batch.spool import Spool, write_spool
 from onestem.batch.workplace import Workplace
 from onestem.planner import plan_job
@@ -18,11 +17,7 @@ from onestem.request import Request
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["model_identity", "plan_file", "run_file"]
-
-# How much of a weights file is hashed: its header, and as much from its middle and its end.
-SAMPLE_BYTES = 1 << 20
-
+__all__ = ["plan_file", "run_file"]
 
 def run_file(
     llm: LLM,
@@ -52,26 +47,6 @@ def run_file(
         force=force,
         on_progress=on_progress,
     )
-
-
-def model_identity(path: Path) -> str:
-    """A hash over a model directory: all of its small files, and of each weights file its name,
-    size, header, middle and end (whole files of many GB would take longer than the job)."""
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if (
-            not file.is_file()
-            or file.suffix in (".md", ".bin", ".pth")
-            or file.name.startswith(".")
-        ):
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with open(file, "rb") as data:
-            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-                data.seek(start)
-                digest.update(data.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def plan_file(

@@ -9,9 +9,11 @@
 4. Write the results in input order, rename that file to OUT.jsonl, remove the rest.
 
 A process killed anywhere continues with the same command: 1 and 2 depend on the input alone and are
-done again where incomplete, 3 goes on after the last whole line, 4 is done again. Answers do not
-depend on the order in which they are computed, ids and seeds come from the job and `custom_id`, so
-the file is that of a run without interruption. Lines that ended in an error are not tried again.
+done again where incomplete, 3 goes on after the last whole line, 4 is done again. Ids and seeds
+come from the job and `custom_id`, so the file is that of a run without interruption as far as the
+engine answers a request alike whatever else is in its steps. (Numbers of another batch are summed
+in another order: log-probabilities, where asked for, agree to float32 rounding only.) Lines that
+ended in an error are not tried again.
 
 Memory, beside what tokenizer, planner and engine hold: about 200 bytes per line of the job (100 of
 them only during the first pass) and tens of MiB for a chunk of 256 lines or one line of 16 MiB.
