@@ -94,7 +94,7 @@ class _Layout:
             first = max(a, run.start)
             self.slots.append(run.slots(first - run.start, first - run.start + inside))
             self.builder.add_span(
-                self.num_rows + first - a, inside, index, first - run.start + 1, end_step=1
+                self.num_rows + first - a, inside, index, first - run.start + 1, step=1
             )
         behind = b - max(a, run.end)
         if behind > 0:
@@ -136,9 +136,7 @@ class _Layout:
             self.builder.add_span(row, rows, index, end)
         positions = np.concatenate(self.positions)
         plan = self.builder.build(positions)
-        plans = {
-            window: plan if window is None else windowed(plan, window) for window in set(windows)
-        }
+        plans = {window: windowed(plan, window) for window in set(windows)}
         return StepInputs(
             np.concatenate(self.ids),
             positions,

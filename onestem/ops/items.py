@@ -15,7 +15,7 @@ import numpy as np
 
 from onestem.ops.plan import AttentionPlan
 
-__all__ = ["CostModel", "Item", "MaskedItem", "SharedItem", "WalkItem", "make_items"]
+__all__ = ["CostModel", "Item", "SharedItem", "WalkItem", "make_items"]
 
 Stretch = tuple[int, int, int]  # run, first token, end token
 
@@ -43,198 +43,204 @@ class CostModel:
 
 @dataclass(frozen=True)
 class SharedItem:
-    """Rows that see the same stretch whole.
+    """Rows over one stretch.
 
-    rows: int64 `[n]`; slots: int64 `[keys]`; `copies`: the stretch is read once for each row
-    (`share=False`). `causal`: row j sees keys 0..j.
+    Attributes:
+        rows: int64 `[n]`, ascending.
+        slots, positions: int64 `[keys]`.
+        seen: bool `[n, keys]`, or None where every row sees every key.
+        causal: row j sees keys 0..j, and `seen` is None.
+        copies: the stretch is read once for each row (`share=False`).
     """
 
     rows: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
+    seen: np.ndarray | None = None
     causal: bool = False
     copies: bool = False
 
 
 @dataclass(frozen=True)
-class MaskedItem:
-    """Rows of one span with a moving lower bound: row j sees keys `firsts[j] <= k < ends[j]`."""
-
-    rows: np.ndarray
-    slots: np.ndarray
-    positions: np.ndarray
-    firsts: np.ndarray
-    ends: np.ndarray
-
-
-@dataclass(frozen=True)
 class WalkItem:
-    """Rows that each see keys of their own, padded: slots int64 `[n, keys]`, lengths `[n]`."""
+    """Rows that each see keys of their own, padded.
+
+    Attributes:
+        rows: int64 `[n]`, ascending.
+        slots, positions: int64 `[n, keys]`; padding repeats a slot that is written.
+        seen: bool `[n, keys]`, or None where there is no padding.
+    """
 
     rows: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
-    lengths: np.ndarray
+    seen: np.ndarray | None = None
 
 
-Item = SharedItem | MaskedItem | WalkItem
+Item = SharedItem | WalkItem
 
 
 def make_items(plan: AttentionPlan, cost: CostModel, share: bool) -> list[Item]:
+    """Items that together show each row what the plan shows it, each token once.
+
+    With `share=False` a stretch is read once per span, or per row where spans have one row.
+    """
     whole: dict[Stretch, list[np.ndarray]] = defaultdict(list)
     items: list[Item] = []
-    for row, rows, run, first, first_step, end, end_step in plan.spans.tolist():
+    for row, rows, run, first, end, step in plan.spans.tolist():
         span_rows = np.arange(row, row + rows)
-        if rows == 1 or (first_step == 0 and end_step == 0):
+        if step == 0 or rows == 1:
             whole[run, first, end].append(span_rows)
-        elif first_step == 0:
-            # What all rows see, then the triangle in which row j sees j + 1 tokens.
-            if end - 1 > first:
-                whole[run, first, end - 1].append(span_rows)
-            start = max(end - 1, first)
-            skipped = start - (end - 1)  # rows that see nothing yet (an empty first range)
-            if rows > skipped:
-                items.append(_square(plan, span_rows[skipped:], run, start, rows - skipped))
-        else:
-            items.append(_masked(plan, span_rows, run, first, end, end_step))
+            continue
+        # What all rows see, then the triangle in which row j sees j + 1 tokens. Rows that see
+        # nothing yet (an empty range at first) come before the triangle.
+        if end - 1 > first:
+            whole[run, first, end - 1].append(span_rows)
+        start = max(end - 1, first)
+        rest = span_rows[start - (end - 1) :]
+        if len(rest):
+            items.append(_triangle(plan, rest, run, start))
     walks: dict[int, list[Stretch]] = defaultdict(list)
     for stretch, parts in whole.items():
-        if share:
-            items.extend(_shared_or_walk(plan, cost, np.concatenate(parts), stretch, walks))
-        else:
-            items.extend(_unshared(plan, cost, parts, stretch, walks))
-    items.extend(_walk_items(plan, cost, walks))
+        for rows, copies in _readers(parts, share):
+            items.extend(_place(plan, cost, rows, stretch, walks, copies))
+    items.extend(_walk_items(plan, walks))
     return items
 
 
-def _positions(plan: AttentionPlan, run: int, first: int, end: int) -> np.ndarray:
-    return np.arange(first, end) + int(plan.run_position[run])
+def _readers(parts: list[np.ndarray], share: bool) -> Iterable[tuple[np.ndarray, bool]]:
+    """Who reads a stretch together: all rows; or, unshared, each span, single rows in one call
+    that reads it anew for each."""
+    if share:
+        yield np.sort(np.concatenate(parts)), False
+        return
+    yield from ((part, False) for part in parts if len(part) > 1)
+    singles = [part for part in parts if len(part) == 1]
+    if singles:
+        yield np.sort(np.concatenate(singles)), True
 
 
-def _whole_item(
-    plan: AttentionPlan, rows: np.ndarray, stretch: Stretch, *, copies: bool = False
-) -> SharedItem:
-    return SharedItem(
-        np.sort(rows), plan.slots(*stretch), _positions(plan, *stretch), copies=copies
-    )
-
-
-def _square(plan: AttentionPlan, rows: np.ndarray, run: int, start: int, size: int) -> SharedItem:
-    return SharedItem(
-        rows,
-        plan.slots(run, start, start + size),
-        _positions(plan, run, start, start + size),
-        causal=True,
-    )
-
-
-def _masked(
-    plan: AttentionPlan, rows: np.ndarray, run: int, first: int, end: int, end_step: int
-) -> MaskedItem:
-    step = np.arange(len(rows))
-    last = end + (len(rows) - 1) * end_step
-    return MaskedItem(
-        rows,
-        plan.slots(run, first, last),
-        _positions(plan, run, first, last),
-        firsts=step,
-        ends=end - first + step * end_step,
-    )
-
-
-def _shared_or_walk(
+def _place(
     plan: AttentionPlan,
     cost: CostModel,
     rows: np.ndarray,
     stretch: Stretch,
     walks: dict[int, list[Stretch]],
-) -> Iterable[SharedItem]:
+    copies: bool,
+) -> Iterable[Item]:
+    """An item of its own for a stretch, or a part of its rows' walks."""
+    if plan.window is not None:
+        rows, stretch = _in_window(plan, rows, stretch, plan.window)
+    if len(rows) == 0:
+        return
     if cost.own_item(len(rows), stretch[2] - stretch[1]):
-        yield _whole_item(plan, rows, stretch)
+        yield _shared(plan, rows, stretch, copies)
     else:
-        yield from _walk(plan, cost, rows, stretch, walks)
+        for row in rows.tolist():
+            yield from _walk(plan, cost, row, stretch, walks)
 
 
-def _unshared(
-    plan: AttentionPlan,
-    cost: CostModel,
-    parts: list[np.ndarray],
-    stretch: Stretch,
-    walks: dict[int, list[Stretch]],
-) -> Iterable[SharedItem]:
-    """Each span reads the stretch for itself; single rows do so in one batched call."""
-    singles = [part for part in parts if len(part) == 1]
-    for part in parts:
-        if len(part) > 1:
-            yield _whole_item(plan, part, stretch)
-    if singles:
-        rows = np.concatenate(singles)
-        if cost.own_item(len(rows), stretch[2] - stretch[1]):
-            yield _whole_item(plan, rows, stretch, copies=True)
-        else:
-            yield from _walk(plan, cost, rows, stretch, walks)
+def _first_seen(plan: AttentionPlan, rows: np.ndarray, run: int, window: int) -> np.ndarray:
+    """int64 `[n]`: the first token of a run that each row's window still holds (may be < 0)."""
+    return plan.row_position[rows].astype(np.int64) - window + 1 - int(plan.run_position[run])
+
+
+def _in_window(
+    plan: AttentionPlan, rows: np.ndarray, stretch: Stretch, window: int
+) -> tuple[np.ndarray, Stretch]:
+    """The rows that see some of a stretch, and the part of it that some of them see."""
+    run, first, end = stretch
+    lower = _first_seen(plan, rows, run, window)
+    rows, lower = rows[lower < end], lower[lower < end]
+    return rows, (run, max(first, int(lower.min(initial=end))), end)
+
+
+def _shared(plan: AttentionPlan, rows: np.ndarray, stretch: Stretch, copies: bool) -> SharedItem:
+    seen = _window_mask(plan, rows, stretch)
+    return SharedItem(
+        rows, plan.slots(*stretch), plan.positions(*stretch), seen=seen, copies=copies
+    )
+
+
+def _window_mask(plan: AttentionPlan, rows: np.ndarray, stretch: Stretch) -> np.ndarray | None:
+    if plan.window is None:
+        return None
+    run, first, end = stretch
+    seen = np.arange(first, end) >= _first_seen(plan, rows, run, plan.window)[:, None]
+    return None if seen.all() else seen
+
+
+def _triangle(plan: AttentionPlan, rows: np.ndarray, run: int, start: int) -> SharedItem:
+    stretch = (run, start, start + len(rows))
+    seen = _window_mask(plan, rows, stretch)
+    if seen is not None:
+        seen = np.tril(seen)
+    return SharedItem(
+        rows, plan.slots(*stretch), plan.positions(*stretch), seen=seen, causal=seen is None
+    )
 
 
 def _walk(
     plan: AttentionPlan,
     cost: CostModel,
-    rows: np.ndarray,
+    row: int,
     stretch: Stretch,
     walks: dict[int, list[Stretch]],
 ) -> Iterable[SharedItem]:
-    """Put a stretch on its rows' walks, but long parts that lie in consecutive slots."""
+    """Put a stretch on a row's walk, but long parts of it that lie in consecutive slots."""
     run, first, end = stretch
+    if plan.window is not None:
+        alone = np.array([row])
+        first = max(first, int(_first_seen(plan, alone, run, plan.window)[0]))
     if end - first >= cost.view_tokens:
-        for a, b in _consecutive(plan.slots(run, first, end), cost.view_tokens):
-            for row in rows:
-                yield _whole_item(plan, np.array([row]), (run, first + a, first + b))
-            stretch = (run, first, first + a)
-            if a > 0:
-                yield from _walk(plan, cost, rows, stretch, walks)
-            if first + b < end:
-                yield from _walk(plan, cost, rows, (run, first + b, end), walks)
+        a, b = _consecutive(plan.slots(run, first, end))
+        if b - a >= cost.view_tokens:
+            yield _shared(plan, np.array([row]), (run, first + a, first + b), False)
+            yield from _walk(plan, cost, row, (run, first, first + a), walks)
+            yield from _walk(plan, cost, row, (run, first + b, end), walks)
             return
-    for row in rows.tolist():
+    if end > first:
         walks[row].append((run, first, end))
 
 
-def _consecutive(slots: np.ndarray, at_least: int) -> list[tuple[int, int]]:
-    """The longest range over which slots grow by one, if it has `at_least` entries."""
+def _consecutive(slots: np.ndarray) -> tuple[int, int]:
+    """The longest range over which slots grow by one."""
     cuts = np.flatnonzero(np.diff(slots) != 1) + 1
     starts, stops = np.concatenate(([0], cuts)), np.concatenate((cuts, [len(slots)]))
     best = int(np.argmax(stops - starts))
-    a, b = int(starts[best]), int(stops[best])
-    return [(a, b)] if b - a >= at_least else []
+    return int(starts[best]), int(stops[best])
 
 
-def _walk_items(
-    plan: AttentionPlan, cost: CostModel, walks: dict[int, list[Stretch]]
-) -> Iterable[WalkItem]:
+def _walk_items(plan: AttentionPlan, walks: dict[int, list[Stretch]]) -> Iterable[WalkItem]:
     """Batches of walks of similar length, so that padding stays below half."""
     lengths = {row: sum(end - first for _, first, end in parts) for row, parts in walks.items()}
     batch: list[int] = []
     for row in sorted(walks, key=lambda r: (lengths[r], r)):
         if batch and lengths[row] > 2 * lengths[batch[0]] + 64:
-            yield _walk_item(plan, batch, walks, lengths)
+            yield _walk_item(plan, sorted(batch), walks, lengths)
             batch = []
         batch.append(row)
     if batch:
-        yield _walk_item(plan, batch, walks, lengths)
+        yield _walk_item(plan, sorted(batch), walks, lengths)
 
 
 def _walk_item(
-    plan: AttentionPlan, rows: list[int], walks: dict[int, list[Stretch]], lengths: dict[int, int]
+    plan: AttentionPlan,
+    rows: list[int],
+    walks: dict[int, list[Stretch]],
+    lengths: dict[int, int],
 ) -> WalkItem:
-    rows = sorted(rows)
     longest = max(lengths[row] for row in rows)
     slots = np.empty((len(rows), longest), np.int64)
     positions = np.zeros((len(rows), longest), np.int64)
     for i, row in enumerate(rows):
         at = 0
         for run, first, end in walks[row]:
-            slots[i, at : at + end - first] = plan.slots(run, first, end)
-            positions[i, at : at + end - first] = _positions(plan, run, first, end)
-            at += end - first
-        # Padding repeats a written slot: an unused one may hold NaN, and 0 * NaN is NaN.
+            stop = at + end - first
+            slots[i, at:stop] = plan.slots(run, first, end)
+            positions[i, at:stop] = plan.positions(run, first, end)
+            at = stop
+        # An unused slot may hold NaN, and 0 * NaN is NaN: padding repeats one that is written.
         slots[i, at:] = slots[i, 0]
-    return WalkItem(np.array(rows), slots, positions, np.array([lengths[row] for row in rows]))
+    seen = np.arange(longest) < np.array([lengths[row] for row in rows])[:, None]
+    return WalkItem(np.array(rows), slots, positions, None if seen.all() else seen)

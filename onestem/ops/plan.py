@@ -7,54 +7,52 @@ all rows, a tree is a run per node, a module is a run that any row may be given.
 
 The plan is host data (numpy, int32): the contract between whoever builds a step (`engine.inputs`)
 and whoever computes it (`ops.reference`, `ops.torch_impl`, ...). An implementation's `prepare`
-turns it into what its device wants.
+turns it into what its device wants. `docs/attention-plan.md` is the contract in full.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from onestem.errors import ConfigError
 
-__all__ = ["SPAN_FIELDS", "AttentionPlan", "PlanBuilder", "windowed"]
+__all__ = ["RUN_FIELDS", "SPAN_FIELDS", "AttentionPlan", "PlanBuilder", "windowed"]
 
-# Columns of `AttentionPlan.spans`.
-SPAN_FIELDS = ("row", "rows", "run", "first", "first_step", "end", "end_step")
-ROW, ROWS, RUN, FIRST, FIRST_STEP, END, END_STEP = range(7)
+# Columns of `AttentionPlan.runs` and `AttentionPlan.spans`.
+RUN_FIELDS = ("page_start", "offset", "len", "position")
+SPAN_FIELDS = ("row", "rows", "run", "first", "end", "step")
+ROW, ROWS, RUN, FIRST, END, STEP = range(6)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """Who sees what in one step.
 
-    Row `row + j` (0 <= j < rows) of a span sees the tokens
-    `first + j * first_step, ..., end + j * end_step - 1` of the run. Steps are 0 or 1: a shared run
-    is seen whole (0, 0); a prefill chunk sees one token more per row (0, 1); a sliding window
-    drops one per row as well (1, 1). No row is shown a token twice.
+    Row `row + j` (0 <= j < rows) of a span sees the tokens `first, ..., end + j * step - 1` of the
+    run, those of them that stand in the row's window. `step` is 0 (a shared run: all rows see it
+    alike) or 1 (a prefill chunk: one token more per row). No row is shown a token twice.
 
     Attributes:
         page_size: slots in a page.
         run_pages: int32 `[num_run_pages]`, page ids of all runs, one after the other; there may be
             slack behind each list.
-        run_page_start: int32 `[num_runs]`, where a run's page list begins in `run_pages`.
-        run_offset: int32 `[num_runs]`, the first slot used in the run's first page.
-        run_len: int32 `[num_runs]`, tokens in the run.
-        run_position: int32 `[num_runs]`, position id of its first token. Positions inside a run
-            are consecutive.
-        spans: int32 `[num_spans, 7]`, columns `SPAN_FIELDS`.
+        runs: int32 `[num_runs, 4]`, C-contiguous, columns `RUN_FIELDS`: where the run's page list
+            begins in `run_pages`; the first slot used in its first page; its tokens; the position
+            id of its first token. Positions inside a run are consecutive.
+        spans: int32 `[num_spans, 6]`, C-contiguous, columns `SPAN_FIELDS`.
         row_position: int32 `[num_rows]`, position id of each query row.
+        window: a row sees only keys with `p_row - p_key < window`; None: all that its spans show.
     """
 
     page_size: int
     run_pages: np.ndarray
-    run_page_start: np.ndarray
-    run_offset: np.ndarray
-    run_len: np.ndarray
-    run_position: np.ndarray
+    runs: np.ndarray
     spans: np.ndarray
     row_position: np.ndarray
+    window: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -62,40 +60,82 @@ class AttentionPlan:
 
     @property
     def num_runs(self) -> int:
-        return len(self.run_len)
+        return len(self.runs)
 
     @property
     def num_spans(self) -> int:
         return len(self.spans)
 
+    @property
+    def run_len(self) -> np.ndarray:
+        """int32 `[num_runs]`, a view."""
+        return self.runs[:, 2]
+
+    @property
+    def run_position(self) -> np.ndarray:
+        """int32 `[num_runs]`, a view."""
+        return self.runs[:, 3]
+
     def slots(self, run: int, first: int, end: int) -> np.ndarray:
         """int64 `[end - first]`: where tokens first..end-1 of a run stand (page * size + slot)."""
-        index = np.arange(first, end, dtype=np.int64) + self.run_offset[run]
-        pages = self.run_pages[self.run_page_start[run] + index // self.page_size]
+        page_start, offset = int(self.runs[run, 0]), int(self.runs[run, 1])
+        index = np.arange(first, end, dtype=np.int64) + offset
+        pages = self.run_pages[page_start + index // self.page_size]
         return pages.astype(np.int64) * self.page_size + index % self.page_size
 
+    def positions(self, run: int, first: int, end: int) -> np.ndarray:
+        """int64 `[end - first]`: position ids of tokens first..end-1 of a run."""
+        return np.arange(first, end, dtype=np.int64) + int(self.run_position[run])
+
     def check(self) -> None:
-        """Raise `ConfigError` where the plan is not well formed (sizes, ranges, steps)."""
+        """Raise `ConfigError` where the plan is not well formed: ranges, steps, page lists, and
+        no token shown to a row twice."""
+        self._check_runs()
         if self.num_spans == 0:
             return
-        row, rows, run, first, first_step, end, end_step = self.spans.T.astype(np.int64)
-        last = rows - 1
-        _require(
-            bool(((rows >= 1) & (row >= 0) & (row + rows <= self.num_rows)).all()),
-            f"a span's rows leave 0..{self.num_rows - 1}",
-        )
-        _require(
-            bool(((run >= 0) & (run < self.num_runs)).all()),
-            f"a span's run is not in 0..{self.num_runs - 1}",
-        )
+        row, rows, run, first, end, step = self.spans.T.astype(np.int64)
+        inside = (rows >= 1) & (row >= 0) & (row + rows <= self.num_rows)
+        _require(bool(inside.all()), f"a span's rows leave 0..{self.num_rows - 1}")
+        known = (run >= 0) & (run < self.num_runs)
+        _require(bool(known.all()), f"a span's run is not in 0..{self.num_runs - 1}")
         _require(bool((first >= 0).all()), "a span starts before its run")
-        _require(
-            bool((end + last * end_step <= self.run_len[run]).all()), "a span ends behind its run"
-        )
-        _require(
-            bool(np.isin(first_step, (0, 1)).all() and np.isin(end_step, (0, 1)).all()),
-            "a span's step is neither 0 nor 1",
-        )
+        _require(bool(np.isin(step, (0, 1)).all()), "a span's step is neither 0 nor 1")
+        last = end + (rows - 1) * step
+        _require(bool((last <= self.run_len[run]).all()), "a span ends behind its run")
+        self._check_disjoint()
+
+    def _check_runs(self) -> None:
+        page_start, offset, length, _ = self.runs.T.astype(np.int64)
+        pages = -(-(offset + length) // self.page_size)
+        ok = (page_start >= 0) & (length >= 0) & (page_start + pages <= len(self.run_pages))
+        _require(bool(ok.all()), "a run's page list leaves run_pages")
+        ok = (offset >= 0) & (offset < self.page_size)
+        _require(bool(ok.all()), f"a run's offset is not in 0..{self.page_size - 1}")
+        used = [self.run_pages[a : a + n] for a, n in zip(page_start, pages, strict=True)]
+        _require(all(bool((ids >= 0).all()) for ids in used), "a run has a negative page id")
+
+    def _check_disjoint(self) -> None:
+        by_run: dict[int, list[list[int]]] = {}
+        for span in self.spans.tolist():
+            by_run.setdefault(span[RUN], []).append(span)
+        for run, spans in by_run.items():
+            seen: list[list[int]] = []
+            for span in sorted(spans):
+                seen = [other for other in seen if other[ROW] + other[ROWS] > span[ROW]]
+                _require(
+                    not any(_overlap(other, span) for other in seen),
+                    f"a row is shown a token of run {run} twice",
+                )
+                seen.append(span)
+
+
+def _overlap(a: list[int], b: list[int]) -> bool:
+    """Whether two spans of one run show some row a common token."""
+    start, stop = max(a[ROW], b[ROW]), min(a[ROW] + a[ROWS], b[ROW] + b[ROWS])
+    rows = np.arange(start, stop)
+    end_a = a[END] + (rows - a[ROW]) * a[STEP]
+    end_b = b[END] + (rows - b[ROW]) * b[STEP]
+    return bool((np.minimum(end_a, end_b) > max(a[FIRST], b[FIRST])).any())
 
 
 def _require(ok: bool, message: str) -> None:
@@ -111,7 +151,7 @@ class PlanBuilder:
         self._pages: list[np.ndarray] = []
         self._num_pages = 0
         self._runs: list[tuple[int, int, int, int]] = []
-        self._spans: list[tuple[int, int, int, int, int, int, int]] = []
+        self._spans: list[tuple[int, int, int, int, int, int]] = []
 
     def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
         """Add a run stored in `pages` (int32) from slot `offset` of the first; give its index."""
@@ -121,96 +161,25 @@ class PlanBuilder:
         return len(self._runs) - 1
 
     def add_span(
-        self,
-        row: int,
-        rows: int,
-        run: int,
-        end: int,
-        *,
-        first: int = 0,
-        first_step: int = 0,
-        end_step: int = 0,
+        self, row: int, rows: int, run: int, end: int, *, first: int = 0, step: int = 0
     ) -> None:
         """Show tokens first..end-1 of a run to rows; one that shows nothing at all is left out."""
-        if rows > 0 and end + (rows - 1) * end_step > first:
-            self._spans.append((row, rows, run, first, first_step, end, end_step))
+        step = step if rows > 1 else 0
+        if rows > 0 and end + (rows - 1) * step > first:
+            self._spans.append((row, rows, run, first, end, step))
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""
-        runs = np.array(self._runs, dtype=np.int32).reshape(-1, 4)
         pages = np.concatenate(self._pages) if self._pages else np.zeros(0)
         return AttentionPlan(
             page_size=self.page_size,
             run_pages=pages.astype(np.int32, copy=False),
-            run_page_start=runs[:, 0],
-            run_offset=runs[:, 1],
-            run_len=runs[:, 2],
-            run_position=runs[:, 3],
-            spans=np.array(self._spans, dtype=np.int32).reshape(-1, 7),
+            runs=np.array(self._runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS)),
+            spans=np.array(self._spans, dtype=np.int32).reshape(-1, len(SPAN_FIELDS)),
             row_position=np.asarray(row_position, dtype=np.int32),
         )
 
 
-def windowed(plan: AttentionPlan, window: int) -> AttentionPlan:
-    """The plan in which a row sees only keys with `0 <= p_row - p_key < window`.
-
-    The lower bound is what changes: a plan never shows a row a later position in the first place.
-    A span's rows need not have consecutive positions (a shared run's rows belong to different
-    sequences), so spans are first cut into stretches whose positions grow by one per row.
-    """
-    pieces: list[tuple[int, ...]] = []
-    for span in plan.spans.tolist():
-        pieces.extend(_window_span(plan, span, window))
-    spans = np.array(pieces, dtype=np.int32).reshape(-1, 7)
-    return AttentionPlan(
-        plan.page_size,
-        plan.run_pages,
-        plan.run_page_start,
-        plan.run_offset,
-        plan.run_len,
-        plan.run_position,
-        spans,
-        plan.row_position,
-    )
-
-
-def _window_span(plan: AttentionPlan, span: list[int], window: int) -> list[tuple[int, ...]]:
-    row, rows, run, first, first_step, end, end_step = span
-    positions = plan.row_position[row : row + rows].astype(np.int64)
-    steps = np.arange(rows)
-    # The first token of the run that each row's window still holds.
-    lower = positions - window + 1 - int(plan.run_position[run])
-    firsts = np.maximum(first + steps * first_step, lower)
-    ends = end + steps * end_step
-    # Cut where `firsts` stops being arithmetic with step 0 or 1, or where a row sees nothing.
-    return [
-        (
-            row + a,
-            b - a,
-            run,
-            int(firsts[a]),
-            int(firsts[a + 1] - firsts[a]) if b - a > 1 else 0,
-            int(ends[a]),
-            end_step,
-        )
-        for a, b in _arithmetic_stretches(firsts, firsts < ends)
-    ]
-
-
-def _arithmetic_stretches(values: np.ndarray, alive: np.ndarray) -> list[tuple[int, int]]:
-    """Half-open index ranges of alive entries over which values grow by a constant 0 or 1."""
-    out: list[tuple[int, int]] = []
-    start = 0
-    n = len(values)
-    while start < n:
-        if not alive[start]:
-            start += 1
-            continue
-        stop = start + 1
-        if stop < n and alive[stop] and values[stop] - values[start] in (0, 1):
-            step = values[stop] - values[start]
-            while stop < n and alive[stop] and values[stop] - values[stop - 1] == step:
-                stop += 1
-        out.append((start, stop))
-        start = stop
-    return out
+def windowed(plan: AttentionPlan, window: int | None) -> AttentionPlan:
+    """The same plan, its arrays shared, under a sliding window."""
+    return plan if window is None else dataclasses.replace(plan, window=window)

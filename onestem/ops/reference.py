@@ -66,17 +66,19 @@ class PreparedReference:
 
 def visible(plan: AttentionPlan, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Slots and positions (int64) of every key that a row sees."""
-    slots: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    for start, rows, run, first, first_step, end, end_step in plan.spans.tolist():
+    slots: list[np.ndarray] = [np.zeros(0, np.int64)]
+    positions: list[np.ndarray] = [np.zeros(0, np.int64)]
+    for start, rows, run, first, end, step in plan.spans.tolist():
         j = row - start
         if 0 <= j < rows:
-            a, b = first + j * first_step, max(end + j * end_step, first + j * first_step)
-            slots.append(plan.slots(run, a, b))
-            positions.append(np.arange(a, b) + int(plan.run_position[run]))
-    if not slots:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.concatenate(slots), np.concatenate(positions)
+            last = max(end + j * step, first)
+            slots.append(plan.slots(run, first, last))
+            positions.append(plan.positions(run, first, last))
+    every_slot, every_position = np.concatenate(slots), np.concatenate(positions)
+    if plan.window is None:
+        return every_slot, every_position
+    near = int(plan.row_position[row]) - every_position < plan.window
+    return every_slot[near], every_position[near]
 
 
 def _per_q_head(values: Tensor, num_heads: int) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.ops.items import CostModel, Item, MaskedItem, SharedItem, WalkItem, make_items
+from onestem.ops.items import CostModel, Item, SharedItem, WalkItem, make_items
 from onestem.ops.kv import read_kv
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.state import State, empty_state, merge_into
@@ -77,7 +77,7 @@ class PreparedTorch:
         """See `ops.attention`."""
         num_rows, num_heads, head_dim = q.shape
         if self._ready is None:
-            self._ready = self._make_ready(q.device)
+            self._ready = self._make_ready(q.device, num_heads // k_pages.shape[2])
         total = empty_state(num_rows, num_heads, head_dim, device=q.device)
         scores = _Scores(1 / math.sqrt(head_dim) if scale is None else scale, alibi_slopes, softcap)
         for number, ready in enumerate(self._ready):
@@ -93,7 +93,7 @@ class PreparedTorch:
                 total.out[ready.index], total.lse[ready.index] = out, lse
         return State(total.out.to(q.dtype), total.lse)
 
-    def _make_ready(self, device: torch.device) -> list[_Ready]:
+    def _make_ready(self, device: torch.device, group: int) -> list[_Ready]:
         touched = np.zeros(self.plan.num_rows, bool)
         ready = []
         for item in self.items:
@@ -105,7 +105,7 @@ class PreparedTorch:
                     _index(item.rows, device),
                     _slots(item, device),
                     torch.from_numpy(item.positions).to(device),
-                    _mask(item, device),
+                    _mask(item, group, device),
                     first,
                     first,
                 )
@@ -134,20 +134,16 @@ class PreparedTorch:
         """All rows over the same keys `[keys, num_kv_heads, head_dim]`."""
         n, num_heads, head_dim = rows.shape
         group = num_heads // k.shape[1]
-        causal = isinstance(ready.item, SharedItem) and ready.item.causal
         k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-        if causal or ready.mask is not None:
-            # Masks run along rows: query heads stay heads, and share their KV head by expansion.
+        if isinstance(ready.item, SharedItem) and ready.item.causal:
+            # The triangle runs along rows: query heads stay heads, and their KV head is repeated.
             query = rows.transpose(0, 1).unsqueeze(0)  # [1, num_q_heads, n, head_dim]
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
-            state = self._softmax(number, ready, query, k, v, scores, causal)
+            state = self._softmax(number, ready, query, k, v, scores, True)
             return State(state.out[0].transpose(0, 1), state.lse[0].transpose(0, 1))
         # A KV head's query heads are packed into the row axis: one product serves them all.
-        query = (
-            rows.view(n, -1, group, head_dim)
-            .permute(1, 0, 2, 3)
-            .reshape(1, -1, n * group, head_dim)
-        )
+        query = rows.view(n, -1, group, head_dim).permute(1, 0, 2, 3)
+        query = query.reshape(1, -1, n * group, head_dim)
         state = self._softmax(number, ready, query, k, v, scores, False)
         out = state.out[0].reshape(-1, n, group, head_dim).transpose(0, 1)
         lse = state.lse[0].reshape(-1, n, group).transpose(0, 1)
@@ -264,16 +260,14 @@ def _read(pages: Tensor, slots: slice | Tensor) -> Tensor:
     return read_kv(pages, slots)
 
 
-def _mask(item: Item, device: torch.device) -> Tensor | None:
-    if isinstance(item, WalkItem):
-        keys = np.arange(item.slots.shape[1])
-        seen = keys[None, :] < item.lengths[:, None]
-        return None if seen.all() else torch.from_numpy(seen).to(device)[:, None, None, :]
-    if isinstance(item, MaskedItem):
-        keys = np.arange(len(item.slots))
-        seen = (keys >= item.firsts[:, None]) & (keys < item.ends[:, None])
-        return torch.from_numpy(seen).to(device)[None, None]
-    return None
+def _mask(item: Item, group: int, device: torch.device) -> Tensor | None:
+    """`seen`, broadcastable to the scores `[batch, heads, rows, keys]`."""
+    if item.seen is None:
+        return None
+    seen = torch.from_numpy(item.seen).to(device)
+    if isinstance(item, WalkItem) or item.copies:
+        return seen[:, None, None, :]
+    return seen.repeat_interleave(group, 0)[None, None]
 
 
 def _triangle(size: int, device: torch.device) -> Tensor:

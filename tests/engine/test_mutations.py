@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 import onestem.engine.engine as engine_module
 from onestem.engine.inputs import build_inputs
 from onestem.errors import OnestemError
-from onestem.ops.plan import END, END_STEP, FIRST, RUN
+from onestem.ops.plan import END, FIRST, RUN, STEP
 from tests.engine.harness import check
 
 
@@ -32,18 +31,18 @@ def _spans(change):
 
 def mask_hides_last(plan, spans):
     """Off by one: a causal row does not see itself."""
-    spans[(spans[:, END_STEP] == 1) & (spans[:, END] > 1), END] -= 1
+    spans[(spans[:, STEP] == 1) & (spans[:, END] > 1), END] -= 1
     return spans
 
 
 def mask_hides_first(plan, spans):
     """Off by one at the other end, in shared runs only."""
-    spans[(spans[:, END_STEP] == 0) & (spans[:, END] > 1), FIRST] = 1
+    spans[(spans[:, STEP] == 0) & (spans[:, END] > 1), FIRST] = 1
     return spans
 
 
 def shared_end_short(plan, spans):
-    shared = (spans[:, END_STEP] == 0) & (spans[:, END] > 1)
+    shared = (spans[:, STEP] == 0) & (spans[:, END] > 1)
     spans[shared, END] -= 1
     return spans
 
@@ -63,9 +62,21 @@ def pages_swapped(inputs):
 
 
 def offset_ignored(inputs):
-    return _plans(
-        inputs, lambda plan: dataclasses.replace(plan, run_offset=np.zeros_like(plan.run_offset))
-    )
+    def one(plan):
+        runs = plan.runs.copy()
+        runs[:, 1] = 0
+        return dataclasses.replace(plan, runs=runs)
+
+    return _plans(inputs, one)
+
+
+def window_off_by_one(inputs):
+    def one(plan):
+        if plan.window is None:
+            return plan
+        return dataclasses.replace(plan, window=plan.window - 1)
+
+    return _plans(inputs, one)
 
 
 def position_shifted(inputs):
@@ -90,10 +101,15 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, name) for family in ("llama", "mistral") for name in MUTATIONS),
+        ("mistral", "window"),
+    ],
+)
 def test_the_exactness_check_sees(tiny, expected, monkeypatch, family, name):
-    mutate = MUTATIONS[name]
+    mutate = window_off_by_one if name == "window" else MUTATIONS[name]
     monkeypatch.setattr(
         engine_module, "build_inputs", lambda *args, **kw: mutate(build_inputs(*args, **kw))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onestem.errors import ConfigError
 from onestem.ops import (
     AttentionPlan,
     PlanBuilder,
@@ -19,7 +21,8 @@ from onestem.ops import (
     resolve,
     windowed,
 )
-from onestem.ops.items import CostModel
+from onestem.ops.items import CostModel, SharedItem, make_items
+from onestem.ops.reference import visible
 from onestem.ops.torch_impl import TorchAttention
 
 
@@ -67,7 +70,7 @@ def random_plan(
         positions.extend(range(base + before, base + before + rows))
     # Spans of neighbouring rows over the same run are one span, as the engine writes them.
     for row, rows, r, end, step in _joined(spans):
-        builder.add_span(row, rows, r, end, end_step=step)
+        builder.add_span(row, rows, r, end, step=step)
     plan = builder.build(np.array(positions))
     return (windowed(plan, window) if window else plan), used
 
@@ -176,19 +179,54 @@ def test_alibi_and_softcap(seed, group, kv_heads, alibi, softcap, window, share)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 17, 64, 1000])
-def test_windowed_plan_shows_exactly_the_window(window):
-    from onestem.ops.reference import visible
-
+def test_items_show_exactly_what_the_plan_shows(window):
+    """Every row gets each of its keys once, under any window and cost model."""
     rng = np.random.default_rng(window)
-    plan, _ = random_plan(rng, page_size=16, num_runs=5, num_seqs=9)
-    narrowed = windowed(plan, window)
-    narrowed.check()
-    for row in range(plan.num_rows):
-        slots, positions = visible(plan, row)
-        p_row = int(plan.row_position[row])
-        keep = p_row - positions < window
-        got, _ = visible(narrowed, row)
-        assert sorted(got.tolist()) == sorted(slots[keep].tolist())
+    plan, _ = random_plan(rng, page_size=16, num_runs=5, num_seqs=9, window=window)
+    plan.check()
+    for cost in (CostModel(), CostModel(1, 1), CostModel(10**9, 10**9)):
+        for share in (True, False):
+            got: list[list[int]] = [[] for _ in range(plan.num_rows)]
+            for item in make_items(plan, cost, share):
+                for i, row in enumerate(item.rows.tolist()):
+                    got[row].extend(_keys_of(item, i))
+            for row in range(plan.num_rows):
+                assert sorted(got[row]) == sorted(visible(plan, row)[0].tolist())
+
+
+def _keys_of(item, i: int) -> list[int]:
+    slots = item.slots if item.slots.ndim == 1 else item.slots[i]
+    if item.seen is not None:
+        slots = slots[item.seen[i]]
+    elif isinstance(item, SharedItem) and item.causal:
+        slots = slots[: i + 1]
+    return slots.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spans": [[0, 2, 0, 0, 9, 0]]}, "ends behind its run"),
+        ({"spans": [[0, 3, 0, 0, 1, 0]]}, "rows leave 0..1"),
+        ({"spans": [[0, 1, 3, 0, 1, 0]]}, "run is not in 0..0"),
+        ({"spans": [[0, 1, 0, -1, 1, 0]]}, "starts before"),
+        ({"spans": [[0, 2, 0, 0, 1, 2]]}, "step is neither"),
+        ({"spans": [[0, 2, 0, 0, 4, 0], [1, 1, 0, 3, 5, 0]]}, "token of run 0 twice"),
+        ({"spans": [[0, 2, 0, 0, 2, 1], [1, 1, 0, 2, 5, 0]]}, "token of run 0 twice"),
+        ({"runs": [[0, 4, 5, 0]]}, "offset is not in 0..3"),
+        ({"runs": [[2, 0, 5, 0]]}, "page list leaves"),
+        ({"run_pages": [0, -1, 7]}, "negative page id"),
+    ],
+)
+def test_malformed_plans_are_refused(change, message):
+    builder = PlanBuilder(4)
+    run = builder.add_run(np.array([0, 1, 2], np.int32), 1, 5, 0)
+    builder.add_span(0, 2, run, 4, step=1)
+    plan = builder.build(np.array([3, 4]))
+    plan.check()
+    arrays = {name: np.array(value, np.int32) for name, value in change.items()}
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(plan, **arrays).check()
 
 
 def test_merge_is_exact_associative_and_never_nan():
