@@ -252,3 +252,25 @@ def test_ctrl_c_says_how_to_go_on(model, tmp_path):
     assert "the same command goes on" in errors
     assert "Traceback" not in errors
     onestem(*command[3:])
+
+
+def test_the_reference_is_what_help_says():
+    """docs/cli.md is written by scripts/docs."""
+    from pathlib import Path
+
+    root = Path(__file__).parent.parent
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "onestem.cli.app",
+        "utils",
+        "docs",
+        "--name",
+        "onestem",
+    ]
+    done = subprocess.run(
+        [*command, "--title", "Command line"],
+        capture_output=True, text=True, check=True, cwd=root, env=CPU,
+    )  # fmt: skip
+    assert done.stdout.strip() == (root / "docs" / "cli.md").read_text().strip(), "run scripts/docs"
