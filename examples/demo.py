@@ -36,7 +36,9 @@ class Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, default=HERE / "facts.jsonl", help="OpenAI batch file")
-    parser.add_argument("--answers", type=Path, default=HERE / "facts.answers.json", help="custom_id -> answer")
+    parser.add_argument(
+        "--answers", type=Path, default=HERE / "facts.answers.json", help="custom_id -> answer"
+    )
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
@@ -58,7 +60,14 @@ def run(options: argparse.Namespace, expected: dict[str, str], share: str) -> Re
         answers = dict(map(read_answer, output.read_text().splitlines()))
     stats = llm.engine.stats
     right = sum(same(answers[name], expected[name]) for name in expected)
-    return Result(right, len(expected), stats.processed_prompt_tokens, stats.logical_prompt_tokens, seconds, answers)
+    return Result(
+        right,
+        len(expected),
+        stats.processed_prompt_tokens,
+        stats.logical_prompt_tokens,
+        seconds,
+        answers,
+    )
 
 
 def read_answer(line: str) -> tuple[str, str]:
@@ -76,8 +85,14 @@ def show(shared: Result, plain: Result) -> None:
     table = Table(title="The same job on the same engine")
     for heading in ("", "with sharing", "without"):
         table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("answers right", f"{shared.right} of {shared.total}", f"{plain.right} of {plain.total}")
-    table.add_row("prompt tokens computed", f"{shared.computed:,} of {shared.logical:,}", f"{plain.computed:,} of {plain.logical:,}")
+    table.add_row(
+        "answers right", f"{shared.right} of {shared.total}", f"{plain.right} of {plain.total}"
+    )
+    table.add_row(
+        "prompt tokens computed",
+        f"{shared.computed:,} of {shared.logical:,}",
+        f"{plain.computed:,} of {plain.logical:,}",
+    )
     table.add_row("seconds", f"{shared.seconds:.1f}", f"{plain.seconds:.1f}")
     table.add_row("ratio", f"{plain.seconds / shared.seconds:.1f}x", "1.0x")
     equal = sum(shared.answers[name] == plain.answers[name] for name in plain.answers)
