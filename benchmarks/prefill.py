@@ -55,8 +55,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
             times[name].append(run(llm if name == "onestem_off" else peer, prompts))
     pairs = [b / a for a, b in zip(times["onestem_off"], times["transformers_sdpa"], strict=True)]
     return {
-        "command": f"python -m benchmarks.prefill --shape {options.shape} --tokens {options.tokens} "
-        f"--prompts {options.prompts} --pairs {options.pairs} --dtype {options.dtype}",
+        "command": f"python -m benchmarks.prefill --shape {options.shape} "
+        f"--tokens {options.tokens} --prompts {options.prompts} "
+        f"--pairs {options.pairs} --dtype {options.dtype}",
         "machine": machine(),
         "transformers": transformers.__version__,
         "date": date.today().isoformat(),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_file", "run_file"]
 
+
 def run_file(
     llm: LLM,
     source: str | os.PathLike[str],

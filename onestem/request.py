@@ -36,6 +36,13 @@ def _check(ok: bool, name: str, value: object, limit: str) -> None:
         raise RequestError(f"{name} is {value!r}, expected {limit}")
 
 
+def _tuple(name: str, value: object, limit: str) -> tuple[Any, ...]:
+    """A sequence as a tuple; None is an empty one."""
+    ok = value is None or (isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
+    _check(ok, name, value, limit)
+    return tuple(value) if isinstance(value, Sequence) else ()
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -99,12 +106,16 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop, "a string or a list of strings"))
+        ids = _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
         if self.choices is not None:
-            object.__setattr__(self, "choices", tuple(self.choices))
+            choices = _tuple("choices", self.choices, "a list of texts")
+            object.__setattr__(self, "choices", choices)
+        for name in ("logit_bias", "response_format"):
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, Mapping), name, value, "a mapping or None")
         self._check_counts()
         self._check_probabilities()
         self._check_texts()
@@ -232,7 +243,12 @@ class Request:
 
 @dataclass(kw_only=True)
 class RequestMetrics:
-    """What a request cost. Times are seconds of `time.monotonic()`."""
+    """What a request cost. Times are seconds of `time.monotonic()`.
+
+    `num_computed_tokens` counts the prompt's rows that were computed for all of its sequences, also
+    again after a set-back; for one sequence that was never set back, it and `num_cached_tokens` are
+    `num_prompt_tokens` together.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

@@ -59,10 +59,14 @@ N = TypeVar("N", bound=Node)
 
 
 class RadixTree(Generic[N]):
-    """Nodes keyed by their first token below their parent."""
+    """Nodes keyed by their first token below their parent.
+
+    `num_splits` counts splits: a node's path changes with nothing else.
+    """
 
     def __init__(self, root: N) -> None:
         self.root = root
+        self.num_splits = 0
 
     def match(self, tokens: np.ndarray, limit: int | None = None) -> tuple[N, int]:
         """The deepest node whose whole path begins `tokens`, splitting it where the match ends.
@@ -93,6 +97,7 @@ class RadixTree(Generic[N]):
         first = node.tokens[0]
         parent = node.parent
         assert parent is not None
+        self.num_splits += 1
         upper = node.split_off(at)
         upper.parent, node.parent = parent, upper
         upper.children[node.tokens[0]] = node

@@ -22,6 +22,8 @@ def check_request(
 ) -> None:
     """Raise `RequestError` for a request that can never be answered."""
     _check_prompt(request, max_model_len, vocab_size)
+    if request.score_from is not None and not isinstance(request.score_from, int):
+        raise RequestError(f"score_from is {request.score_from!r}, expected a token's index")
     _check_ids(request, vocab_size)
     _check_text(request, tokenizer)
     if request.params.choices and tokenizer is not None:
@@ -41,9 +43,14 @@ def choice_ids(request: Request, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _check_prompt(request: Request, max_model_len: int, vocab_size: int) -> None:
-    ids = np.asarray(request.prompt_token_ids)
-    if len(ids) == 0:
+    try:
+        ids = np.asarray(request.prompt_token_ids)
+    except ValueError:  # nested, of uneven lengths
+        ids = np.zeros((0, 0))
+    if ids.ndim == 1 and len(ids) == 0:
         raise RequestError("prompt is empty: expected at least one token")
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and not _are_ints(ids)):
+        raise RequestError("prompt is neither text nor a list of token ids (integers)")
     if len(ids) + 1 > max_model_len:
         raise RequestError(
             f"prompt has {len(ids)} tokens, limit is {max_model_len - 1} (and one to answer): "
@@ -54,6 +61,11 @@ def _check_prompt(request: Request, max_model_len: int, vocab_size: int) -> None
         raise RequestError(
             f"prompt has token id {int(bad[0])}, expected ids from 0 to {vocab_size - 1}"
         )
+
+
+def _are_ints(ids: np.ndarray) -> bool:
+    """Integers too large for an array's own type come as objects."""
+    return ids.dtype == object and all(isinstance(i, int) for i in ids)
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:
@@ -70,8 +82,11 @@ def _check_text(request: Request, tokenizer: Tokenizer | None) -> None:
 
 
 def _check_choices(request: Request, max_model_len: int, tokenizer: Tokenizer) -> None:
-    longest = max(len(ids) for ids in choice_ids(request, tokenizer))
-    total = len(request.prompt_token_ids) + longest
+    encoded = choice_ids(request, tokenizer)
+    for text, ids in zip(request.params.choices or (), encoded, strict=True):
+        if not ids:
+            raise RequestError(f"choice {text!r} has no tokens in this model's tokenizer")
+    total = len(request.prompt_token_ids) + max(map(len, encoded))
     if total > max_model_len:
         raise RequestError(
             f"prompt and choice have {total} tokens, limit is {max_model_len}: "

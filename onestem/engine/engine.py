@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from array import array
@@ -16,6 +17,7 @@ from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import LogitRow, StepInputs, build_inputs
 from onestem.engine.outputs import aborted_output, request_output
 from onestem.engine.queue import FifoQueue, PlannedQueue
+from onestem.engine.random import derive_seed
 from onestem.engine.runner import Runner, ShareMode
 from onestem.engine.sampler import (
     MaskedRowError,
@@ -31,7 +33,7 @@ from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
-from onestem.ops import resolve
+from onestem.ops import PreparedAttention, resolve
 from onestem.request import (
     FinishReason,
     Request,
@@ -41,6 +43,8 @@ from onestem.request import (
 )
 
 __all__ = ["Engine", "EngineStats"]
+
+NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
 
 
 class Engine:
@@ -105,7 +109,8 @@ class Engine:
         )
         self._states: dict[str, RequestState] = {}
         self._seed = seed
-        self._drawn = 0
+        self._arrivals: dict[str, float] = {}  # of requests that are not open yet
+        self._runs_a_job = False
 
     # ----------------------------------------------------------------------------- requests
 
@@ -121,19 +126,22 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`."""
-        if request.request_id in self._states or any(
-            waiting.request_id == request.request_id for waiting in self._fifo
-        ):
+        self._check_id(request)
+        self.validate(request)
+        self._arrivals[request.request_id] = time.monotonic()
+        self._fifo.push(request)
+
+    def _check_id(self, request: Request) -> None:
+        if request.request_id in self._states or request.request_id in self._fifo:
             raise RequestError(
                 f"request id {request.request_id!r} is in use: give each request its own"
             )
-        self.validate(request)
-        self._fifo.push(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""
         waiting = self._fifo.remove(request_id)
         if waiting is not None:
+            self._arrivals.pop(request_id, None)
             return aborted_output(waiting)
         state = self._states.get(request_id)
         if state is None:
@@ -153,8 +161,18 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests in the given order, read as there is room for them; yield each as it
-        finishes. Requests of a planned group must follow each other."""
-        previous = self.scheduler.queue
+        finishes. Requests of a planned group must follow each other. Whatever is unfinished when
+        the iterator is closed is aborted.
+
+        Raises:
+            RequestError: the engine has other requests; or, when it is read, a request that can
+                never be answered.
+        """
+        if self._runs_a_job or self._states or len(self._fifo):
+            raise RequestError(
+                "the engine has unfinished requests: let them end first, or use another engine"
+            )
+        self._runs_a_job = True
         self.scheduler.queue = PlannedQueue(map(self._validated, requests))
         try:
             while self.has_unfinished():
@@ -162,11 +180,15 @@ class Engine:
         finally:
             for request_id in list(self._states):
                 self.abort(request_id)
-            self.scheduler.queue = previous
+            self.scheduler.queue = self._fifo
             self.scheduler.release_groups()
+            self._arrivals.clear()
+            self._runs_a_job = False
 
     def _validated(self, request: Request) -> Request:
+        self._check_id(request)
         self.validate(request)
+        self._arrivals[request.request_id] = time.monotonic()
         return request
 
     def _open(self, request: Request) -> list[Sequence]:
@@ -177,7 +199,7 @@ class Engine:
             self._seed_of(request),
             RequestMetrics(
                 num_prompt_tokens=len(request.prompt_token_ids),
-                arrival_time=time.monotonic(),
+                arrival_time=self._arrivals.pop(request.request_id, time.monotonic()),
             ),
         )
         self._states[request.request_id] = state
@@ -201,19 +223,13 @@ class Engine:
             return request.params.seed
         if self._seed is None:
             return secrets.randbits(63)
-        self._drawn += 1
-        return (self._seed * 1_000_003 + self._drawn) % 2**63
+        return derive_seed(self._seed, request.request_id)
 
     def _sequence(self, state: RequestState, index: int) -> Sequence:
         request, params = state.request, state.request.params
         sequence = Sequence(state, index, array("i", request.prompt_token_ids))
         if index == 0:
-            starts = [
-                s
-                for s in (request.score_from, 1 if params.prompt_logprobs is not None else None)
-                if s
-            ]
-            sequence.score_from = min(starts, default=None)
+            sequence.score_from = _first_scored(request)
         if self.tokenizer is not None and (params.stop or request.stream):
             sequence.detokenizer = IncrementalDetokenizer(
                 self.tokenizer, params, request.prompt_token_ids
@@ -238,9 +254,26 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; outputs of requests that finished in it or that stream."""
         started = time.perf_counter()
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return []
+        try:
+            chunks = self.scheduler.schedule()
+            if not chunks:
+                return []
+            self._note_scheduled(chunks)
+            inputs, prepared = self._build(chunks)
+            built = time.perf_counter()
+            logits = self._runner.run(inputs, prepared)
+        except BaseException:
+            # Ctrl-C, or memory: what was scheduled has no KV, and nobody may take it for computed.
+            self.scheduler.undo()
+            raise
+        computed = time.perf_counter()
+        touched = self._commit(chunks, inputs, logits)
+        self._count(built - started, computed - built, time.perf_counter() - computed)
+        return [
+            request_output(state) for state in touched if state.finished or state.request.stream
+        ]
+
+    def _build(self, chunks: list[Chunk]) -> tuple[StepInputs, dict[int | None, PreparedAttention]]:
         inputs = build_inputs(
             chunks,
             page_size=self.cache.pool.page_size,
@@ -248,37 +281,31 @@ class Engine:
             version=self.scheduler.version,
             share=self.share != "storage",
         )
-        prepared = self._runner.prepare(inputs)
-        built = time.perf_counter()
-        logits = self._runner.run(inputs, prepared)
-        computed = time.perf_counter()
-        touched = self._commit(chunks, inputs, logits)
-        self._count(chunks, built - started, computed - built, time.perf_counter() - computed)
-        return [
-            request_output(state) for state in touched if state.finished or state.request.stream
-        ]
+        return inputs, self._runner.prepare(inputs)
 
-    def _count(self, chunks: list[Chunk], host: float, model: float, sample: float) -> None:
+    def _note_scheduled(self, chunks: list[Chunk]) -> None:
+        now, pool = time.monotonic(), self.cache.pool
+        self.stats.peak_kv_tokens = max(self.stats.peak_kv_tokens, pool.num_held * pool.page_size)
+        for chunk in chunks:
+            metrics = chunk.sequence.state.metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or now
+
+    def _count(self, host: float, model: float, sample: float) -> None:
         stats = self.stats
         stats.steps += 1
         stats.host_seconds += host
         stats.model_seconds += model
         stats.sample_seconds += sample
         stats.set_backs = self.scheduler.num_set_backs
-        pool = self.cache.pool
-        stats.peak_kv_tokens = max(stats.peak_kv_tokens, pool.num_held * pool.page_size)
 
     def _commit(
         self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor
     ) -> list[RequestState]:
         """Take the step's results; the requests that have news, each once."""
-        now = time.monotonic()
         for chunk in chunks:
-            metrics = chunk.sequence.state.metrics
             rows = max(0, min(chunk.end, chunk.sequence.num_prompt) - chunk.start)
-            metrics.num_computed_tokens += rows
+            chunk.sequence.state.metrics.num_computed_tokens += rows
             self.stats.processed_prompt_tokens += rows
-            metrics.first_scheduled_time = metrics.first_scheduled_time or now
         touched: dict[RequestState, None] = {}
         self._score(inputs.wanted, logits, touched)
         self._sample(inputs.wanted, logits, touched)
@@ -295,11 +322,17 @@ class Engine:
         for i, target, entry in zip(
             rows, targets, logprobs_of(logits[rows], targets, most), strict=True
         ):
-            self._note_score(wanted[i], target, entry)
             sequence = wanted[i].sequence
+            if sequence.finish_reason is not None:
+                continue
+            touched[sequence.state] = None
+            if not math.isfinite(entry[target]):
+                sequence.stop_reason = NOT_FINITE
+                self._finish(sequence, "error")
+                continue
+            self._note_score(wanted[i], target, entry)
             if sequence.score_only and wanted[i].index + 2 == len(sequence.tokens):
                 self._finish(sequence, "stop")
-                touched[sequence.state] = None
 
     def _num_alternatives(self, sequence: Sequence) -> int:
         params = sequence.state.request.params
@@ -310,10 +343,11 @@ class Engine:
     def _note_score(self, row: LogitRow, target: int, entry: TokenLogprobs) -> None:
         most = self._num_alternatives(row.sequence)
         kept = {t: p for rank, (t, p) in enumerate(entry.items()) if rank < most or t == target}
+        known = row.index + 1 in row.sequence.scores  # computed again after a set-back
         row.sequence.scores[row.index + 1] = entry[target]
         if not row.sequence.score_only:
             row.sequence.state.prompt_logprobs[row.index + 1] = kept
-        else:
+        elif not known:
             row.sequence.logprobs.append(kept)
 
     def _sample(
@@ -322,7 +356,7 @@ class Engine:
         rows: list[int] = []
         sequences: list[Sequence] = []
         for i, row in enumerate(wanted):
-            if row.samples:
+            if row.samples and row.sequence.finish_reason is None:
                 forks = self._fork(row.sequence)
                 sequences.extend(forks)
                 rows.extend([i] * len(forks))
@@ -355,7 +389,7 @@ class Engine:
         reason = (
             "no token may follow: response_format (with min_tokens, if set) forbids all of them"
             if isinstance(error, MaskedRowError)
-            else "the logits are not finite: the weights are damaged, or overflow in this dtype"
+            else NOT_FINITE
         )
         bad = set(error.rows)
         good = [row for row in range(len(sequences)) if row not in bad]
@@ -437,13 +471,14 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        if self.tokenizer is not None and not isinstance(sequence.stop_reason, str):
+        ended_by_text = sequence.detokenizer is not None and sequence.detokenizer.stop_reason
+        if self.tokenizer is not None and not ended_by_text:
             self._finish_text(sequence, self.tokenizer)
-        self.scheduler.finish(sequence)
         state = sequence.state
         if state.finished:
             state.metrics.finished_time = time.monotonic()
             del self._states[state.request.request_id]
+        self.scheduler.finish(sequence)
 
     def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
         """The rest of the text; all of it where nobody needed it before."""
@@ -455,7 +490,7 @@ class Engine:
             )
             sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
         sequence.text += detokenizer.finish()
-        if detokenizer.stop_reason is not None:
+        if detokenizer.stop_reason is not None and sequence.finish_reason != "abort":
             # An unfinished character's replacement completed a stop string.
             sequence.stop_reason, sequence.finish_reason = detokenizer.stop_reason, "stop"
 
@@ -480,6 +515,14 @@ class Engine:
     def reset_stats(self) -> None:
         self.stats = EngineStats()
         self.scheduler.num_set_backs = 0
+
+
+def _first_scored(request: Request) -> int | None:
+    """The first prompt token whose log-probability is wanted; the very first has none."""
+    wanted = [] if request.score_from is None else [max(1, request.score_from)]
+    if request.params.prompt_logprobs is not None:
+        wanted.append(1)
+    return min(wanted, default=None)
 
 
 def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:

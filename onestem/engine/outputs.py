@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from onestem.engine.sequence import RequestState, Sequence
-from onestem.request import CompletionOutput, Request, RequestOutput, TokenLogprobs
+from onestem.request import (
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 
 __all__ = ["aborted_output", "request_output"]
 
@@ -19,7 +27,7 @@ def request_output(state: RequestState) -> RequestOutput:
         outputs=_completions(state),
         finished=state.finished,
         prompt_logprobs=_prompt_logprobs(state),
-        metrics=metrics,
+        metrics=dataclasses.replace(metrics),
     )
 
 
@@ -35,6 +43,7 @@ def aborted_output(request: Request) -> RequestOutput:
         prompt_token_ids=request.prompt_token_ids,
         outputs=outputs,
         finished=True,
+        metrics=RequestMetrics(num_prompt_tokens=len(request.prompt_token_ids)),
     )
 
 
@@ -51,7 +60,7 @@ def _completion(sequence: Sequence) -> CompletionOutput:
         text=sequence.text,
         token_ids=sequence.output_ids.tolist(),
         cumulative_logprob=sequence.cumulative_logprob if asked else None,
-        logprobs=sequence.logprobs if asked else None,
+        logprobs=list(sequence.logprobs) if asked else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
     )
@@ -60,8 +69,16 @@ def _completion(sequence: Sequence) -> CompletionOutput:
 def _best_choice(state: RequestState) -> CompletionOutput:
     """The choice whose tokens are most probable together; the first of equals."""
     params = state.request.params
-    if not all(sequence.finish_reason == "stop" for sequence in state.sequences):
-        return CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")
+    failed = [s for s in state.sequences if s.finish_reason != "stop"]
+    if failed:
+        worst = max(failed, key=lambda s: s.finish_reason == "error")
+        return CompletionOutput(
+            index=0,
+            text="",
+            token_ids=[],
+            finish_reason=worst.finish_reason,
+            stop_reason=worst.stop_reason,
+        )
     totals = [sum(sequence.scores.values()) for sequence in state.sequences]
     best = max(range(len(totals)), key=lambda i: totals[i])
     sequence = state.sequences[best]
@@ -71,7 +88,7 @@ def _best_choice(state: RequestState) -> CompletionOutput:
         text=params.choices[best],
         token_ids=sequence.output_ids.tolist(),
         cumulative_logprob=totals[best],
-        logprobs=sequence.logprobs if params.logprobs is not None else None,
+        logprobs=list(sequence.logprobs) if params.logprobs is not None else None,
         finish_reason="stop",
         choice=best,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -31,33 +31,36 @@ class FifoQueue:
     """First come, first served."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[str, Request] = {}  # in order of arrival
+        self._groups: Counter[int | None] = Counter()
 
     def push(self, request: Request) -> None:
-        self._waiting.append(request)
+        self._waiting[request.request_id] = request
+        self._groups[request.group] += 1
 
     def remove(self, request_id: str) -> Request | None:
         """Take out a waiting request, if it is here."""
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                return request
-        return None
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            self._groups[request.group] -= 1
+        return request
 
     def peek(self) -> Request | None:
-        return self._waiting[0] if self._waiting else None
+        return next(iter(self._waiting.values()), None)
 
     def pop(self) -> Request:
-        return self._waiting.popleft()
+        request = self.remove(next(iter(self._waiting)))
+        assert request is not None
+        return request
 
     def group_open(self, group: int) -> bool:
-        return any(request.group == group for request in self._waiting)
+        return self._groups[group] > 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting)
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
 
 
 class PlannedQueue:
@@ -85,5 +88,7 @@ class PlannedQueue:
         return request
 
     def group_open(self, group: int) -> bool:
-        request = self.peek()
-        return request is not None and request.group == group
+        """What is not read yet may be of any group: it is not read just to find out."""
+        if self._next is not None:
+            return self._next.group == group
+        return not self._ended

@@ -68,7 +68,7 @@ class Runner:
             write_kv(v_pages, slots, v)
             if not prepared:
                 return q
-            return prepared[self.windows[layer]].attend(q, k_pages, v_pages).out
+            return prepared[self.windows[layer]].attend(q, k_pages, v_pages).out.to(q.dtype)
 
         hidden = self.decoder.forward(
             torch.from_numpy(inputs.token_ids).to(device),

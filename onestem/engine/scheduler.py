@@ -59,7 +59,6 @@ class Scheduler:
         self.lookahead_tokens = lookahead_tokens
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()  # opened, but not (or no longer) admitted
-        self.version = 0
         self.step = 0
         self.num_set_backs = 0
         self._open_request = open_request
@@ -67,36 +66,58 @@ class Scheduler:
         self._group_pins: dict[int, Run] = {}
         self._group_members: dict[int, set[RequestState]] = {}
         self._alone: Sequence | None = None
+        self._chunks: list[Chunk] = []
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a sequence's path may have."""
+        return self.cache.tree.num_splits
 
     # ----------------------------------------------------------------------------- a step
 
     def schedule(self) -> list[Chunk]:
-        """Choose the rows of the next step. Their runs count as computed from here on."""
+        """Choose the rows of the next step. Their runs count as computed from here on; `undo` takes
+        that back if the step is not computed."""
         self.step += 1
-        chunks = self._fill()
-        while not chunks and self._make_progress_possible():
-            chunks = self._fill()
-        return chunks
+        self._chunks = []
+        self._fill()
+        while not self._chunks and self._make_progress_possible():
+            self._fill()
+        return self._chunks
 
-    def _fill(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
+    def undo(self) -> None:
+        """The scheduled step was not computed: its tokens have no KV."""
+        for chunk in self._chunks:
+            if chunk.sequence.run is None:
+                continue
+            for run in chunk.sequence.path(self.version):
+                if run.start < chunk.end and run.end > chunk.start:
+                    run.computed = min(run.computed, max(0, chunk.start - run.start))
+        self._chunks = []
+
+    def _fill(self) -> None:
         decodes = [sequence for sequence in self.running if sequence.decoding]
         prompts = [sequence for sequence in self.running if not sequence.decoding]
         for sequence in decodes:
             if sequence.run is not None:
-                self._extend(sequence, 1, chunks)
+                self._extend(sequence, 1)
         budget = self.max_step_tokens
         for sequence in prompts:
             if sequence.run is not None and budget > 0:
-                budget -= self._extend(sequence, budget, chunks)
-        while budget > 0:
-            admitted = self._admit()
-            if admitted is None:
-                break
-            budget -= self._extend(admitted, budget, chunks)
-        return chunks
+                budget -= self._extend(sequence, budget)
+        if budget > 0:
+            self._fill_with_new(budget)
 
-    def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _fill_with_new(self, budget: int) -> None:
+        promised = sum(map(self._promise, self.running))
+        while budget > 0:
+            admitted = self._admit(promised)
+            if admitted is None:
+                return
+            budget -= self._extend(admitted, budget)
+            promised += self._promise(admitted)
+
+    def _extend(self, sequence: Sequence, budget: int) -> int:
         """Schedule a sequence's next tokens: up to `budget`, up to a run that another computes."""
         start = at = sequence.frontier
         for run in sequence.path(self.version):
@@ -112,7 +133,7 @@ class Scheduler:
             at += take
         if at > start:
             sequence.scheduled_step = self.step
-            chunks.append(Chunk(sequence, start, at))
+            self._chunks.append(Chunk(sequence, start, at))
         return at - start
 
     def _reserve(self, sequence: Sequence, run: Run, tokens: int) -> bool:
@@ -132,11 +153,11 @@ class Scheduler:
             self.release_groups()
             return True
         last = self.running[-1]
-        if len(self.running) > 1 or last is not self._alone:
-            # The last one alone, without what others cached, fits: its path is then a single run.
+        if len(self.running) > 1 or last is not self._alone or len(last.path(self.version)) > 1:
             self.set_back(last)
             if not self.running:
-                self._alone = last
+                # The oldest alone, in an empty cache and undisturbed, fits: its path is one run.
+                self._alone = self.waiting[0]
                 self.cache.clear()
             return True
         raise CacheError(
@@ -146,28 +167,28 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------- admission
 
-    def _admit(self) -> Sequence | None:
-        """Admit the next sequence if memory allows; waiting ones come before new requests."""
+    def _admit(self, promised: int) -> Sequence | None:
+        """Admit the next sequence if memory allows; waiting ones come before new requests.
+        `promised`: pages that those who run will still ask for."""
+        if self._alone is not None and self._alone.run is not None:
+            return None
         if not self.waiting:
-            request = self.queue.peek()
-            if request is None:
+            if self.queue.peek() is None:
                 return None
             self.waiting.extend(self._open_request(self.queue.pop()))
-            if not self.waiting:
-                return self._admit()
+            self._release_closed_groups()
         sequence = self.waiting[0]
-        if not self._attach(sequence):
+        if not self._attach(sequence, promised):
             return None
         self.waiting.popleft()
         return sequence
 
-    def _attach(self, sequence: Sequence) -> bool:
+    def _attach(self, sequence: Sequence, promised: int) -> bool:
         tokens = sequence.ids()[: sequence.num_to_compute].copy()
         run = self.cache.attach(tokens, sequence.match_limit, sequence)
-        self.version += 1
         sequence.run = run
+        sequence.forget_path()
         needed = self._uncomputed_pages(sequence) + self._lookahead_pages(sequence)
-        promised = sum(map(self._promise, self.running))
         if self.running and needed + promised > self.cache.pool.num_available:
             self._detach(sequence)
             return False
@@ -229,6 +250,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence has ended: let go of its runs (those that others may find stay)."""
+        if sequence is self._alone:
+            self._alone = None
         if sequence.run is not None:
             self._detach(sequence)
             self.running.remove(sequence)
@@ -258,14 +281,13 @@ class Scheduler:
         """A planned group's prefix stays until its last member has finished."""
         request = sequence.state.request
         group = request.group
-        if group is None or not self.cache.enabled:
+        if group is None or not self.cache.enabled or sequence is self._alone:
             return
         self._group_members.setdefault(group, set()).add(sequence.state)
         if group in self._group_pins or request.group_prefix_tokens <= 0:
             return
         limit = min(request.group_prefix_tokens, len(request.prompt_token_ids) - 1)
         node, matched = self.cache.tree.match(sequence.ids()[:limit].copy(), limit)
-        self.version += 1
         if matched == limit > 0:
             self.cache.pin(node)
             self._group_pins[group] = node
@@ -276,13 +298,11 @@ class Scheduler:
         if group is None or not state.finished:
             return
         self._group_members.get(group, set()).discard(state)
-        self._release_groups(
-            [
-                g
-                for g, members in self._group_members.items()
-                if not members and not self._group_open(g)
-            ]
-        )
+        self._release_closed_groups()
+
+    def _release_closed_groups(self) -> None:
+        members = self._group_members.items()
+        self._release_groups([g for g, left in members if not left and not self._group_open(g)])
 
     def _group_open(self, group: int) -> bool:
         waiting = any(sequence.state.request.group == group for sequence in self.waiting)

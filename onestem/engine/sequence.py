@@ -106,7 +106,14 @@ class Sequence:
         """Most leading tokens whose KV may come from others: the last token's row is always
         computed, and so are the rows that score the tokens that follow them."""
         last = self.num_to_compute - 1
-        return last if self.score_from is None else min(last, self.score_from - 1)
+        if self.score_from is None or self._all_scored():
+            return last
+        return min(last, self.score_from - 1)
+
+    def _all_scored(self) -> bool:
+        """Whether a prompt's log-probabilities are known, so that its KV may come from others."""
+        assert self.score_from is not None
+        return not self.score_only and len(self.scores) >= self.num_prompt - self.score_from
 
     @property
     def frontier(self) -> int:
@@ -122,7 +129,7 @@ class Sequence:
         return self.num_output > 0 and self.num_to_compute - self.frontier <= 1
 
     def path(self, version: int) -> list[Run]:
-        """Its runs from the root's child down; `version` is the cache's count of splits."""
+        """Its runs from the root's child down; `version` is the tree's count of splits."""
         if self._path_version != version:
             assert self.run is not None
             self._path = self.run.path()

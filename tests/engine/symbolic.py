@@ -1,0 +1,112 @@
+"""An engine whose model is symbolic: every KV slot says which token it holds behind which prefix.
+
+A row must see each of its positions exactly once, each with the KV of its own prefix, or the step
+fails; logits are a function of the whole prefix. So any wrong page, span, split or order shows at
+once, at hundreds of steps a second.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from onestem.engine.engine import Engine
+from onestem.models.config import GenerationDefaults
+from onestem.ops.reference import visible
+from onestem.request import Request, SamplingParams
+
+VOCAB = 8
+
+
+class SymbolicRunner:
+    """Stands in for `Runner`. `fail`: raised once, in place of a step."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.tokens = np.full(num_slots, -1, np.int64)
+        self.prefixes = np.full(num_slots, -1, np.int64)
+        self.windows = (None,)
+        self.fail: BaseException | None = None
+
+    def prepare(self, inputs):
+        return {}
+
+    def run(self, inputs, prepared) -> torch.Tensor:
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        plan = inputs.plans[None]
+        plan.check()
+        assert len(set(inputs.slots.tolist())) == len(inputs.slots), "two rows write one slot"
+        self.tokens[inputs.slots], self.prefixes[inputs.slots] = inputs.token_ids, -1
+        ends = np.zeros(len(inputs.slots), np.int64)
+        for row in np.argsort(inputs.positions, kind="stable").tolist():
+            ends[row] = self.row(plan, inputs, row)
+        logits = [_logits(int(ends[row])) for row in inputs.logit_rows]
+        return torch.from_numpy(np.stack(logits) if logits else np.zeros((0, VOCAB), np.float32))
+
+    def row(self, plan, inputs, row: int) -> int:
+        slots, positions = visible(plan, row)
+        position = int(inputs.positions[row])
+        assert sorted(positions.tolist()) == list(range(position + 1)), "keys missing or doubled"
+        slots = slots[np.argsort(positions)].tolist()
+        assert slots[-1] == inputs.slots[row], "a row does not see itself"
+        prefix = 0
+        for index, slot in enumerate(slots):
+            prefix = _behind(prefix, int(self.tokens[slot]))
+            assert index == position or self.prefixes[slot] == prefix, "KV of another prefix"
+        self.prefixes[slots[-1]] = prefix
+        return prefix
+
+
+def _behind(prefix: int, token: int) -> int:
+    return (prefix * 1_000_003 + token * 7919 + 12345) % (2**61 - 1)
+
+
+def _logits(prefix: int) -> np.ndarray:
+    return np.random.default_rng(prefix).standard_normal(VOCAB).astype(np.float32) * 2
+
+
+def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engine:
+    config = SimpleNamespace(
+        num_kv_heads=1, head_dim=1, num_layers=0, sliding_windows=(None,), vocab_size=VOCAB,
+        max_position_embeddings=100_000,
+    )  # fmt: skip
+    decoder = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"))
+    engine = Engine(
+        decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options
+    )
+    engine._runner = SymbolicRunner(num_pages * page_size)
+    return engine
+
+
+def request(name: object, ids: list[int], **fields) -> Request:
+    own = ("group", "group_prefix_tokens", "score_from", "stream")
+    extra = {key: fields.pop(key) for key in own if key in fields}
+    fields.setdefault("ignore_eos", True)
+    fields.setdefault("temperature", 0)
+    return Request(
+        request_id=str(name), prompt_token_ids=ids, params=SamplingParams(**fields), **extra
+    )
+
+
+def run_all(engine: Engine, requests, most_steps: int = 5000) -> dict:
+    for one in requests:
+        engine.add_request(one)
+    return drain(engine, most_steps)
+
+
+def drain(engine: Engine, most_steps: int = 5000, each_step=lambda outputs: None) -> dict:
+    """Run to the end, checking the books at every step; outputs by request id."""
+    outputs: dict = {}
+    for _ in range(most_steps):
+        if not engine.has_unfinished():
+            return outputs
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in outputs, "finished twice"
+                outputs[output.request_id] = output
+        engine.check()
+        each_step(outputs)
+    raise AssertionError(f"not done after {most_steps} steps")
