@@ -58,20 +58,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--order", default="shuffled")
+    parser.add_argument("--modes", help="only these, like full,storage")
     parser.add_argument("--suffix", default="", help="appended to the result file's name")
     options = parser.parse_args()
     unknown = set(options.cases) - set(CASES)
     if unknown:
         parser.error(f"case is {unknown.pop()!r}, expected some of: {', '.join(CASES)}")
     for case in options.cases or CASES:
-        result = measure(case, options.repeats, options.dtype, options.order)
+        modes = tuple(options.modes.split(",")) if options.modes else CASES[case][2]
+        result = measure(case, modes, options.repeats, options.dtype, options.order)
         path = HERE / "results" / f"batch-{case}{options.suffix}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         show(case, result)
 
 
-def measure(case: str, repeats: int, dtype: str, order: str) -> dict[str, object]:
-    shape, arguments, modes = CASES[case]
+def measure(
+    case: str, modes: tuple[str, ...], repeats: int, dtype: str, order: str
+) -> dict[str, object]:
+    shape, arguments, _ = CASES[case]
     runs: dict[str, list[dict[str, object]]] = {mode: [] for mode in modes}
     command = [*COMMAND, "--model", str(HERE / "shapes" / shape), "--random-weights", "--json"]
     command += ["--dtype", dtype, "--order", order, "--device", "cpu"]
@@ -90,7 +94,7 @@ def measure(case: str, repeats: int, dtype: str, order: str) -> dict[str, object
     return {
         "case": case,
         "command": f"python -m benchmarks.batch {case} --repeats {repeats} --dtype {dtype} "
-        f"--order {order}",
+        f"--order {order} --modes {','.join(modes)}",
         "shape": shape,
         "machine": machine(),
         "date": date.today().isoformat(),

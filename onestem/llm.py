@@ -51,7 +51,7 @@ class LLM:
         max_model_len: most tokens of prompt and answer; None: the model's, or what fits.
         share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
         page_size: tokens in a page of KV memory.
-        max_step_tokens: most prompt tokens of a step; None: 512 on a CPU, 8192 on a GPU.
+        max_step_tokens: most prompt tokens of a step; None: 1024 on a CPU, 8192 on a GPU.
         impl: attention implementation, `auto` for the fastest there is.
         random_weights: make the weights up (a directory with only a config will do).
         seed: where seeds of requests without one come from.
@@ -86,7 +86,7 @@ class LLM:
         )
         self.tokenizer = Tokenizer.from_directory(self.path)
         if max_step_tokens is None:
-            max_step_tokens = 512 if self.device.type == "cpu" else 8192
+            max_step_tokens = 1024 if self.device.type == "cpu" else 8192
         memory = kv_memory_bytes(kv_memory, self.device)
         num_pages = memory // (self.decoder.kv_bytes_per_token * page_size)
         if num_pages < 1:

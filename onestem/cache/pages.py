@@ -27,7 +27,7 @@ class PagePool:
         self._refs = np.zeros(num_pages, np.int32)
         self._holds = np.zeros(num_pages, np.int32)
         self._num_held = 0
-        self._next = 0
+        self._lowest = 0  # no free page is below it
 
     @property
     def num_free(self) -> int:
@@ -48,18 +48,20 @@ class PagePool:
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take free pages, consecutive ones where there are such (a run that lies in consecutive
-        slots is read in place); if possible those behind page `after`."""
+        slots is read in place); if possible those behind page `after`, else the lowest (memory that
+        was used before costs no page faults)."""
         if count > self._num_free:
             raise CacheError(f"{count} pages asked, {self._num_free} of {self.num_pages} are free")
         pages = self._stretch(count, after)
         self._free[pages] = False
         self._num_free -= count
         self._refs[pages] = 1
-        self._next = int(pages[-1] + 1) % self.num_pages if count else self._next
+        if count and pages[0] == self._lowest:
+            self._lowest = int(pages[-1]) + 1
         return [int(page) for page in pages]
 
     def _stretch(self, count: int, after: int | None) -> np.ndarray:
-        for start in (after + 1 if after is not None else -1, self._next):
+        for start in (after + 1 if after is not None else -1, self._lowest):
             if (
                 start >= 0
                 and start + count <= self.num_pages
@@ -86,6 +88,7 @@ class PagePool:
             if self._refs[page] == 0:
                 self._free[page] = True
                 self._num_free += 1
+                self._lowest = min(self._lowest, page)
 
     def hold(self, pages: Iterable[int]) -> None:
         """The run of these pages became pinned (or a pinned run got them)."""

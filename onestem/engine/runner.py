@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onestem.engine.inputs import StepInputs
 from onestem.models.decoder import Decoder
-from onestem.ops import AttentionImpl, PreparedAttention, allocate_pages, write_kv
+from onestem.ops import AttentionImpl, PreparedAttention, allocate_pages, slot_index, write_kv
 
 __all__ = ["Runner", "ShareMode"]
 
@@ -60,7 +60,7 @@ class Runner:
     def run(self, inputs: StepInputs, prepared: dict[int | None, PreparedAttention]) -> Tensor:
         """Logits float32 `[num_logits, vocab_size]` of the rows that want them."""
         device = self.decoder.device
-        slots = torch.from_numpy(inputs.slots).to(device)
+        slots = slot_index(inputs.slots, device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k_pages, v_pages = self.pages[layer]

@@ -12,11 +12,12 @@ of `rows` x 896 with a weight of 9728 x 896):
 |   64 |            13 |                      8.4 |             56 |
 |  512 |            57 |                       58 |              - |
 
-At the other shapes of a decoder packed is faster too from 2 to 64 rows, and from 256 rows on within
-an eighth of plain, on either side; so float32 weights are always packed on a CPU. 16-bit weights on
-a CPU that has no 16-bit products get a packed float32 copy, which takes every product but that of a
-single row: there the weight is read once and half the bytes win. (16-bit values, products and sums
-in float32, one rounding at the end: what hardware with 16-bit products computes.)
+At the other shapes of a decoder packed is faster too from 2 to 64 rows, equal at 256, and from 512
+rows on plain is 5 to 14% faster; so float32 weights on a CPU are kept both ways where memory
+allows, else packed. 16-bit weights on a CPU that has no 16-bit products get a packed float32 copy,
+which takes every product but that of a single row: there the weight is read once and half the bytes
+win. (16-bit values, products and sums in float32, one rounding at the end: what hardware with
+16-bit products computes.)
 
 On a CPU with AMX (eight threads) 16-bit weights are packed as they are: the same product of 16, 64
 and 512 rows takes 0.34, 0.48 and 2.5 ms, plain 0.41, 0.79 and 3.3. Two prices are paid there: one
@@ -44,11 +45,14 @@ __all__ = ["Head", "Layout", "Linear", "choose_layout"]
 # Rows up to which a 16-bit weight is used as it is although a packed float32 copy stands by.
 NATIVE_ROWS = 1
 
+# Rows from which a plain float32 weight is faster than the packed one beside it.
+PLAIN_ROWS = 384
+
 # What oneDNN chooses its blocks for. Any hint of 16 and more gave the same speed at 1 to 512 rows;
 # a hint of 1 costs a third at 4 to 64 rows.
 PACK_ROWS = 64
 
-# The share of the machine's memory that weights with float32 copies may take.
+# The share of the machine's memory that weights with their second copies may take.
 COPY_MEMORY_SHARE = 0.6
 
 
@@ -57,6 +61,7 @@ class Layout(enum.Enum):
 
     PLAIN = "plain"
     PACKED = "packed"
+    PACKED_AND_PLAIN = "packed, and plain for many rows"
     PACKED_FLOAT32 = "packed float32 copy"
 
 
@@ -65,7 +70,8 @@ def choose_layout(dtype: torch.dtype, device: torch.device, weight_bytes: int = 
     if device.type != "cpu" or not _can_pack(dtype):
         return Layout.PLAIN
     if dtype == torch.float32:
-        return Layout.PACKED
+        both = 2 * weight_bytes <= COPY_MEMORY_SHARE * _memory_bytes()
+        return Layout.PACKED_AND_PLAIN if both else Layout.PACKED
     if _has_native_products(dtype):
         return Layout.PACKED
     with_copies = weight_bytes + 4 * weight_bytes // dtype.itemsize
@@ -89,13 +95,16 @@ class Linear:
         self.packed_bias = _packed_bias(bias, self.layout)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None or self._is_native(x):
+        if self.packed is None or self._is_plain(x):
             return F.linear(x, _present(self.weight), self.bias)
         if self.layout is Layout.PACKED_FLOAT32:
             return _packed_product(x.float(), self.packed, self.packed_bias).to(x.dtype)
         return _packed_product(x, self.packed, self.packed_bias)
 
-    def _is_native(self, x: Tensor) -> bool:
+    def _is_plain(self, x: Tensor) -> bool:
+        """Whether the weight as it is serves these rows better than the packed one."""
+        if self.layout is Layout.PACKED_AND_PLAIN:
+            return x.shape[0] >= PLAIN_ROWS
         return self.layout is Layout.PACKED_FLOAT32 and x.shape[0] <= NATIVE_ROWS
 
     def tensors(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onestem.ops.items import CostModel, Item, SharedItem, WalkItem, make_items
-from onestem.ops.kv import read_kv
+from onestem.ops.kv import read_kv, slot_index
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.state import State, empty_state, merge_into
 
@@ -52,7 +52,6 @@ class _Ready:
     key_positions: Tensor
     mask: Tensor | None  # bool, broadcastable to [batch, 1, query rows, keys]; True: seen
     first: bool
-    untouched_before: bool
 
 
 class PreparedTorch:
@@ -62,7 +61,7 @@ class PreparedTorch:
         self.plan = plan
         self.items = items
         self._ready: list[_Ready] | None = None
-        self._masks: dict[tuple[int, torch.dtype, int], Tensor] = {}
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def attend(
         self,
@@ -78,8 +77,11 @@ class PreparedTorch:
         num_rows, num_heads, head_dim = q.shape
         if self._ready is None:
             self._ready = self._make_ready(q.device, num_heads // k_pages.shape[2])
-        total = empty_state(num_rows, num_heads, head_dim, device=q.device)
         scores = _Scores(1 / math.sqrt(head_dim) if scale is None else scale, alibi_slopes, softcap)
+        if len(self._ready) == 1 and self._ready[0].index == slice(0, num_rows):
+            state = self._attend_item(0, self._ready[0], q, k_pages, v_pages, scores)
+            return State(state.out.to(q.dtype), state.lse)
+        total = empty_state(num_rows, num_heads, head_dim, device=q.device)
         for number, ready in enumerate(self._ready):
             part = self._attend_item(number, ready, q, k_pages, v_pages, scores)
             if ready.first:
@@ -106,7 +108,6 @@ class PreparedTorch:
                     _slots(item, device),
                     torch.from_numpy(item.positions).to(device),
                     _mask(item, group, device),
-                    first,
                     first,
                 )
             )
@@ -186,7 +187,7 @@ class PreparedTorch:
     def _additive(self, number: int, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if mask is None:
             return None
-        key = (number, dtype, 0)
+        key = (number, dtype)
         if key not in self._masks:
             zero = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
             self._masks[key] = zero.masked_fill_(~mask, float("-inf"))
@@ -244,14 +245,9 @@ def _explicit(
 
 
 def _slots(item: Item, device: torch.device) -> slice | Tensor:
-    slots = item.slots
-    if (
-        slots.ndim == 1
-        and int(slots[-1]) - int(slots[0]) + 1 == len(slots)
-        and (np.diff(slots) == 1).all()
-    ):
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return torch.from_numpy(slots).to(device)
+    if item.slots.ndim == 1:
+        return slot_index(item.slots, device)
+    return torch.from_numpy(item.slots).to(device)
 
 
 def _read(pages: Tensor, slots: slice | Tensor) -> Tensor:

@@ -110,9 +110,17 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
     config = decoder.config
     shapes = expected_shapes(config).values()
     assert decoder.num_parameters == sum(torch.Size(shape).numel() for shape in shapes)
-    # A tied head is packed beside the embedding; nothing else is held twice.
+    # A tied head is packed beside the embedding; layers are kept packed and plain where memory
+    # allows. Nothing else is held twice.
     copies = config.tie_embeddings and decoder.head.packed is not None
     extra = config.vocab_size * config.hidden_size if copies else 0
+    if decoder.layers[0].qkv.layout is linear.Layout.PACKED_AND_PLAIN:
+        products = ("qkv", "output", "gate_up", "down")
+        extra += sum(
+            getattr(layer, name).in_features * getattr(layer, name).out_features
+            for layer in decoder.layers
+            for name in products
+        )
     assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
     heads = config.num_layers * config.num_kv_heads
     assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4

@@ -31,7 +31,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _layouts(dtype: torch.dtype) -> list[Layout]:
     if dtype == torch.float32:
-        return [Layout.PLAIN, Layout.PACKED]
+        return [Layout.PLAIN, Layout.PACKED, Layout.PACKED_AND_PLAIN]
     return [Layout.PLAIN, Layout.PACKED_FLOAT32]
 
 
@@ -78,7 +78,7 @@ def test_packed_float32_copy_keeps_the_bits_of_logits() -> None:
 
 
 @pytest.mark.skipif(
-    choose_layout(torch.float32, CPU) is not Layout.PACKED, reason="torch without oneDNN"
+    choose_layout(torch.float32, CPU) is Layout.PLAIN, reason="torch without oneDNN"
 )
 def test_a_shape_gives_the_same_bits_twice() -> None:
     weight, bias = _weights(torch.float32, True)
@@ -98,6 +98,8 @@ def test_layouts_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_layout(torch.bfloat16, CPU) is Layout.PACKED
     machine(native=False, memory=1000)
     assert choose_layout(torch.float32, CPU, 10**9) is Layout.PACKED
+    assert choose_layout(torch.float32, CPU, 300) is Layout.PACKED_AND_PLAIN
+    assert choose_layout(torch.float32, CPU, 301) is Layout.PACKED
     assert choose_layout(torch.bfloat16, CPU, 200) is Layout.PACKED_FLOAT32
     # 201 + 402 bytes are more than 0.6 of 1000.
     assert choose_layout(torch.bfloat16, CPU, 201) is Layout.PLAIN
