@@ -111,6 +111,7 @@ class Engine:
         self._seed = seed
         self._arrivals: dict[str, float] = {}  # of requests that are not open yet
         self._runs_a_job = False
+        self._checked_at = 0
 
     # ----------------------------------------------------------------------------- requests
 
@@ -157,7 +158,13 @@ class Engine:
         return request_output(state)
 
     def has_unfinished(self) -> bool:
-        return not self.scheduler.idle()
+        """Whether a step has something to do. An engine that falls idle checks its books."""
+        if not self.scheduler.idle():
+            return True
+        if self._checked_at != self.scheduler.step:
+            self._checked_at = self.scheduler.step
+            self.check()
+        return False
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests in the given order, read as there is room for them; yield each as it
