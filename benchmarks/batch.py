@@ -68,6 +68,7 @@ def main() -> None:
         modes = tuple(options.modes.split(",")) if options.modes else CASES[case][2]
         result = measure(case, modes, options.repeats, options.dtype, options.order)
         path = HERE / "results" / f"batch-{case}{options.suffix}.json"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
         show(case, result)
 

@@ -56,6 +56,7 @@ class BatchCase:
             ("groups", groups, 1),
             ("distinct", distinct, 1),
             ("output", output, 1),
+            ("seed", seed, 0),
         ):
             if value < least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}")

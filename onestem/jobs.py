@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from onestem.batch import JobSummary, Progress, SpooledPrompts, model_identity, run_job
 from onestem.batch.spool import Spool, write_spool
-from onestem.batch.workplace import Workplace
+from onestem.batch.workplace import Workplace, file_errors
+from onestem.errors import JobError
 from onestem.planner import plan_job
-from onestem.request import Request
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
@@ -29,6 +29,8 @@ def run_file(
     on_progress: Callable[[Progress], object] | None = None,
 ) -> JobSummary:
     """Run or continue a job (see `onestem.batch.run_job`) on a model."""
+    if llm.engine.share == "no-attention":
+        raise JobError("share is no-attention, whose answers mean nothing: use it with bench batch")
     return run_job(
         source,
         output,
@@ -60,6 +62,7 @@ def plan_file(
     """
     import torch
 
+    from onestem.engine.admission import check_request
     from onestem.engine.tokenizer import Tokenizer
     from onestem.llm import find_model, kv_memory_bytes, pick_device, pick_dtype
     from onestem.models.config import ModelConfig
@@ -74,14 +77,22 @@ def plan_file(
         * config.head_dim
         * torch.empty((), dtype=pick_dtype("auto", config, device)).element_size()
     )
+    tokenizer = Tokenizer.from_directory(path)
+    validate = partial(
+        check_request,
+        max_model_len=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer,
+        grammars=None,
+    )
     place = Workplace(folder / "plan.jsonl")
-    with place.locked():
+    with place.locked(), file_errors(folder):
         write_spool(
             source,
             place,
             "plan",
-            tokenizer=Tokenizer.from_directory(path),
-            validate=partial(_check_length, config.max_position_embeddings),
+            tokenizer=tokenizer,
+            validate=validate,
             on_chunk=lambda lines, size: None,
         )
         spool = Spool(place, "plan")
@@ -97,13 +108,3 @@ def plan_file(
             return {**plan.report.to_dict(), "failed_lines": len(spool) - len(indices)}
         finally:
             spool.close()
-
-
-def _check_length(limit: int, request: Request) -> None:
-    from onestem.errors import RequestError
-
-    if len(request.prompt_token_ids) >= limit:
-        raise RequestError(
-            f"prompt has {len(request.prompt_token_ids)} tokens, limit is {limit - 1}: "
-            "shorten the prompt"
-        )

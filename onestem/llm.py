@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from onestem.engine.engine import Engine
@@ -87,6 +89,8 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(self.path)
         if max_step_tokens is None:
             max_step_tokens = 1024 if self.device.type == "cpu" else 8192
+        if page_size < 1:
+            raise ConfigError(f"page_size is {page_size}, expected at least 1")
         memory = kv_memory_bytes(kv_memory, self.device)
         num_pages = memory // (self.decoder.kv_bytes_per_token * page_size)
         if num_pages < 1:
@@ -106,7 +110,6 @@ class LLM:
             impl=impl,
             seed=seed,
         )
-        self.last_plan: JobPlan | None = None
         self._count = 0
 
     # ----------------------------------------------------------------------------- offline
@@ -114,25 +117,25 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
-        `params` is one for all or one each.
+        `sampling_params` is one for all or one each.
         """
         many: list[Prompt]
-        if isinstance(prompts, str) or _is_ids(prompts):
+        if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
             many = [cast(Prompt, prompts)]
         else:
             many = list(cast(Sequence[Prompt], prompts))
         ids = self.tokenize(many)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        return self._answer(ids, texts, params)
+        return self._answer(ids, texts, sampling_params)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
         if len(messages) == 0:
@@ -143,15 +146,11 @@ class LLM:
             tokenizer.apply_chat_template(list(conversation))  # type: ignore[arg-type]
             for conversation in many
         ]
-        return self._answer(ids, [None] * len(ids), params)
-
-    def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-        """Answer requests in the order given, read as there is room; yield each as it finishes."""
-        return self.engine.run(requests)
+        return self._answer(ids, [None] * len(ids), sampling_params)
 
     def plan(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> JobPlan:
         """Groups and order for prompts that are all known."""
-        lengths = [p.max_tokens or 1 for p in params]
+        lengths = [min(p.n * (p.max_tokens or 1), 2**31 - 1) for p in params]
         return plan_job(prompts, output_lengths=lengths, kv_budget_tokens=self.kv_tokens)
 
     @property
@@ -164,7 +163,7 @@ class LLM:
         """Token ids of prompts; those that are ids already stay as they are."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._need_tokenizer("text").encode_batch(texts) if texts else ())
-        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return [next(encoded) if isinstance(prompt, str) else _ids_of(prompt) for prompt in prompts]
 
     def _answer(
         self,
@@ -178,7 +177,7 @@ class LLM:
             self.engine.validate(request)
         if not requests:
             return []
-        self.last_plan = plan = self.plan(ids, each)
+        plan = self.plan(ids, each)
         position = {request.request_id: i for i, request in enumerate(requests)}
         outputs: list[RequestOutput | None] = [None] * len(requests)
         for output in self.engine.run(planned(requests, plan)):
@@ -209,7 +208,19 @@ def planned(requests: Sequence[Request], plan: JobPlan) -> Iterator[Request]:
 
 
 def _is_ids(prompts: object) -> bool:
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], Integral)
+
+
+def _ids_of(prompt: object) -> Sequence[int]:
+    if isinstance(prompt, np.ndarray):
+        return cast(list[int], prompt.tolist())
+    if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
+        return [int(token) for token in prompt]
+    raise RequestError(
+        f"prompt is {type(prompt).__name__} ({str(prompt)[:40]}), expected text or token ids"
+    )
 
 
 def _params_for(
@@ -241,11 +252,13 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     try:
         return Path(
             snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+                name,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
+                ignore_patterns=["consolidated*", "original/*"],
             )
         )
     except Exception as error:  # many kinds: offline, unknown name, no access
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
         ) from error
@@ -259,8 +272,12 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}, there are {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -280,6 +297,8 @@ def parse_memory(size: str | int) -> int:
     """Bytes of `1073741824`, `"512MiB"`, `"2GiB"`, `"2G"` (binary), `"2GB"` (decimal)."""
     if isinstance(size, int):
         return size
+    if not isinstance(size, str):
+        raise ConfigError(f"memory size is {size!r}, expected bytes (an integer) or text like 2GiB")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
     if match is None:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 import onestem
@@ -72,7 +73,11 @@ def test_one_prompt_and_token_ids_and_params_each(llm, bare):
     with pytest.raises(RequestError, match="text needs a tokenizer"):
         ids_only.generate("text")
     with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
-        ids_only.generate(prompts[:2], params)
+        ids_only.generate(prompts[:2], sampling_params=params)
+    assert same[0][0].outputs[0].token_ids == same[1][0].outputs[0].token_ids
+    for bad in ({"prompt_token_ids": [3]}, [{"prompt": "x"}], [[1.5]]):
+        with pytest.raises(RequestError, match="expected text or token ids"):
+            ids_only.generate(bad)
 
 
 def test_chat(llm):
@@ -201,6 +206,9 @@ def test_bad_options_are_one_line_each(model, tmp_path):
         ({"model": model, "dtype": "int3"}, "dtype is 'int3'"),
         ({"model": model, "kv_memory": "lots"}, "memory size is 'lots'"),
         ({"model": model, "kv_memory": 10}, "raise kv_memory"),
+        ({"model": model, "kv_memory": 2e9}, "memory size is 2000000000.0"),
+        ({"model": model, "page_size": 0}, "page_size is 0"),
+        ({"model": model, "device": "meta"}, "device is 'meta'"),
         ({"model": model, "impl": "magic"}, "'magic'"),
     ):
         with pytest.raises(ConfigError, match=message) as error:

@@ -415,8 +415,9 @@ class _Writer:
 
 
 def _max_output(params: SamplingParams) -> int:
-    """Most tokens that all answers to a request can have; 0: not said."""
-    return 0 if params.max_tokens is None else params.n * params.max_tokens
+    """Most tokens that all answers to a request can have; 0: not said. No model gives as many as
+    the bound, which keeps sums of a job's within 64 bits."""
+    return 0 if params.max_tokens is None else min(params.n * params.max_tokens, 2**31 - 1)
 
 
 def _record(line: _Line) -> dict[str, Any]:

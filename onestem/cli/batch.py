@@ -41,8 +41,12 @@ def batch(
 ) -> None:
     """Answer OpenAI batch lines; killed at any moment, the same command goes on.
 
-    Lines that cannot be answered get an error object and the job goes on. Exit code: 0 if every
-    line was answered, 1 if some failed, 2 if the job could not run, 130 after Ctrl-C.
+    Lines that cannot be answered get an error object and the job goes on; the same command does
+    not try them again. While it runs, finished answers are in OUT.jsonl.partial and the rest of
+    its work in OUT.jsonl.work; both are gone when OUT.jsonl is complete. A continued job writes
+    the bytes of an uninterrupted one in float32, but for the last digits of log-probabilities.
+    Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run, 130
+    after Ctrl-C.
     """
     from onestem.batch import JobInterrupted
     from onestem.jobs import run_file
@@ -79,7 +83,7 @@ def _report(llm: LLM, summary: JobSummary) -> None:
     stats = llm.engine.stats
     resumed = f", {summary.resumed} lines were done before" if summary.resumed else ""
     print(
-        f"{summary.num_prompt_tokens} prompt tokens, {stats.processed_prompt_tokens} computed "
+        f"{stats.logical_prompt_tokens} prompt tokens, {stats.processed_prompt_tokens} computed "
         f"({100 * stats.saving:.1f}% saved), {summary.num_output_tokens} sampled, "
         f"{summary.seconds:.1f} s"
         f" ({summary.read_seconds:.1f} reading, {summary.plan_seconds:.2f} planning){resumed}",

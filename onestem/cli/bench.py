@@ -41,7 +41,9 @@ def batch(
         bool,
         typer.Option("--plan/--no-plan", help="Plan the job, or take it first come, first served."),
     ] = True,
-    share: options.Share = "full",
+    share: Annotated[
+        str, typer.Option(help="full, storage, off, or no-attention (the ceiling).")
+    ] = "full",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kv_memory: options.KvMemory = "auto",

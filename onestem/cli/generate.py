@@ -18,13 +18,13 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy [default: the model's].")
+        float | None, typer.Option(help="0 is greedy (default: the model's).")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Nucleus mass [default: the model's].")
+        float | None, typer.Option(help="Nucleus mass (default: the model's).")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Most likely tokens to keep [default: the model's].")
+        int | None, typer.Option(help="Most likely tokens to keep (default: the model's).")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends an answer (may be repeated).")

@@ -32,20 +32,20 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KvMemory = Annotated[str, typer.Option(help="KV memory: auto, bytes, or like 2GiB.")]
 MaxModelLen = Annotated[
-    int | None, typer.Option(help="Most tokens of prompt and answer [default: the model's].")
+    int | None, typer.Option(help="Most tokens of prompt and answer (default: the model's).")
 ]
 MaxStepTokens = Annotated[
-    int | None, typer.Option(help="Most prompt tokens of a step [default: 1024 CPU, 8192 GPU].")
+    int | None, typer.Option(help="Most prompt tokens of a step (default: 1024 CPU, 8192 GPU).")
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens in a page of KV memory.")]
-Share = Annotated[str, typer.Option(help="full, storage, off, or no-attention (for measuring).")]
+Share = Annotated[str, typer.Option(help="full, storage or off (the last two for measuring).")]
 Impl = Annotated[
     str, typer.Option("--attention", help="Attention implementation: auto, torch or reference.")
 ]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Make weights up: a config is enough.")
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of random numbers [default: drawn].")]
+Seed = Annotated[int | None, typer.Option(help="Seed of random numbers (default: drawn).")]
 
 
 def load_llm(model: str, **options: Any) -> LLM:

@@ -535,7 +535,9 @@ def _first_scored(request: Request) -> int | None:
 def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:
     limit = decoder.config.max_position_embeddings
     if asked is None:
-        return min(limit, capacity)
+        # Where memory is what limits, a round figure: the next start finds a little more or less
+        # free, and a job that goes on must find the same limit.
+        return limit if limit <= capacity else capacity - capacity % 1024 or capacity
     if asked < 2 or asked > limit:
         raise ConfigError(
             f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)"
