@@ -74,6 +74,8 @@ def test_one_prompt_and_token_ids_and_params_each(llm, bare):
         ids_only.generate("text")
     with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
         ids_only.generate(prompts[:2], sampling_params=params)
+    first = params[0]
+    same = [ids_only.generate(make(prompts[0]), sampling_params=first) for make in (list, np.array)]
     assert same[0][0].outputs[0].token_ids == same[1][0].outputs[0].token_ids
     for bad in ({"prompt_token_ids": [3]}, [{"prompt": "x"}], [[1.5]]):
         with pytest.raises(RequestError, match="expected text or token ids"):
