@@ -98,10 +98,9 @@ def plan_file(
         spool = Spool(place, "plan")
         try:
             indices = spool.is_request.nonzero()[0]
-            lengths = spool.max_output[indices]
             plan = plan_job(
                 SpooledPrompts(spool, indices),
-                output_lengths=lengths.clip(1) if lengths.any() else None,
+                output_lengths=spool.output_lengths(indices),
                 levels=levels,  # type: ignore[arg-type]
                 kv_budget_tokens=kv_memory_bytes(kv_memory, device) // bytes_per_token,
             )

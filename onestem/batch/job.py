@@ -338,9 +338,9 @@ class _Job:
         if self._planner is None:
             return None
         began = time.perf_counter()
-        lengths = spool.max_output[indices]
-        known = np.maximum(lengths, 1) if lengths.any() else None
-        self._summary.plan = self._planner(SpooledPrompts(spool, indices), output_lengths=known)
+        self._summary.plan = self._planner(
+            SpooledPrompts(spool, indices), output_lengths=spool.output_lengths(indices)
+        )
         self._summary.plan_seconds = time.perf_counter() - began
         return self._summary.plan
 

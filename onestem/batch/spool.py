@@ -182,6 +182,11 @@ class Spool:
         """`[num_lines]` most tokens that all answers to a line can have; 0: not said."""
         return self._table[:, MAX_OUTPUT]
 
+    def output_lengths(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """`max_output` of some lines as a planner takes it, at least 1; None where no line says."""
+        lengths = self.max_output[indices]
+        return np.maximum(lengths, 1) if lengths.any() else None
+
     def prompt(self, index: int) -> npt.NDArray[np.int32]:
         """`[num_prompt_tokens]` ids of a request, still on the disk."""
         first, count = self._table[index, FIRST_ID], self._table[index, NUM_IDS]

@@ -17,8 +17,8 @@ __all__ = ["LogitRow", "StepInputs", "build_inputs"]
 
 @dataclass(frozen=True)
 class LogitRow:
-    """Logits after token `index` of a sequence are wanted: to score the token that follows
-    (`scores`), to sample the next one (`samples`), or both for one that was given."""
+    """Logits after token `index` of a sequence are wanted: to sample the next token (`samples`), or
+    to score the one that follows."""
 
     sequence: Sequence
     index: int

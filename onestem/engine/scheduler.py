@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.cache import PrefixCache, Run
@@ -325,7 +325,3 @@ class Scheduler:
             return False
         self.release_groups()
         return True
-
-    def sequences(self) -> Iterator[Sequence]:
-        yield from self.running
-        yield from self.waiting
