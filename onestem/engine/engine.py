@@ -7,11 +7,13 @@ import secrets
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 
-from onestem.cache import PagePool, PrefixCache
+from onestem.cache import PagePool, PrefixCache, Run
 from onestem.engine.admission import check_request, choice_ids
+from onestem.engine.advance import Advance
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import LogitRow, StepInputs, build_inputs
@@ -29,11 +31,12 @@ from onestem.engine.sampler import (
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.stats import EngineStats
+from onestem.engine.streak import Streak, StreakHost, fits_streak
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
-from onestem.ops import PreparedAttention, resolve
+from onestem.ops import AttentionImpl, PreparedAttention, resolve
 from onestem.request import (
     FinishReason,
     Request,
@@ -43,6 +46,9 @@ from onestem.request import (
 )
 
 __all__ = ["Engine", "EngineStats"]
+
+# Steps that the scheduler makes after a row of a streak needed more of the sampler.
+STEPS_AFTER_UNSURE = 16
 
 NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
 
@@ -93,7 +99,7 @@ class Engine:
         self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
         self.impl = resolve(impl, decoder.device)
         self.stats = EngineStats()
-        self._runner = Runner(
+        self._runner = _make_runner(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
@@ -112,6 +118,17 @@ class Engine:
         self._arrivals: dict[str, float] = {}  # of requests that are not open yet
         self._runs_a_job = False
         self._checked_at = 0
+        self._streak: Streak | None = None
+        self._touched: dict[RequestState, None] = {}  # had news since the last step
+        self._sure_from = 0  # the step from which streaks are tried again
+        self._streak_host = StreakHost(
+            accept=self._accept,
+            append=self._append_many,
+            finish=self._finish,
+            num_left=self._num_left,
+            eos_token_ids=defaults.eos_token_ids,
+            depth=self._runner.depth,
+        )
 
     # ----------------------------------------------------------------------------- requests
 
@@ -140,6 +157,7 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""
+        self._close_streak()
         waiting = self._fifo.remove(request_id)
         if waiting is not None:
             self._arrivals.pop(request_id, None)
@@ -147,6 +165,7 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             return None
+        self._touched.pop(state, None)
         for index in range(len(state.sequences), state.request.params.n):
             # Its n sequences have not parted yet: each still ends once.
             sequence = self._sequence(state, index)
@@ -159,7 +178,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether a step has something to do. An engine that falls idle checks its books."""
-        if not self.scheduler.idle():
+        if not self.scheduler.idle() or self._touched:
             return True
         if self._checked_at != self.scheduler.step:
             self._checked_at = self.scheduler.step
@@ -190,6 +209,7 @@ class Engine:
             self.scheduler.queue = self._fifo
             self.scheduler.release_groups()
             self._arrivals.clear()
+            self._touched.clear()
             self._runs_a_job = False
 
     def _validated(self, request: Request) -> Request:
@@ -260,11 +280,21 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; outputs of requests that finished in it or that stream."""
+        if self._streak is not None and self._newcomer():
+            self._close_streak()
+        if self._streak is None or not self._streak_step(self._streak):
+            self._scheduled_step()
+        touched, self._touched = self._touched, {}
+        return [
+            request_output(state) for state in touched if state.finished or state.request.stream
+        ]
+
+    def _scheduled_step(self) -> None:
         started = time.perf_counter()
         try:
             chunks = self.scheduler.schedule()
             if not chunks:
-                return []
+                return
             self._note_scheduled(chunks)
             inputs, prepared = self._build(chunks)
             built = time.perf_counter()
@@ -274,11 +304,10 @@ class Engine:
             self.scheduler.undo()
             raise
         computed = time.perf_counter()
-        touched = self._commit(chunks, inputs, logits)
+        self._commit(chunks, inputs, logits)
         self._count(built - started, computed - built, time.perf_counter() - computed)
-        return [
-            request_output(state) for state in touched if state.finished or state.request.stream
-        ]
+        if inputs.decodes is not None:
+            self._streak = self._new_streak(inputs)
 
     def _build(self, chunks: list[Chunk]) -> tuple[StepInputs, dict[int | None, PreparedAttention]]:
         inputs = build_inputs(
@@ -305,22 +334,94 @@ class Engine:
         stats.sample_seconds += sample
         stats.set_backs = self.scheduler.num_set_backs
 
-    def _commit(
-        self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor
-    ) -> list[RequestState]:
-        """Take the step's results; the requests that have news, each once."""
+    def _commit(self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor) -> None:
+        """Take the step's results; `_touched` gets the requests that have news."""
         for chunk in chunks:
             rows = max(0, min(chunk.end, chunk.sequence.num_prompt) - chunk.start)
             chunk.sequence.state.metrics.num_computed_tokens += rows
             self.stats.processed_prompt_tokens += rows
-        touched: dict[RequestState, None] = {}
-        self._score(inputs.wanted, logits, touched)
-        self._sample(inputs.wanted, logits, touched)
-        return list(touched)
+        self._score(inputs.wanted, logits)
+        self._sample(inputs.wanted, logits)
 
-    def _score(
-        self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]
-    ) -> None:
+    # ----------------------------------------------------------------------------- streaks
+
+    def _new_streak(self, inputs: StepInputs) -> Streak | None:
+        """Go on without the scheduler, if all who run were in this step and fit."""
+        assert inputs.decodes is not None
+        rows = inputs.decodes
+        everyone = len(rows.sequences) == len(self.scheduler.running)
+        if not everyone or self._sure_from > self.stats.steps:
+            return None
+        if not all(map(self._fits_streak, rows.sequences, rows.runs)):
+            return None
+        sampling = [self._row(sequence) for sequence in rows.sequences]
+        drawing = self._sampler.drawing(sampling, self.decoder.device)
+        if drawing is None:
+            return None
+        advance = Advance(inputs, self.cache, self._runner.scratch_slot)
+        return Streak(
+            inputs, advance, self._runner, drawing, self._streak_host, waiting=self._someone_waits()
+        )
+
+    def _fits_streak(self, sequence: Sequence, run: Run) -> bool:
+        return (
+            sequence.finish_reason is None
+            and fits_streak(sequence)
+            and sequence.run is run
+            and run.end == len(sequence.tokens)
+            and self.cache.may_grow(run)
+        )
+
+    def _someone_waits(self) -> bool:
+        return bool(self.scheduler.waiting) or self.scheduler.queue.peek() is not None
+
+    def _newcomer(self) -> bool:
+        """Whether a request came since the streak began, that might be admitted."""
+        assert self._streak is not None
+        return not self._streak.waiting and self._someone_waits()
+
+    def _streak_step(self, streak: Streak) -> bool:
+        """Whether the streak computed a step; it has closed if not."""
+        started, host, steps = time.perf_counter(), streak.host_seconds, streak.num_steps
+        try:
+            self._note(streak.step())
+        except BaseException:
+            streak.abandon()
+            self._streak = None
+            raise
+        host = streak.host_seconds - host
+        self.scheduler.step += 1
+        self.stats.steps += streak.num_steps - steps
+        self.stats.host_seconds += host
+        self.stats.model_seconds += time.perf_counter() - started - host
+        pool = self.cache.pool
+        self.stats.peak_kv_tokens = max(self.stats.peak_kv_tokens, pool.num_held * pool.page_size)
+        return streak.num_steps > steps
+
+    def _note(self, sequences: list[Sequence]) -> None:
+        """The requests of sequences that had news in a streak; a closed streak is let go."""
+        self._touched.update((sequence.state, None) for sequence in sequences)
+        assert self._streak is not None
+        if self._streak.closed:
+            if self._streak.unsure:
+                self._sure_from = self.stats.steps + STEPS_AFTER_UNSURE
+            self._streak = None
+
+    def _close_streak(self) -> None:
+        """Take what a streak still computes; its news come with the next step."""
+        if self._streak is not None:
+            self._note(self._streak.close())
+
+    def _append_many(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Tokens of a streak, seen by nobody so far."""
+        run = sequence.run
+        assert run is not None
+        sequence.tokens.extend(token_ids)
+        run.tokens.extend(token_ids)
+        sequence.state.metrics.num_output_tokens += len(token_ids)
+        self.stats.output_tokens += len(token_ids)
+
+    def _score(self, wanted: list[LogitRow], logits: Tensor) -> None:
         rows = [i for i, row in enumerate(wanted) if not row.samples]
         if not rows:
             return
@@ -332,7 +433,7 @@ class Engine:
             sequence = wanted[i].sequence
             if sequence.finish_reason is not None:
                 continue
-            touched[sequence.state] = None
+            self._touched[sequence.state] = None
             if not math.isfinite(entry[target]):
                 sequence.stop_reason = NOT_FINITE
                 self._finish(sequence, "error")
@@ -357,9 +458,7 @@ class Engine:
         elif not known:
             row.sequence.logprobs.append(kept)
 
-    def _sample(
-        self, wanted: list[LogitRow], logits: Tensor, touched: dict[RequestState, None]
-    ) -> None:
+    def _sample(self, wanted: list[LogitRow], logits: Tensor) -> None:
         rows: list[int] = []
         sequences: list[Sequence] = []
         for i, row in enumerate(wanted):
@@ -369,7 +468,7 @@ class Engine:
                 rows.extend([i] * len(forks))
         if not rows:
             return
-        touched.update((sequence.state, None) for sequence in sequences)
+        self._touched.update((sequence.state, None) for sequence in sequences)
         same = rows == list(range(len(wanted)))
         self._take(sequences, logits if same else logits[rows])
 
@@ -441,7 +540,13 @@ class Engine:
         row.allowed_mask = sequence.grammar.fill_mask() if sequence.grammar is not None else None
         return row
 
-    def _accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None) -> None:
+    def _num_left(self, sequence: Sequence) -> int:
+        """Tokens that a sequence may still sample."""
+        room = self.max_model_len - len(sequence.tokens)
+        most = sequence.state.request.params.max_tokens
+        return room if most is None else min(room, most - sequence.num_output)
+
+    def _accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None = None) -> None:
         """Append a sampled token and see whether it ends the sequence."""
         metrics = sequence.state.metrics
         metrics.num_output_tokens += 1
@@ -472,9 +577,7 @@ class Engine:
                 return "stop"
         if sequence.grammar is not None and sequence.grammar.is_finished:
             return "stop"
-        if params.max_tokens is not None and sequence.num_output >= params.max_tokens:
-            return "length"
-        return "length" if len(sequence.tokens) >= self.max_model_len else None
+        return "length" if self._num_left(sequence) <= 0 else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
@@ -522,6 +625,17 @@ class Engine:
     def reset_stats(self) -> None:
         self.stats = EngineStats()
         self.scheduler.num_set_backs = 0
+
+
+def _make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:
+    """CUDA graphs where the attention can be in them."""
+    if decoder.device.type != "cuda" or impl.name != "triton":
+        return Runner(decoder, impl, **options)
+    from onestem.engine.graphs import GraphRunner
+
+    runner = GraphRunner(decoder, impl, **options)
+    runner.warm_up()
+    return runner
 
 
 def _first_scored(request: Request) -> int | None:

@@ -1,4 +1,8 @@
-"""A step's tensors: ids, positions, slots to write, the attention plan, rows that want logits."""
+"""A step's tensors: ids, positions, slots to write, the attention plan, rows that want logits.
+
+Decodes come first, then chunks of prompts; within each, rows stand in depth-first order of the
+tree, so that a run's rows are neighbours.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,13 @@ from onestem.engine.scheduler import Chunk
 from onestem.engine.sequence import Sequence
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 
-__all__ = ["LogitRow", "StepInputs", "build_inputs"]
+__all__ = ["DecodeRows", "LogitRow", "StepInputs", "build_inputs"]
+
+# Page ids that a decode's own run may take before its plan must be laid out anew.
+SLACK_PAGES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LogitRow:
     """Logits after token `index` of a sequence are wanted: to sample the next token (`samples`), or
     to score the one that follows."""
@@ -26,6 +33,23 @@ class LogitRow:
 
 
 @dataclass(frozen=True, eq=False)
+class DecodeRows:
+    """A step of decodes alone: what the next one needs to be made from it in place.
+
+    Attributes:
+        sequences: of each row.
+        runs: the run that each row writes.
+        run_index, span_index: int64 `[num_rows]`, where that run and the row's span over it stand
+            in the plan.
+    """
+
+    sequences: list[Sequence]
+    runs: list[Run]
+    run_index: np.ndarray
+    span_index: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class StepInputs:
     """Host arrays of one step.
 
@@ -33,6 +57,7 @@ class StepInputs:
         token_ids, positions, slots: int64 `[num_rows]`; `slots` is where each row's K and V go.
         plans: attention plan by window (None: unlimited).
         logit_rows: int64 `[num_logits]`, rows whose logits are wanted, and what for.
+        decodes: set where every row is a decode.
     """
 
     token_ids: np.ndarray
@@ -41,6 +66,7 @@ class StepInputs:
     plans: dict[int | None, AttentionPlan]
     logit_rows: np.ndarray
     wanted: list[LogitRow]
+    decodes: DecodeRows | None
 
 
 def build_inputs(
@@ -51,20 +77,39 @@ def build_inputs(
     version: int,
     share: bool = True,
 ) -> StepInputs:
-    """Lay the chunks out in depth-first order of the tree, so that a run's rows are neighbours.
+    """Lay the chunks out as rows.
 
     With `share=False` each sequence gets spans of its own, also over runs that several see.
     """
-    chunks = sorted(chunks, key=lambda chunk: [run.uid for run in chunk.sequence.path(version)])
+
+    def place(chunk: Chunk) -> tuple[bool, list[int]]:
+        return not _is_decode(chunk), [run.uid for run in chunk.sequence.path(version)]
+
     layout = _Layout(page_size, share)
-    for chunk in chunks:
-        layout.add(chunk, chunk.sequence.path(version))
+    for chunk in sorted(chunks, key=place):
+        if _is_decode(chunk):
+            layout.add_decode(chunk.sequence, chunk.sequence.path(version))
+        else:
+            layout.add_chunk(chunk, chunk.sequence.path(version))
     return layout.inputs(windows)
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    """One row, behind which the next token is sampled, in a run that the sequence writes."""
+    sequence = chunk.sequence
+    return (
+        chunk.end - chunk.start == 1
+        and chunk.end == len(sequence.tokens)
+        and sequence.num_output > 0
+        and sequence.run is not None
+        and sequence.run.end == chunk.end
+    )
 
 
 class _Layout:
     def __init__(self, page_size: int, share: bool) -> None:
         self.share = share
+        self.page_size = page_size
         self.builder = PlanBuilder(page_size)
         self.ids: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
@@ -74,8 +119,52 @@ class _Layout:
         self.num_rows = 0
         self._runs: dict[Run, int] = {}
         self._open: dict[int, list[int]] = {}  # run -> [row, rows, end] of a span that may go on
+        self._decodes: list[tuple[int, int, int]] = []  # token id, position, slot
+        self._decode_rows: list[tuple[Sequence, Run, int, int]] = []
+        self._path: list[Run] = []  # of the decode before
+        self._first_rows: list[int] = []  # where the rows of each of its shared runs begin
 
-    def add(self, chunk: Chunk, path: list[Run]) -> None:
+    # ----------------------------------------------------------------------------- decodes
+
+    def add_decode(self, sequence: Sequence, path: list[Run]) -> None:
+        """One row: it sees its ancestors whole, and its own run up to itself."""
+        row, run = self.num_rows, path[-1]
+        self._see_ancestors(path, row)
+        index = self.builder.add_run(
+            run.page_ids(), run.offset, run.computed, run.start, slack=SLACK_PAGES
+        )
+        self._runs[run] = index
+        span = self.builder.add_span(row, 1, index, run.computed)
+        page, place = divmod(run.offset + run.computed - 1, self.page_size)
+        position = len(sequence.tokens) - 1
+        slot = run.pages[page] * self.page_size + place
+        self._decodes.append((sequence.tokens[-1], position, slot))
+        self._decode_rows.append((sequence, run, index, span))
+        self.logit_rows.append(row)
+        self.wanted.append(LogitRow(sequence, position, True))
+        self.num_rows += 1
+
+    def _see_ancestors(self, path: list[Run], row: int) -> None:
+        """Runs above the last: those that the row before sees too go on, the others begin."""
+        above, common = path[:-1], 0
+        limit = min(len(self._path), len(above)) if self.share else 0
+        while common < limit and self._path[common] is above[common]:
+            common += 1
+        self._close_above(common, row)
+        for run in above[common:]:
+            self._path.append(run)
+            self._first_rows.append(row)
+
+    def _close_above(self, depth: int, row: int) -> None:
+        """End the spans over the ancestors below `depth`; chunks may go on with them."""
+        while len(self._path) > depth:
+            run, first = self._path.pop(), self._first_rows.pop()
+            self._see_whole(self._run_index(run), first, row - first, len(run.tokens))
+
+    # ----------------------------------------------------------------------------- chunks
+
+    def add_chunk(self, chunk: Chunk, path: list[Run]) -> None:
+        self._close_above(0, self.num_rows)
         sequence, a, b = chunk.sequence, chunk.start, chunk.end
         self.ids.append(sequence.ids()[a:b].astype(np.int64))
         self.positions.append(np.arange(a, b))
@@ -131,17 +220,30 @@ class _Layout:
         self.logit_rows.append(self.num_rows + row)
         self.wanted.append(LogitRow(sequence, index, samples))
 
+    # ----------------------------------------------------------------------------- the step
+
     def inputs(self, windows: Seq[int | None]) -> StepInputs:
+        self._close_above(0, self.num_rows)
         for index, (row, rows, end) in self._open.items():
             self.builder.add_span(row, rows, index, end)
-        positions = np.concatenate(self.positions)
+        decodes = np.array(self._decodes, np.int64).reshape(-1, 3).T
+        ids, positions, slots = (
+            np.concatenate([first, *rest])
+            for first, rest in zip(decodes, (self.ids, self.positions, self.slots), strict=True)
+        )
         plan = self.builder.build(positions)
-        plans = {window: windowed(plan, window) for window in set(windows)}
         return StepInputs(
-            np.concatenate(self.ids),
+            ids,
             positions,
-            np.concatenate(self.slots),
-            plans,
+            slots,
+            {window: windowed(plan, window) for window in set(windows)},
             np.array(self.logit_rows, np.int64),
             self.wanted,
+            self._pure_decodes(),
         )
+
+    def _pure_decodes(self) -> DecodeRows | None:
+        if len(self._decode_rows) < self.num_rows:
+            return None
+        sequences, runs, run_index, span_index = zip(*self._decode_rows, strict=True)
+        return DecodeRows(list(sequences), list(runs), np.array(run_index), np.array(span_index))

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from onestem.engine.advance import Change
 from onestem.engine.inputs import StepInputs
-from onestem.models.decoder import Decoder
-from onestem.ops import AttentionImpl, PreparedAttention, allocate_pages, slot_index, write_kv
+from onestem.models.decoder import Attend, Decoder
+from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 
-__all__ = ["Runner", "ShareMode"]
+__all__ = ["Prepared", "Runner", "ShareMode"]
 
 ShareMode = Literal["full", "storage", "off", "no-attention"]
+
+# By window; empty where nothing is attended.
+Prepared = dict[int | None, PreparedAttention]
 
 
 class Runner:
     """Holds the model and its KV pages.
+
+    Attributes:
+        depth: steps that may be in flight: 1, they end before they return.
+        scratch_slot: a slot that nobody reads.
 
     Args:
         decoder: the model.
@@ -38,8 +47,11 @@ class Runner:
         self.decoder = decoder
         self.impl = impl
         self.share = share
+        self.depth = 1
         self.windows = config.sliding_windows
-        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        # One page more than the pool knows of: rows that stand for nobody write there.
+        self.scratch_slot = num_pages * page_size
+        shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.pages = [
             tuple(
                 allocate_pages(*shape, dtype=decoder.dtype, device=decoder.device) for _ in range(2)
@@ -47,7 +59,7 @@ class Runner:
             for _ in range(config.num_layers)
         ]
 
-    def prepare(self, inputs: StepInputs) -> dict[int | None, PreparedAttention]:
+    def prepare(self, inputs: StepInputs) -> Prepared:
         """Make the step's plans ready; the same for all layers."""
         if self.share == "no-attention":
             return {}
@@ -56,23 +68,44 @@ class Runner:
             window: self.impl.prepare(plan, share=together) for window, plan in inputs.plans.items()
         }
 
-    @torch.inference_mode()
-    def run(self, inputs: StepInputs, prepared: dict[int | None, PreparedAttention]) -> Tensor:
-        """Logits float32 `[num_logits, vocab_size]` of the rows that want them."""
-        device = self.decoder.device
-        slots = slot_index(inputs.slots, device)
+    def prepare_decode(self, inputs: StepInputs, change: Change) -> Any:
+        """What `decode` takes: the host's part of a step of decodes, which differs from the one
+        before it by `change`."""
+        return self.prepare(inputs)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, inputs: StepInputs, prepared: Prepared) -> Tensor:
+        """Logits float32 `[num_logits, vocab_size]` of the rows that want them."""
+        return self._forward(inputs, prepared, self._on_device(inputs.token_ids))
+
+    def decode(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Tensor:
+        """Logits float32 `[num_rows, vocab_size]` of a step of decodes. `ids` int64 `[num_rows]`
+        are its tokens where they are on the device already, instead of `inputs.token_ids`."""
+        return self._forward(
+            inputs, prepared, self._on_device(inputs.token_ids) if ids is None else ids
+        )
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.decoder.device)
+
+    @torch.inference_mode()
+    def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Tensor:
+        hidden = self.decoder.forward(
+            ids,
+            self._on_device(inputs.positions),
+            self._attend(prepared, self._on_device(inputs.slots)),
+        )
+        if len(inputs.logit_rows) < len(hidden):
+            hidden = hidden[self._on_device(inputs.logit_rows)]
+        return self.decoder.logits(hidden)
+
+    def _attend(self, prepared: Prepared, slots: Tensor) -> Attend:
+        ops = self.decoder.ops
+
+        def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             k_pages, v_pages = self.pages[layer]
-            write_kv(k_pages, slots, k)
-            write_kv(v_pages, slots, v)
+            q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
             if not prepared:
                 return q
             return prepared[self.windows[layer]].attend(q, k_pages, v_pages).out.to(q.dtype)
 
-        hidden = self.decoder.forward(
-            torch.from_numpy(inputs.token_ids).to(device),
-            torch.from_numpy(inputs.positions).to(device),
-            attend,
-        )
-        return self.decoder.logits(hidden[torch.from_numpy(inputs.logit_rows).to(device)])
+        return attend

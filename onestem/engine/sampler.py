@@ -19,7 +19,7 @@ with all, and the same result.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -32,8 +32,10 @@ from onestem.errors import OnestemError, RequestError
 from onestem.request import SamplingParams, TokenLogprobs
 
 __all__ = [
+    "Drawing",
     "MaskedRowError",
     "NonFiniteLogitsError",
+    "Pending",
     "Sampled",
     "Sampler",
     "SamplingDefaults",
@@ -49,6 +51,7 @@ _CHUNK_ELEMENTS_CPU = 2**17
 _CHUNK_ELEMENTS_GPU = 2**25
 _CACHE_ENTRIES = 8192
 _NEGATIVE_INFINITY = float("-inf")
+_MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 
 class MaskedRowError(RequestError):
@@ -220,6 +223,14 @@ class Sampler:
             for index, token in zip(wanted, sampled, strict=True):
                 token_ids[index] = token
         return _with_logprobs(logits, token_ids, [setting.logprobs for setting in settings])
+
+    def drawing(self, rows: Sequence[SamplingRow], device: torch.device) -> Drawing | None:
+        """How rows sample at step after step without the host between; None if what one of them
+        may sample depends on its last token (penalties, grammars) or is biased."""
+        settings = [self._settings_of(row.params) for row in rows]
+        if any(_is_changed(row, setting) for row, setting in zip(rows, settings, strict=True)):
+            return None
+        return Drawing(rows, settings, device)
 
     def _sample_processed(
         self,
@@ -571,6 +582,81 @@ def _walk(weights: Tensor, trusted: Tensor, totals: Tensor, draw: _Draw) -> tupl
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """`values[i, index[i]]`, `[m]`."""
     return values.gather(1, index.unsqueeze(1)).squeeze(1)
+
+
+class Pending:
+    """Ids sampled on the device, on their way to the host.
+
+    Attributes:
+        ids: int64 `[n]`, on the device.
+    """
+
+    def __init__(self, ids: Tensor, unsure: Tensor) -> None:
+        self.ids = ids
+        both = torch.stack((ids, unsure.long()))
+        self._arrived: torch.cuda.Event | None = None
+        if both.is_cuda:
+            self._both = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            self._both.copy_(both, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._both = both
+
+    def take(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Wait; ids int64 `[n]`, and bool `[n]`: rows whose id is not sure (their logits are not
+        finite, or the draw needs more of the order than was looked at)."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        ids, unsure = self._both.numpy()
+        return ids, unsure != 0
+
+
+class Drawing:
+    """Samples the same rows at step after step, without waiting for the device.
+
+    Args:
+        rows: as they are before the first step; only their `token_index` grows.
+        settings: theirs.
+    """
+
+    def __init__(
+        self, rows: Sequence[SamplingRow], settings: Sequence[_Settings], device: torch.device
+    ) -> None:
+        drawn = [index for index, setting in enumerate(settings) if setting.temperature > 0.0]
+        self._rows = [rows[index] for index in drawn]
+        self._settings = [settings[index] for index in drawn]
+        self._drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
+        self._seeds = np.array([row.seed & _MASK_64 for row in self._rows], np.uint64)
+        self._indices = np.array([row.sequence_index for row in self._rows], np.int64)
+        self._next = np.array([row.token_index for row in self._rows], np.int64)
+        if drawn:
+            self._draw = _Draw.of(self._rows, self._settings, device)
+
+    def start(self, logits: Tensor) -> Pending:
+        """Sample the next token of each row of `logits` float32 `[n, vocab]`."""
+        highest, ids = logits.max(dim=-1)
+        unsure = ~torch.isfinite(highest)
+        if self._rows:
+            numbers = torch.from_numpy(uniform(self._seeds, self._indices, self._next))
+            self._next += 1
+            draw = replace(self._draw, uniform=numbers.to(logits.device))
+            work = logits[self._drawn]
+            top = highest[self._drawn]
+            totals = _all_weights(work, top, draw)
+            drawn, resolved = _draw_among(work, top, totals, draw, _CANDIDATES[0])
+            ids[self._drawn] = drawn
+            unsure[self._drawn] |= ~resolved
+        return Pending(ids, unsure)
+
+
+def _all_weights(work: Tensor, top: Tensor, draw: _Draw) -> Tensor:
+    """What `_total_weights` gives, by more arithmetic and without waiting for the device."""
+    parts = []
+    for rows in _chunks(torch.arange(len(work), device=work.device), work.shape[1]):
+        weights = _weights(work[rows], top[rows], draw.rows(rows), work.shape[1])
+        parts.append(weights.sum(dim=-1))
+    return torch.where(draw.top_k >= work.shape[1], torch.cat(parts), 0)
 
 
 # --- log-probabilities -------------------------------------------------------------------------

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from onestem.models.config import ModelConfig
 from onestem.models.linear import Head, Linear
-from onestem.models.rope import Rope, rotate
+from onestem.models.rope import Rope
+from onestem.ops import Angles, Heads, LayerOps, resolve_layers
 
 __all__ = ["Attend", "Decoder", "Layer"]
 
-# attend(layer, q, k, v) -> out
-#   q [num_rows, num_q_heads, head_dim], k and v [num_rows, num_kv_heads, head_dim], contiguous,
-#   q and k with RoPE applied; out [num_rows, num_q_heads, head_dim].
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer, qkv, heads, angles) -> out
+#   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
+#   out [num_rows, num_q_heads, head_dim].
+Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,13 @@ class Layer:
     Attributes:
         input_norm, post_norm: [hidden_size], before attention and before the MLP.
         qkv: hidden_size -> (num_q_heads + 2 * num_kv_heads) * head_dim, in the order q, k, v.
-        q_norm, k_norm: [head_dim], or `None`.
+        heads: how its result divides, and the norms over heads.
         gate_up: hidden_size -> 2 * intermediate_size, in the order gate, up.
     """
 
     input_norm: Tensor
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    heads: Heads
     output: Linear
     post_norm: Tensor
     gate_up: Linear
@@ -47,7 +47,7 @@ class Layer:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
-        norms = [self.input_norm, self.q_norm, self.k_norm, self.post_norm]
+        norms = [self.input_norm, self.heads.q_norm, self.heads.k_norm, self.post_norm]
         linears = (self.qkv, self.output, self.gate_up, self.down)
         held = [tensor for tensor in norms if tensor is not None]
         return held + [tensor for linear in linears for tensor in linear.tensors()]
@@ -64,8 +64,12 @@ class Decoder:
         norm: Tensor,
         head: Head,
         num_parameters: int,
+        ops: LayerOps | None = None,
     ) -> None:
-        """embedding [vocab_size, hidden_size] and norm [hidden_size] give dtype and device."""
+        """embedding [vocab_size, hidden_size] and norm [hidden_size] give dtype and device.
+
+        `ops` is what runs between the products; None: the fastest that the device has.
+        """
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
@@ -75,6 +79,7 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.rope = Rope(config, embedding.device)
+        self.ops = ops or resolve_layers(embedding.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -82,14 +87,15 @@ class Decoder:
 
         The result is what `logits` takes: the final norm has been applied.
         """
-        cos, sin = self.rope.angles(positions, self.dtype)
+        angles, ops, eps = self.rope.angles(positions), self.ops, self.config.rms_norm_eps
         hidden = F.embedding(token_ids, self.embedding)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            q, k, v = self._queries_keys_values(layer, hidden, cos, sin)
-            attended = attend(index, q, k, v).flatten(1)
-            hidden += layer.output(attended)
-            hidden += self._mlp(layer, hidden)
-        return self._normed(hidden, self.norm)
+            qkv = layer.qkv(ops.add_rms_norm(hidden, delta, layer.input_norm, eps))
+            delta = layer.output(attend(index, qkv, layer.heads, angles).flatten(1))
+            gate_up = layer.gate_up(ops.add_rms_norm(hidden, delta, layer.post_norm, eps))
+            delta = layer.down(ops.silu_mul(gate_up))
+        return ops.add_rms_norm(hidden, delta, self.norm, eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -110,25 +116,3 @@ class Decoder:
         config = self.config
         elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return elements * self.dtype.itemsize
-
-    def _queries_keys_values(
-        self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
-        fused = layer.qkv(self._normed(hidden, layer.input_norm))
-        heads = fused.view(fused.shape[0], q_heads + 2 * kv_heads, config.head_dim)
-        q, k = heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads]
-        v = heads[:, q_heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
-
-    def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
-        fused = layer.gate_up(self._normed(hidden, layer.post_norm))
-        gate, up = fused.chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up))
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis, in float32 inside and rounded once."""
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from onestem.models.config import ModelConfig, RopeScaling
+from onestem.ops import Angles
 
-__all__ = ["Rope", "inverse_frequencies", "rotate"]
+__all__ = ["Rope", "inverse_frequencies"]
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -43,20 +44,7 @@ class Rope:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.frequencies = inverse_frequencies(config).to(device)  # [head_dim / 2] float32
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [num_rows] int64 -> (cos, sin), each [num_rows, 1, head_dim] in `dtype`.
-
-        `sin` carries the sign of the half it stands in, as `rotate` wants it.
-        """
+    def angles(self, positions: Tensor) -> Angles:
+        """Of positions `[num_rows]` int64."""
         angle = positions.to(torch.float32)[:, None] * self.frequencies
-        cos, sin = angle.cos(), angle.sin()
-        return (
-            torch.cat((cos, cos), dim=-1).to(dtype)[:, None, :],
-            torch.cat((-sin, sin), dim=-1).to(dtype)[:, None, :],
-        )
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_rows, num_heads, head_dim] turned by `Rope.angles`; the same shape, contiguous."""
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos).addcmul_(swapped, sin)
+        return Angles(angle.cos(), angle.sin())

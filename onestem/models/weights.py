@@ -16,6 +16,7 @@ from onestem.errors import WeightsError
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
 from onestem.models.linear import Head, Layout, Linear, choose_layout
+from onestem.ops import Heads
 
 __all__ = ["expected_shapes", "load_decoder"]
 
@@ -125,11 +126,18 @@ def _layer(config: ModelConfig, index: int, source: Source, layout: Layout) -> L
         joined = _concatenated([tensor(f"{path}.bias") for path in paths]) if bias else None
         return Linear(weight, joined, layout)
 
+    heads = Heads(
+        config.num_q_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        tensor("self_attn.q_norm.weight") if config.qk_norm else None,
+        tensor("self_attn.k_norm.weight") if config.qk_norm else None,
+        config.rms_norm_eps,
+    )
     return Layer(
         input_norm=tensor("input_layernorm.weight"),
         qkv=linear("self_attn", ("q", "k", "v"), config.qkv_bias),
-        q_norm=tensor("self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=tensor("self_attn.k_norm.weight") if config.qk_norm else None,
+        heads=heads,
         output=linear("self_attn", ("o",), config.o_bias),
         post_norm=tensor("post_attention_layernorm.weight"),
         gate_up=linear("mlp", ("gate", "up"), config.mlp_bias),

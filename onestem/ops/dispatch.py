@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.layers import LayerOps, TorchLayers
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
 from onestem.ops.state import State
 from onestem.ops.torch_impl import TorchAttention
 
-__all__ = ["AttentionImpl", "PreparedAttention", "attention", "available", "resolve"]
+__all__ = [
+    "AttentionImpl",
+    "PreparedAttention",
+    "attention",
+    "available",
+    "resolve",
+    "resolve_layers",
+]
 
 
 class PreparedAttention(Protocol):
@@ -48,15 +58,24 @@ _IMPLS: dict[str, AttentionImpl] = {"reference": ReferenceAttention(), "torch": 
 
 def available() -> tuple[str, ...]:
     """Names of the implementations that can run here."""
-    return tuple(_IMPLS)
+    return (*_IMPLS, *(["triton"] if _triton() is not None else []))
 
 
 def resolve(name: str = "auto", device: torch.device | str = "cpu") -> AttentionImpl:
     """The implementation of a name. `auto` is the fastest that runs on the device; a named one
     that cannot run raises `UnsupportedError`."""
+    if name == "triton" or (name == "auto" and torch.device(device).type == "cuda"):
+        triton = _triton()
+        if triton is not None:
+            return triton
     if name == "auto":
         return _IMPLS["torch"]
-    if name in ("cpu", "triton"):
+    if name == "triton":
+        raise UnsupportedError(
+            "attention implementation 'triton' needs the package triton and an NVIDIA GPU (or "
+            f"TRITON_INTERPRET=1), use one of: {', '.join(_IMPLS)}"
+        )
+    if name == "cpu":
         raise UnsupportedError(
             f"attention implementation {name!r} is not built, use one of: {', '.join(_IMPLS)}"
         )
@@ -65,6 +84,25 @@ def resolve(name: str = "auto", device: torch.device | str = "cpu") -> Attention
             f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}"
         )
     return _IMPLS[name]
+
+
+def _triton() -> AttentionImpl | None:
+    """The Triton implementation where it can run: on a GPU, or under Triton's interpreter."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if find_spec("triton") is None or not (interpreted or torch.cuda.is_available()):
+        return None
+    from onestem.ops.triton.attention import TritonAttention
+
+    return TritonAttention()
+
+
+def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
+    """What runs between a layer's products on a device: its kernels, or else PyTorch."""
+    if torch.device(device).type == "cuda" and find_spec("triton") is not None:
+        from onestem.ops.triton.layers import TritonLayers
+
+        return TritonLayers()
+    return TorchLayers()
 
 
 def attention(

@@ -143,6 +143,9 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(f"attention plan: {message}")
 
 
+_ZEROS = np.zeros(1024, np.int32)  # what slack is filled with; it is never looked up
+
+
 class PlanBuilder:
     """Collects runs and spans; `build` gives the arrays."""
 
@@ -153,20 +156,28 @@ class PlanBuilder:
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
 
-    def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
-        """Add a run stored in `pages` (int32) from slot `offset` of the first; give its index."""
+    def add_run(
+        self, pages: np.ndarray, offset: int, length: int, position: int, *, slack: int = 0
+    ) -> int:
+        """Add a run stored in `pages` (int32) from slot `offset` of the first, with room for
+        `slack` further page ids behind them; give its index."""
         self._runs.append((self._num_pages, offset, length, position))
         self._pages.append(pages)
-        self._num_pages += len(pages)
+        if slack:
+            self._pages.append(_ZEROS[:slack])
+        self._num_pages += len(pages) + slack
         return len(self._runs) - 1
 
     def add_span(
         self, row: int, rows: int, run: int, end: int, *, first: int = 0, step: int = 0
-    ) -> None:
-        """Show tokens first..end-1 of a run to rows; one that shows nothing at all is left out."""
+    ) -> int:
+        """Show tokens first..end-1 of a run to rows; give the span's index. One that shows nothing
+        at all is left out (-1)."""
         step = step if rows > 1 else 0
-        if rows > 0 and end + (rows - 1) * step > first:
-            self._spans.append((row, rows, run, first, end, step))
+        if rows <= 0 or end + (rows - 1) * step <= first:
+            return -1
+        self._spans.append((row, rows, run, first, end, step))
+        return len(self._spans) - 1
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""

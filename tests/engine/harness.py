@@ -64,7 +64,19 @@ def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:
             seen[key] = values.clone()
         return commit(chunks, inputs, logits)
 
+    decode = engine._runner.decode
+
+    def watched_decode(inputs, prepared, ids):
+        logits = decode(inputs, prepared, ids)
+        for row, values in enumerate(torch.log_softmax(logits, -1)):
+            if inputs.slots[row] != engine._runner.scratch_slot:
+                sequence = inputs.decodes.sequences[row]
+                key = (sequence.state.request.request_id, sequence.index)
+                seen[*key, int(inputs.positions[row])] = values.clone()
+        return logits
+
     engine._commit = watched
+    engine._runner.decode = watched_decode
     return seen
 
 

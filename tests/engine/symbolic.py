@@ -24,25 +24,40 @@ class SymbolicRunner:
     """Stands in for `Runner`. `fail`: raised once, in place of a step."""
 
     def __init__(self, num_slots: int) -> None:
-        self.tokens = np.full(num_slots, -1, np.int64)
-        self.prefixes = np.full(num_slots, -1, np.int64)
+        self.scratch_slot = num_slots
+        self.tokens = np.full(num_slots + 1, -1, np.int64)
+        self.prefixes = np.full(num_slots + 1, -1, np.int64)
         self.windows = (None,)
         self.fail: BaseException | None = None
 
     def prepare(self, inputs):
         return {}
 
+    def prepare_decode(self, inputs, change):
+        return {}
+
     def run(self, inputs, prepared) -> torch.Tensor:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
+        return self.compute(inputs, inputs.token_ids)
+
+    def decode(self, inputs, prepared, ids) -> torch.Tensor:
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        return self.compute(inputs, inputs.token_ids if ids is None else ids.numpy())
+
+    def compute(self, inputs, token_ids: np.ndarray) -> torch.Tensor:
         plan = inputs.plans[None]
         plan.check()
-        assert len(set(inputs.slots.tolist())) == len(inputs.slots), "two rows write one slot"
-        self.tokens[inputs.slots], self.prefixes[inputs.slots] = inputs.token_ids, -1
+        live = inputs.slots != self.scratch_slot
+        used = inputs.slots[live]
+        assert len(set(used.tolist())) == len(used), "two rows write one slot"
+        self.tokens[used], self.prefixes[used] = token_ids[live], -1
         ends = np.zeros(len(inputs.slots), np.int64)
         for row in np.argsort(inputs.positions, kind="stable").tolist():
-            ends[row] = self.row(plan, inputs, row)
+            ends[row] = self.row(plan, inputs, row) if live[row] else 0
         logits = [_logits(int(ends[row])) for row in inputs.logit_rows]
         return torch.from_numpy(np.stack(logits) if logits else np.zeros((0, VOCAB), np.float32))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Attend, Decoder
+from onestem.ops import Angles, Heads, TorchLayers
 
 __all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
 
@@ -49,10 +50,8 @@ def dense_attend(
                 mask[copy, triple[1], triple[2]] = False
         return mask[:, None]
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert q.is_contiguous()
-        assert k.is_contiguous()
-        assert v.is_contiguous()
+    def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
+        q, k, v = TorchLayers().rotated(qkv, heads, angles)
         assert q.shape == (copies * rows, config.num_q_heads, config.head_dim)
         assert k.shape == v.shape == (copies * rows, config.num_kv_heads, config.head_dim)
         queries, keys, values = (x.float().unflatten(0, (copies, rows)) for x in (q, k, v))

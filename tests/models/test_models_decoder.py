@@ -10,8 +10,9 @@ import torch
 
 from onestem.models import linear
 from onestem.models.decoder import Decoder
-from onestem.models.rope import Rope, rotate
+from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder
+from onestem.ops import Heads, TorchLayers
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
 
@@ -136,12 +137,13 @@ def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_rotation_depends_on_distance_alone(decoder: Decoder) -> None:
-    rope = Rope(decoder.config, torch.device("cpu"))
-    q, k = torch.randn(2, 1, 1, decoder.config.head_dim, generator=torch.Generator().manual_seed(0))
+    rope, config = Rope(decoder.config, torch.device("cpu")), decoder.config
+    heads = Heads(1, 1, config.head_dim)
+    qkv = torch.randn(1, 3 * config.head_dim, generator=torch.Generator().manual_seed(0))
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
-        q_angles = rope.angles(torch.tensor([q_position]), torch.float32)
-        k_angles = rope.angles(torch.tensor([k_position]), torch.float32)
-        return (rotate(q[None], *q_angles) * rotate(k[None], *k_angles)).sum()
+        angles = [rope.angles(torch.tensor([p])) for p in (q_position, k_position)]
+        (q, _, _), (_, k, _) = (TorchLayers().rotated(qkv, heads, a) for a in angles)
+        return (q * k).sum()
 
     torch.testing.assert_close(product(17, 5), product(112, 100), atol=1e-4, rtol=0)

@@ -1,0 +1,181 @@
+"""The runner of a GPU: decode steps are CUDA graphs over fixed buffers, replayed without waiting.
+
+A graph is made for each of a few batch sizes; a step takes the next larger one, its spare rows see
+nothing and write to a page that nobody reads. What a step attends to is in the plan's work list,
+which is data (`ops.triton.Workspace`): prefixes, their lengths and their number change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.engine.advance import Change
+from onestem.engine.inputs import StepInputs
+from onestem.engine.runner import Runner, ShareMode
+from onestem.models.decoder import Attend, Decoder
+from onestem.ops import Angles, AttentionImpl, Heads
+from onestem.ops.triton import States, Workspace
+
+__all__ = ["GraphRunner"]
+
+# Rows that graphs are made for; a larger step is launched kernel by kernel.
+BATCH_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,
+    320, 384, 448, 512, 640, 768, 896, 1024,
+)  # fmt: skip
+
+MAX_STATES = 4096
+
+
+@dataclass(eq=False)
+class _Staging:
+    """Ids, positions and slots of a step, int64 `[3, max_rows]`, pinned; `copied` says when they
+    may be written again."""
+
+    values: Tensor
+    array: np.ndarray
+    copied: torch.cuda.Event
+
+    @staticmethod
+    def make(max_rows: int) -> _Staging:
+        values = torch.zeros(3, max_rows, dtype=torch.int64, pin_memory=True)
+        return _Staging(values, values.numpy(), torch.cuda.Event())
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # float32 [rows, vocab_size], written by each replay
+
+
+class GraphRunner(Runner):
+    """`Runner` whose decode steps are CUDA graphs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        impl: AttentionImpl,
+        *,
+        num_pages: int,
+        page_size: int,
+        share: ShareMode,
+    ) -> None:
+        super().__init__(decoder, impl, num_pages=num_pages, page_size=page_size, share=share)
+        self.depth = 2
+        self._sizes = np.array(BATCH_SIZES)
+        self._stagings = [_Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
+        self._turn = 0
+        self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
+        self._inputs[2] = self.scratch_slot
+        self._workspaces = self._make_workspaces(num_pages, page_size)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, _Graph] = {}
+
+    def _make_workspaces(self, num_pages: int, page_size: int) -> dict[int | None, Workspace]:
+        config, device = self.decoder.config, self.decoder.device
+        states = States.empty(MAX_STATES, config.num_q_heads, config.head_dim, device)
+        return {
+            window: Workspace(
+                max_rows=BATCH_SIZES[-1],
+                num_q_heads=config.num_q_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                page_size=page_size,
+                dtype=self.decoder.dtype,
+                device=device,
+                # Each page stands in the plan once, and each row's items, spans and slack beside.
+                max_words=num_pages + 64 * BATCH_SIZES[-1] + (1 << 17),
+                states=states,
+                share=self.share != "storage",
+                windowed=window is not None,
+            )
+            for window in set(self.windows)
+        }
+
+    def warm_up(self) -> None:
+        """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
+        for size in reversed(BATCH_SIZES):
+            self._graph(size)
+
+    # ----------------------------------------------------------------------------- a step
+
+    def prepare_decode(self, inputs: StepInputs, change: Change) -> int | None:
+        """Write the work lists; gives the batch size of the graph (None: no graph is as large)."""
+        rows = len(inputs.positions)
+        if rows > BATCH_SIZES[-1]:
+            return None
+        size = int(self._sizes[np.searchsorted(self._sizes, rows)])
+        if self.share != "no-attention":
+            for window, workspace in self._workspaces.items():
+                if change.structure or workspace.work is None:
+                    workspace.write(inputs.plans[window], num_rows=size)
+                else:
+                    words = workspace.work.page_word(change.runs, change.page_index)
+                    workspace.advance(change.spans, words, change.pages)
+        return size
+
+    def decode(self, inputs: StepInputs, prepared: int | None, ids: Tensor | None) -> Tensor:
+        if prepared is None:
+            return super().decode(inputs, self.prepare(inputs), ids)
+        rows = len(inputs.positions)
+        self._stage(inputs, rows, prepared)
+        if ids is not None:
+            self._inputs[0, :rows].copy_(ids)
+        if self.share != "no-attention":
+            for workspace in self._workspaces.values():
+                workspace.upload()
+        graph = self._graph(prepared)
+        graph.graph.replay()
+        return graph.logits[:rows]
+
+    def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
+        self._turn = 1 - self._turn
+        staging = self._stagings[self._turn]
+        staging.copied.synchronize()
+        array = staging.array
+        array[0, :rows], array[1, :rows] = inputs.token_ids, inputs.positions
+        array[2, :rows], array[2, rows:size] = inputs.slots, self.scratch_slot
+        self._inputs.copy_(staging.values, non_blocking=True)
+        staging.copied.record()
+
+    # ----------------------------------------------------------------------------- graphs
+
+    def _graph(self, size: int) -> _Graph:
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        return self._graphs[size]
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> _Graph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._fixed_forward(size)
+        return _Graph(graph, logits)
+
+    def _fixed_forward(self, size: int) -> Tensor:
+        ids, positions, slots = self._inputs[:, :size]
+        hidden = self.decoder.forward(ids, positions, self._fixed_attend(slots))
+        return self.decoder.logits(hidden)
+
+    def _fixed_attend(self, slots: Tensor) -> Attend:
+        ops = self.decoder.ops
+
+        def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
+            k_pages, v_pages = self.pages[layer]
+            q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
+            if self.share == "no-attention":
+                return q
+            out = torch.empty_like(q)
+            self._workspaces[self.windows[layer]].launch(q, k_pages, v_pages, out)
+            return out
+
+        return attend

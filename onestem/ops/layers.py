@@ -1,0 +1,133 @@
+"""What stands between a layer's matrix products: norms, rotary embedding with KV write, the gate.
+
+Each of these reads and writes its rows once where a device has a kernel for it (`LayerOps`);
+`TorchLayers` is the same in plain PyTorch, on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onestem.ops.kv import write_kv
+
+__all__ = ["Angles", "Heads", "LayerOps", "TorchLayers"]
+
+
+class Angles(NamedTuple):
+    """Rotary angles of a step's rows: cosines and sines, float32 `[num_rows, head_dim / 2]`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """How a fused projection divides into heads: q, then k, then v.
+
+    Attributes:
+        q_norm, k_norm: `[head_dim]`, weights of an RMSNorm over each head before the rotation
+            (Qwen3), or None.
+        eps: of those norms.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+class LayerOps(Protocol):
+    """One device's way. Arithmetic is float32 inside; each result is rounded once."""
+
+    @property
+    def name(self) -> str: ...
+
+    def add_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        """Add `delta` to `hidden` `[n, hidden_size]` in place (rounded to its dtype); give
+        `RMSNorm(hidden) * weight`, `[n, hidden_size]`."""
+        ...
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """Norm and rotate the heads of `qkv` `[n, (num_q_heads + 2 * num_kv_heads) * head_dim]`,
+        write k and v to `slots` (int64 `[n]`, page * page_size + place) of the pages, and give q
+        `[n, num_q_heads, head_dim]`. Pair i of a head is `(x[i], x[i + head_dim / 2])`."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchLayers:
+    """`LayerOps` in PyTorch."""
+
+    name: str = "torch"
+
+    def add_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        if delta is not None:
+            hidden += delta
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        q, k, v = self.rotated(qkv, heads, angles)
+        write_kv(k_pages, slots, k)
+        write_kv(v_pages, slots, v)
+        return q
+
+    def rotated(self, qkv: Tensor, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[n, num_q_heads, head_dim]` and k `[n, num_kv_heads, head_dim]`, normed and rotated,
+        and v as it is."""
+        split = qkv.view(len(qkv), heads.num_q_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        q, k, v = split.split((heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        return (
+            _rotate(_head_norm(q, heads.q_norm, heads.eps), angles),
+            _rotate(_head_norm(k, heads.k_norm, heads.eps), angles),
+            v,
+        )
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    """x `[n, num_heads, head_dim]` turned by the rows' angles; contiguous."""
+    cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[-1] // 2
+    turned[..., :half] = (first * cos).addcmul_(second, sin, value=-1)
+    turned[..., half:] = (second * cos).addcmul_(first, sin)
+    return turned

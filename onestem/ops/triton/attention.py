@@ -1,0 +1,113 @@
+"""`TritonAttention`: the Triton kernels behind the interface of `ops.dispatch`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError
+from onestem.ops.plan import AttentionPlan
+from onestem.ops.state import State
+from onestem.ops.triton.config import KernelConfig
+from onestem.ops.triton.launch import Kernels, Scores, States
+from onestem.ops.work import make_work
+
+__all__ = ["PreparedTriton", "TritonAttention"]
+
+
+@dataclass(frozen=True)
+class TritonAttention:
+    """Triton implementation of `AttentionImpl`. `config`: instead of the device's own."""
+
+    name: str = "triton"
+    config: KernelConfig | None = None
+    num_programs: int | None = None
+
+    def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTriton:
+        return PreparedTriton(plan, share, self.config, self.num_programs)
+
+
+@dataclass(frozen=True, eq=False)
+class _OnDevice:
+    kernels: Kernels
+    control: Tensor
+    states: States
+
+
+class PreparedTriton:
+    """A plan whose work list is made at the first layer, when the heads are known; it serves all
+    layers. One object must not run on two streams at a time: its layers share partial states."""
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        share: bool,
+        config: KernelConfig | None = None,
+        num_programs: int | None = None,
+    ) -> None:
+        self.plan = plan
+        self.share = share
+        self.config = config
+        self.num_programs = num_programs
+        self._ready: dict[tuple[object, ...], _OnDevice] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> State:
+        """See `ops.attention`. Pages must be contiguous."""
+        if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+            raise ConfigError("pages are not contiguous: pass them as allocate_pages makes them")
+        key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
+        if key not in self._ready:
+            self._ready[key] = self._make(q, k_pages.shape[2])
+        ready = self._ready[key]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
+        ready.kernels.launch(
+            ready.control,
+            ready.states,
+            q.contiguous(),
+            k_pages,
+            v_pages,
+            out,
+            lse,
+            Scores(scale, softcap, slopes),
+        )
+        return State(out, lse)
+
+    def _make(self, q: Tensor, num_kv_heads: int) -> _OnDevice:
+        kernels = Kernels.make(
+            num_q_heads=q.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=q.shape[2],
+            page_size=self.plan.page_size,
+            dtype=q.dtype,
+            device=q.device,
+            windowed=self.plan.window is not None,
+            config=self.config,
+            num_programs=self.num_programs,
+        )
+        work = make_work(
+            self.plan,
+            kernels.cost,
+            num_kv_heads=num_kv_heads,
+            group=kernels.group,
+            share=self.share,
+        )
+        words = np.zeros(work.num_words, np.int32)
+        work.pack(words)
+        states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)
+        return _OnDevice(kernels, torch.from_numpy(words).to(q.device), states)

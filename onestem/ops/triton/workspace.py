@@ -1,0 +1,177 @@
+"""`Workspace`: the Triton kernels over fixed buffers, so that a CUDA graph can replay them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError
+from onestem.ops.plan import AttentionPlan
+from onestem.ops.triton.config import KernelConfig
+from onestem.ops.triton.launch import Kernels, Scores, States
+from onestem.ops.work import WorkList, make_work
+
+__all__ = ["Workspace"]
+
+
+@dataclass(eq=False)
+class _Host:
+    """A host copy of the control buffer (pinned on a GPU); `copied` is recorded behind its upload."""
+
+    words: Tensor
+    array: np.ndarray
+    copied: torch.cuda.Event | None
+
+
+@dataclass(eq=False)
+class Workspace:
+    """Attention over plans in fixed buffers.
+
+    One step: `write(plan)` makes the work list and packs it into a host buffer; `upload()` copies
+    it to the device (asynchronously, on the current stream); `launch(...)` runs the two kernels, as
+    often as there are layers. `upload` and `launch` may be captured in a CUDA graph, `launch` best
+    alone: it reads everything about the plan from `control`. There are two host buffers, taken in
+    turn, so a step can be written while the copy of the one before it is under way; `write` waits
+    for the copy before that.
+
+    Between two steps that differ in lengths alone, `advance` replaces `write`.
+
+    Layers with different windows need a workspace each (with the same `states`, since they run in
+    turn). A plan's window must be None where `windowed` is False.
+
+    Attributes:
+        max_rows: rows of `q`, `out` and `lse`. A plan may have fewer; `write` says whether the
+            others are written.
+        max_words: int32 words of the control buffer. A plan takes about 16 words per item, 8 per
+            run, 3 per row and one per page.
+        states: room for partial states. When a plan wants more, less is shared and cut.
+        share: False reads a shared run once per sequence.
+        windowed: whether plans have a window.
+        config: tile shapes; default: the tuned ones of this GPU, else `default_config`.
+        num_programs: size of the grid; default: the configuration's.
+    """
+
+    max_rows: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+    max_words: int = 1 << 18
+    max_states: int = 4096
+    states: States | None = None
+    share: bool = True
+    windowed: bool = False
+    config: KernelConfig | None = None
+    num_programs: int | None = None
+    kernels: Kernels = field(init=False)
+    control: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
+    work: WorkList | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.kernels = Kernels.make(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device,
+            windowed=self.windowed,
+            config=self.config,
+            num_programs=self.num_programs,
+        )
+        if self.states is None:
+            self.states = States.empty(
+                self.max_states, self.num_q_heads, self.head_dim, self.device
+            )
+        self.control = torch.zeros(self.max_words, dtype=torch.int32, device=self.device)
+        shape = (self.max_rows, self.num_q_heads)
+        self.lse = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._hosts = [self._host(), self._host()]
+        self._turn = 0
+        self._words = 0
+        self._grow: np.ndarray | None = None
+
+    def _host(self) -> _Host:
+        cuda = self.device.type == "cuda"
+        words = torch.zeros(self.max_words, dtype=torch.int32, pin_memory=cuda)
+        return _Host(words, words.numpy(), torch.cuda.Event() if cuda else None)
+
+    def _next_host(self) -> _Host:
+        self._turn = 1 - self._turn
+        host = self._hosts[self._turn]
+        if host.copied is not None:
+            host.copied.synchronize()
+        return host
+
+    def write(self, plan: AttentionPlan, *, num_rows: int | None = None) -> WorkList:
+        """A step's host work. `num_rows`: rows behind the plan's, up to this many, become
+        `(0, -inf)` (default: they are not written)."""
+        if (plan.window is not None) != self.windowed:
+            raise ConfigError(
+                f"the plan's window is {plan.window}, the workspace has windowed={self.windowed}"
+            )
+        assert self.states is not None
+        self.work = make_work(
+            plan,
+            self.kernels.cost,
+            num_kv_heads=self.num_kv_heads,
+            group=self.kernels.group,
+            share=self.share,
+            num_rows=num_rows,
+            max_states=len(self.states),
+        )
+        self._words = self.work.pack(self._next_host().array)
+        self._grow = None
+        return self.work
+
+    def advance(
+        self, spans: np.ndarray, page_words: np.ndarray | None = None, pages: object = None
+    ) -> None:
+        """The next decode step: `end` of the one-row `spans` (int `[n]`) and all rows' positions
+        grow by one. Since the last `write`, `spans` must have been the same. The plan itself is
+        not changed. `pages[i]` goes to word `page_words[i]` (`WorkList.page_word`)."""
+        if self.work is None:
+            raise ConfigError("advance before write: write a plan first")
+        if self._grow is None:
+            self._grow = self.work.growing_words(spans)
+        before = self._hosts[self._turn].array
+        array = self._next_host().array
+        array[: self._words] = before[: self._words]
+        array[self._grow] += 1
+        if page_words is not None:
+            array[page_words] = pages
+
+    def upload(self) -> None:
+        """Copy what was written to the device."""
+        host = self._hosts[self._turn]
+        self.control[: self._words].copy_(host.words[: self._words], non_blocking=True)
+        if host.copied is not None:
+            host.copied.record()
+
+    def launch(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor,
+        *,
+        lse: Tensor | None = None,
+        scores: Scores | None = None,
+    ) -> None:
+        """Attention of the plan on the device, on the current stream, without synchronisation.
+
+        Args:
+            q, out: `[max_rows or fewer, num_q_heads, head_dim]`, contiguous, of one dtype.
+            k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, contiguous.
+            lse: float32 `[as q, num_q_heads]`, natural log; default: the workspace's own `lse`.
+            scores: default: scale `1 / sqrt(head_dim)`.
+        """
+        assert self.states is not None
+        lse = self.lse if lse is None else lse
+        self.kernels.launch(self.control, self.states, q, k_pages, v_pages, out, lse, scores)

@@ -1,0 +1,178 @@
+"""Streaks: decode steps without the scheduler compute what the scheduler's steps compute."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onestem.engine.engine import Engine
+from onestem.engine.streak import Streak
+from onestem.request import Request, SamplingParams
+from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
+from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
+
+
+def at_depth(engine: Engine, depth: int) -> Engine:
+    engine._streak_host = replace(engine._streak_host, depth=depth)
+    return engine
+
+
+def without_streaks(engine: Engine) -> Engine:
+    engine._new_streak = lambda inputs: None
+    return engine
+
+
+@pytest.fixture
+def streaks(monkeypatch: pytest.MonkeyPatch) -> list[Streak]:
+    """Every streak that begins."""
+    begun: list[Streak] = []
+    init = Streak.__init__
+
+    def noted(self, *args, **kw):
+        init(self, *args, **kw)
+        begun.append(self)
+
+    monkeypatch.setattr(Streak, "__init__", noted)
+    return begun
+
+
+PARAMS = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.0, "top_p": 0.7, "seed": 9, "n": 3},
+    {"temperature": 0.9, "top_k": 5, "seed": 2},
+]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+def test_answers_are_the_schedulers(tiny, streaks: list, share: str, depth: int) -> None:
+    requests = [
+        one
+        for k, fields in enumerate(PARAMS)
+        for one in requests_for(shared_prompts(k), max_tokens=9 + 4 * k, **fields)
+    ]
+    requests = [replace(one, request_id=str(i)) for i, one in enumerate(requests)]
+    plain = answer(without_streaks(make_engine(tiny("llama"), share=share)), requests)
+    steps = sum(streak.num_steps for streak in streaks)
+    assert steps == 0
+    found = answer(at_depth(make_engine(tiny("llama"), share=share), depth), requests)
+    assert sum(streak.num_steps for streak in streaks) > 8
+    for name, output in plain.items():
+        assert [o.token_ids for o in found[name].outputs] == [o.token_ids for o in output.outputs]
+        assert [o.finish_reason for o in found[name].outputs] == [
+            o.finish_reason for o in output.outputs
+        ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_traffic_at_depth_two(seed: int) -> None:
+    """Requests that come, end and are aborted while a step is in flight."""
+    rng = random.Random(seed)
+    engine = at_depth(make_symbolic(num_pages=rng.choice([24, 60, 200]), page_size=2), 2)
+    shared = [rng.randrange(VOCAB) for _ in range(8)]
+    requests = [
+        request(
+            i,
+            shared[: rng.randrange(9)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))],
+            max_tokens=rng.choice([1, 4, 15, 25]),
+            temperature=rng.choice([0, 1.0]),
+            seed=i,
+            stop_token_ids=rng.choice([[], [3]]),
+        )
+        for i in range(12)
+    ]
+    late = requests[6:]
+    for one in requests[:6]:
+        engine.add_request(one)
+    aborted = {}
+
+    def disturb(outputs: dict) -> None:
+        if late and rng.random() < 0.2:
+            engine.add_request(late.pop())
+        name = str(rng.randrange(12))
+        if rng.random() < 0.05 and name not in outputs:
+            output = engine.abort(name)
+            if output is not None:
+                aborted[name] = output
+        if rng.random() < 0.05 and engine.has_unfinished():
+            engine._runner.fail = KeyboardInterrupt()
+            # A step that only takes what is in flight computes nothing that could fail.
+            with contextlib.suppress(KeyboardInterrupt):
+                outputs.update((o.request_id, o) for o in engine.step() if o.finished)
+            engine._runner.fail = None
+
+    outputs = drain(engine, each_step=disturb)
+    while late:
+        engine.add_request(late.pop())
+        outputs |= drain(engine)
+    assert_idle(engine)
+    assert sorted({**outputs, **aborted}) == sorted(one.request_id for one in requests)
+    for one in requests:
+        if one.request_id not in aborted:
+            alone = without_streaks(make_symbolic(num_pages=60, page_size=1, share="off"))
+            want = run_all(alone, [one])[one.request_id].outputs
+            assert outputs[one.request_id].outputs == want
+
+
+def test_a_streak_survives_ends_and_pages(streaks: list) -> None:
+    """Rows that end stay empty until there are many; runs take pages on the way."""
+    engine = make_symbolic(num_pages=400, page_size=2)
+    lengths = [15] * 12 + [4, 6]
+    requests = [request(i, [i % 5, 1, 2], max_tokens=n) for i, n in enumerate(lengths)]
+    outputs = run_all(engine, requests)
+    assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(14)] == lengths
+    assert len(streaks) == 1
+
+
+def test_a_newcomer_is_admitted_at_once(streaks: list) -> None:
+    engine = make_symbolic(num_pages=400, page_size=2)
+    engine.add_request(request(0, [1, 2, 3], max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    assert engine._streak is not None
+    engine.add_request(request(1, [1, 2, 4], max_tokens=2))
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+    drain(engine)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"logprobs": 1}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 10}],
+)
+def test_what_needs_the_host_runs_no_streak(streaks: list, fields: dict) -> None:
+    engine = make_symbolic(num_pages=400, page_size=2)
+    run_all(engine, [request(0, [1, 2, 3], max_tokens=10, **fields)])
+    assert not streaks
+
+
+def test_an_unsure_draw_is_sampled_by_the_scheduler(
+    tiny, streaks: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flat distribution needs more than the leading tokens that a streak looks at."""
+    monkeypatch.setattr("onestem.engine.sampler._CANDIDATES", (4, 16))
+    one = Request(
+        request_id="0",
+        prompt_token_ids=[5, 6, 7],
+        params=SamplingParams(temperature=3.0, max_tokens=40, seed=1, ignore_eos=True),
+    )
+    want = answer(without_streaks(make_engine(tiny("llama"))), [one])
+    found = answer(make_engine(tiny("llama")), [one])
+    assert found["0"].outputs[0].token_ids == want["0"].outputs[0].token_ids
+    assert any(streak.unsure for streak in streaks)
+
+
+def test_streamed_text_comes_with_each_step(streaks: list) -> None:
+    engine = make_symbolic(num_pages=400, page_size=2)
+    one = replace(request(0, [1, 2, 3], max_tokens=8), stream=True)
+    engine.add_request(one)
+    seen = []
+    while engine.has_unfinished():
+        seen += [len(output.outputs[0].token_ids) for output in engine.step()]
+    assert seen == list(range(1, 9))
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,116 @@
+"""Random plans, and what a packed work list shows each row: shared by the tests of work lists and
+of kernels that read them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from onestem.ops import AttentionPlan, PlanBuilder, windowed
+from onestem.ops.work import ENTRY, HEADER, RECORD, CostModel, Tile
+
+# Small tiles cut and split small plans; the last two make every group an item or none.
+SMALL = (Tile(16, 16), Tile(32, 16), Tile(64, 32))
+COSTS = {
+    "default": CostModel(SMALL, programs=8),
+    "many cuts": CostModel(SMALL, programs=512, min_tokens=16, merge_tokens=0, slack=1.0),
+    "never share": CostModel(SMALL, programs=64, merge_tokens=10**6, min_tokens=16),
+}
+
+
+def random_plan(
+    rng: np.random.Generator,
+    *,
+    page_size: int,
+    num_runs: int = 4,
+    num_seqs: int = 8,
+    window: int | None = None,
+    max_rows: int = 24,
+    max_len: int = 70,
+) -> AttentionPlan:
+    """A forest plus modules, chunks and decodes; runs begin anywhere in a page, pages stand in
+    random order with slack behind them; some rows see nothing."""
+    builder = PlanBuilder(page_size)
+    page_ids = rng.permutation(512).astype(np.int32)
+    used = 0
+
+    def run(length: int, position: int) -> int:
+        nonlocal used
+        offset = int(rng.integers(0, page_size))
+        count = -(-(offset + length) // page_size)
+        pages = np.append(page_ids[used : used + count], np.int32(2**30))  # slack: garbage
+        used += count
+        return builder.add_run(pages, offset, length, position)
+
+    edges = [0, 1, page_size - 1, page_size, page_size + 1, int(rng.integers(1, max_len))]
+    lengths = [int(rng.choice(edges)) for _ in range(num_runs)]
+    starts = np.cumsum([0, *[n + int(rng.integers(0, 5)) for n in lengths]])
+    shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
+    positions: list[int] = []
+    for _ in range(num_seqs):
+        rows = int(rng.choice([1, 1, 1, 2, int(rng.integers(1, max_rows))]))
+        before = int(rng.choice([0, int(rng.integers(0, max_len))]))
+        base, row = int(starts[-1]) + int(rng.integers(0, 3)), len(positions)
+        own = run(before + rows, base)
+        for index, length in zip(shared, lengths, strict=True):
+            if rng.random() < 0.6:
+                builder.add_span(row, rows, index, length)
+        if rng.random() < 0.9:
+            builder.add_span(row, rows, own, before + 1, step=1)
+        if rng.random() < 0.2 and rows > 2:  # its first rows see nothing of this
+            other = run(rows, base + 500)
+            builder.add_span(row, rows, other, -1 if rows > 3 else 0, step=1)
+        positions.extend(range(base + before, base + before + rows))
+    plan = builder.build(np.array(positions))
+    order = rng.permutation(plan.num_spans)  # spans may come in any order
+    plan = dataclasses.replace(plan, spans=np.ascontiguousarray(plan.spans[order]))
+    return windowed(plan, window)
+
+
+def written_slots(plan: AttentionPlan) -> np.ndarray:
+    """int64: every slot that some span shows (all others may hold NaN)."""
+    parts = [np.zeros(0, np.int64)]
+    for _, rows, run, first, end, step in plan.spans.tolist():
+        parts.append(plan.slots(run, first, max(first, end + (rows - 1) * step)))
+    return np.unique(np.concatenate(parts))
+
+
+@dataclasses.dataclass
+class Shown:
+    """What a packed work list tells a kernel, read word by word.
+
+    keys: per row, the (slot, position) pairs of every part that shows them.
+    parts: per row, its states (-1: final).
+    """
+
+    keys: list[list[tuple[int, int]]]
+    parts: list[list[int]]
+    merges: dict[int, tuple[int, int]]
+
+
+def read_packed(words: np.ndarray, num_rows: int, page_size: int, cost: CostModel, group: int) -> Shown:
+    """Follows `words` as the kernel does; asserts that no row of a tile's clear range is blind."""
+    num_items, num_merges, walk, rows, dest, merges, pages, positions, window = words[:9].tolist()
+    shown = Shown([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], {})
+    for item in range(num_items):
+        record = words[HEADER + RECORD * item :]
+        kind, count, row_start, num_walk, walk_start = record[:5].tolist()
+        assert 1 <= count <= cost.tiles[kind].block_m // group
+        entries = [record[8:16]]
+        entries += [
+            words[walk + ENTRY * (walk_start + i) :][:ENTRY] for i in range(num_walk - 1)
+        ]
+        for j in range(count):
+            row = int(words[rows + row_start + j])
+            shown.parts[row].append(int(words[dest + row_start + j]))
+            for lo, clear_lo, clear_hi, hi, end, step, shift, _ in (e.tolist() for e in entries):
+                oldest = int(words[positions + row]) - window + 1 - shift
+                first, stop = max(lo, oldest), min(hi, end + j * step)
+                assert clear_hi <= clear_lo or (first <= clear_lo and clear_hi <= stop)
+                for x in range(first, stop):
+                    slot = int(words[pages + x // page_size]) * page_size + x % page_size
+                    shown.keys[row].append((slot, x + shift))
+    for row, start, count, _ in words[merges:].reshape(-1)[: 4 * num_merges].reshape(-1, 4).tolist():
+        shown.merges[row] = (start, count)
+    return shown

@@ -1,0 +1,273 @@
+"""The Triton kernels against the float64 reference: on a GPU, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops import AttentionPlan, State, attention, resolve, windowed
+from onestem.ops.triton import KernelConfig, States, TritonAttention, Workspace
+from onestem.ops.triton.launch import Scores
+from onestem.ops.work import Tile
+from tests.ops.plans import SMALL, random_plan, written_slots
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Triton's interpreter does not multiply bfloat16.
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+CONFIG = KernelConfig(SMALL, (2, 2, 2), merge_tokens=2, min_tokens=32)
+CUTS = dataclasses.replace(CONFIG, min_tokens=16, merge_tokens=0)
+ALONE = dataclasses.replace(CONFIG, merge_tokens=10**6)
+
+
+def tensors(plan: AttentionPlan, seed: int, *, kv_heads: int, group: int, head_dim: int, dtype):
+    """q, k_pages, v_pages; NaN in every slot that no span shows."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(plan.num_rows, kv_heads * group, head_dim, generator=generator)
+    slots = torch.from_numpy(written_slots(plan))
+    pages = []
+    for _ in range(2):
+        page = torch.full((512 * plan.page_size, kv_heads, head_dim), math.nan)
+        page[slots] = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
+        pages.append(page.view(512, plan.page_size, kv_heads, head_dim).to(DEVICE, dtype))
+    return q.to(DEVICE, dtype), *pages
+
+
+def poison(monkeypatch) -> None:
+    """torch.empty gives NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(made):
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+
+
+def assert_matches(got: State, want: State, dtype: torch.dtype) -> None:
+    """float32: 2e-5 of the largest value. 16 bits: each weight and the result are rounded once, so
+    an element may be off by twice the unit roundoff of the largest value."""
+    unit = {torch.float32: 2e-5, torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}[dtype]
+    assert got.out.dtype == dtype
+    assert got.lse.dtype == torch.float32
+    assert not got.out.isnan().any()
+    assert not got.lse.isnan().any()
+    scale = float(want.out.abs().max())
+    assert float((got.out.double() - want.out).abs().max()) <= unit * max(scale, 1e-9)
+    blind = want.lse == -math.inf
+    assert torch.equal(got.lse == -math.inf, blind)
+    assert (got.out[blind] == 0).all()
+    if not blind.all():
+        assert float((got.lse.double() - want.lse)[~blind].abs().max()) <= max(unit, 2e-5)
+
+
+# page_size, window, group, kv_heads, head_dim, dtype, share, configuration
+SHAPES = [
+    (16, None, 4, 2, 16, torch.float32, True, CONFIG),
+    (16, None, 1, 1, 32, torch.float32, True, CUTS),
+    (1, None, 3, 2, 16, torch.float32, True, CUTS),
+    (3, 7, 4, 1, 16, torch.float32, True, CONFIG),
+    (64, 33, 8, 1, 16, torch.float32, True, CUTS),
+    (16, None, 16, 1, 16, torch.float32, True, CONFIG),
+    (16, None, 5, 1, 24, torch.float32, False, CONFIG),
+    (16, 20, 2, 2, 16, torch.float32, True, ALONE),
+    (16, None, 4, 1, 80, torch.float32, True, CUTS),
+    (16, None, 2, 1, 16, torch.float16, True, CUTS),
+    (16, None, 4, 1, 64, HALF, True, CONFIG),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s[:5])))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_triton_equals_reference(shape, seed, monkeypatch):
+    page_size, window, group, kv_heads, head_dim, dtype, share, config = shape
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, page_size=page_size, window=window, num_seqs=6, max_rows=16)
+    q, k, v = tensors(plan, seed, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
+    want = attention(q, k, v, plan, impl="reference")
+    poison(monkeypatch)
+    got = TritonAttention(config=config, num_programs=3).prepare(plan, share=share).attend(q, k, v)
+    assert_matches(got, want, dtype)
+
+
+@pytest.mark.parametrize(
+    ("alibi", "softcap", "scale", "window"),
+    [(True, None, None, None), (False, 5.0, 0.3, None), (True, 2.0, 0.7, 9), (False, None, 2.0, 5)],
+)
+def test_alibi_softcap_and_scale(alibi, softcap, scale, window):
+    plan = random_plan(np.random.default_rng(3), page_size=16, window=window, num_seqs=5)
+    q, k, v = tensors(plan, 3, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+    slopes = torch.rand(4, device=DEVICE) if alibi else None
+    more = {"alibi_slopes": slopes, "softcap": softcap, "scale": scale}
+    want = attention(q, k, v, plan, impl="reference", **more)
+    got = TritonAttention(config=CUTS).prepare(plan).attend(q, k, v, **more)
+    assert_matches(got, want, torch.float32)
+
+
+def test_a_named_implementation_runs_with_its_own_configuration():
+    plan = random_plan(np.random.default_rng(4), page_size=16, num_seqs=3, num_runs=2)
+    q, k, v = tensors(plan, 4, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
+    got = attention(q, k, v, plan, impl="triton")
+    assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
+    assert resolve("triton").name == "triton"
+
+
+def workspace(**more) -> Workspace:
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 16}
+    options = {"max_rows": 160, "max_words": 1 << 14, "max_states": 400, "config": CUTS}
+    return Workspace(
+        **{**shape, **options, "dtype": torch.float32, "device": DEVICE, "num_programs": 3, **more}
+    )
+
+
+def run_in(space: Workspace, plan: AttentionPlan, q, k, v, num_rows: int | None = None) -> State:
+    """Write, upload and launch with q and out in buffers of `max_rows`."""
+    space.write(plan, num_rows=num_rows)
+    space.upload()
+    fixed = torch.full((space.max_rows, *q.shape[1:]), math.nan, device=DEVICE, dtype=q.dtype)
+    fixed[: plan.num_rows] = q
+    out, lse = torch.full_like(fixed, math.nan), torch.full(fixed.shape[:2], math.nan)
+    lse = lse.to(DEVICE)
+    space.launch(fixed, k, v, out, lse=lse)
+    return State(out, lse)
+
+
+def test_one_workspace_serves_plan_after_plan():
+    space = workspace()
+    for seed in range(4):
+        plan = random_plan(np.random.default_rng(seed), page_size=16, num_seqs=4, max_rows=12)
+        q, k, v = tensors(plan, seed, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+        want = attention(q, k, v, plan, impl="reference")
+        n = plan.num_rows
+        got = run_in(space, plan, q, k, v, num_rows=n + 3)
+        assert_matches(State(got.out[:n], got.lse[:n]), want, torch.float32)
+        assert (got.out[n : n + 3] == 0).all()
+        assert (got.lse[n : n + 3] == -math.inf).all()
+        assert got.out[n + 3 :].isnan().all()
+
+
+def test_few_states_share_less_and_are_right():
+    plan = random_plan(np.random.default_rng(5), page_size=16, num_seqs=8, num_runs=5)
+    q, k, v = tensors(plan, 5, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+    want = attention(q, k, v, plan, impl="reference")
+    n, used = plan.num_rows, []
+    for room in (400, plan.num_rows + 10, 1):
+        states = States.empty(room, 4, 16, DEVICE)
+        space = workspace(states=states)
+        got = run_in(space, plan, q, k, v)
+        used.append(space.work.num_states)
+        assert_matches(State(got.out[:n], got.lse[:n]), want, torch.float32)
+    assert used[0] > used[2] == 0
+
+
+@pytest.mark.parametrize("window", [None, 25])
+def test_advance_is_the_next_step(window):
+    """Ten decode steps, each from the list of the one before, one of them into a new page."""
+    rng = np.random.default_rng(6)
+    plan = windowed(decodes(), window)
+    space = workspace(windowed=window is not None, states=States.empty(300, 4, 16, DEVICE))
+    space.write(plan)
+    own = np.arange(1, plan.num_spans)
+    for step in range(5):
+        q, k, v = tensors(plan, step, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+        space.upload()
+        out = torch.full((space.max_rows, 4, 16), math.nan, device=DEVICE)
+        space.launch(q, k, v, out)
+        want = attention(q, k, v, plan, impl="reference")
+        n = plan.num_rows
+        assert_matches(State(out[:n], space.lse[:n]), want, torch.float32)
+        pages = rng.integers(400, 500, 1)
+        word = space.work.page_word(np.array([2]), np.array([2]))
+        space.advance(own, word, pages)
+        plan = grown(plan, own, 2, int(pages[0]))
+
+
+def decodes() -> AttentionPlan:
+    """Six decodes behind 90 shared tokens; the second will soon enter its third page."""
+    from onestem.ops import PlanBuilder
+
+    builder = PlanBuilder(16)
+    system = builder.add_run(np.arange(10, 16, dtype=np.int32), 0, 90, 0)
+    builder.add_span(0, 6, system, 90)
+    for row in range(6):
+        pages = np.array([20 + 4 * row, 21 + 4 * row, 0, 0], np.int32)
+        run = builder.add_run(pages, 0, 29 if row == 1 else 12 + row, 90)
+        builder.add_span(row, 1, run, 29 if row == 1 else 12 + row)
+    return builder.build(np.array([101, 118, 103, 104, 105, 106]))
+
+
+def grown(plan: AttentionPlan, own: np.ndarray, run: int, page: int) -> AttentionPlan:
+    spans, runs, pages = plan.spans.copy(), plan.runs.copy(), plan.run_pages.copy()
+    spans[own, 4] += 1
+    runs[own, 2] += 1
+    pages[runs[run, 0] + 2] = page
+    return dataclasses.replace(
+        plan, spans=spans, runs=runs, run_pages=pages, row_position=plan.row_position + 1
+    )
+
+
+def test_what_cannot_run_is_refused():
+    plan = decodes()
+    with pytest.raises(ConfigError, match="scale is -1"):
+        Scores(-1)
+    with pytest.raises(ConfigError, match="windowed=True"):
+        workspace(windowed=True).write(plan)
+    with pytest.raises(ConfigError, match="raise max_words"):
+        workspace(max_words=64).write(plan)
+    with pytest.raises(UnsupportedError, match=r"torch.float64 has no Triton kernel"):
+        workspace(dtype=torch.float64)
+    if DEVICE.type == "cpu":
+        with pytest.raises(UnsupportedError, match="interpreter does not multiply bfloat16"):
+            workspace(dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="17 query heads per KV head"):
+        workspace(num_q_heads=17, num_kv_heads=1)
+    with pytest.raises(ConfigError, match="advance before write"):
+        workspace().advance(np.arange(1))
+    q, k, v = tensors(plan, 0, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="not contiguous"):
+        TritonAttention().prepare(plan).attend(q, k.transpose(1, 2), v.transpose(1, 2))
+
+
+def plain(q, k_pages, v_pages, plan):
+    """The same attention row by row, each operation in q's own dtype."""
+    from onestem.ops.reference import visible
+
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k_pages.shape[2]
+    for row in range(plan.num_rows):
+        slots = torch.from_numpy(visible(plan, row)[0]).to(q.device)
+        if len(slots) == 0:
+            continue
+        k = k_pages.view(-1, *k_pages.shape[2:])[slots].transpose(0, 1)
+        v = v_pages.view(-1, *v_pages.shape[2:])[slots].transpose(0, 1)
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = (k @ q[row].unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
+        out[row] = (torch.softmax(scores, -1).unsqueeze(1) @ v).squeeze(1)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_error_is_at_most_twice_that_of_plain_attention(dtype):
+    """Against float64, in the largest and the mean error over all rows."""
+    plan = random_plan(np.random.default_rng(8), page_size=16, num_seqs=8, max_rows=16)
+    q, k, v = tensors(plan, 8, kv_heads=2, group=2, head_dim=64, dtype=dtype)
+    want = attention(q, k, v, plan, impl="reference").out
+    got = TritonAttention(config=CUTS).prepare(plan).attend(q, k, v).out
+    mine, other = ((x.double() - want).abs() for x in (got, plain(q, k, v, plan)))
+    assert float(mine.max()) <= 2 * float(other.max())
+    assert float(mine.mean()) <= 2 * float(other.mean())
+
+
+def test_wide_tiles_of_the_default_configuration():
+    """A chunk that fills tiles of 128 rows, unmasked and masked tiles, three kinds of items."""
+    config = KernelConfig((Tile(16, 16), Tile(64, 32), Tile(128, 32)), (3, 3, 3))
+    plan = random_plan(
+        np.random.default_rng(9), page_size=16, num_seqs=3, max_rows=40, max_len=100
+    )
+    q, k, v = tensors(plan, 9, kv_heads=1, group=4, head_dim=16, dtype=torch.float32)
+    got = TritonAttention(config=config).prepare(plan).attend(q, k, v)
+    assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
