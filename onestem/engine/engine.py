@@ -536,7 +536,8 @@ class Engine:
                 allowed_mask=None,
             )
         row.token_index = sequence.num_output
-        row.output_token_ids = sequence.output_ids
+        if self._sampler.reads_output(row.params):
+            row.output_token_ids = sequence.output_ids
         row.allowed_mask = sequence.grammar.fill_mask() if sequence.grammar is not None else None
         return row
 

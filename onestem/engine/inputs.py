@@ -82,16 +82,22 @@ def build_inputs(
     With `share=False` each sequence gets spans of its own, also over runs that several see.
     """
 
-    def place(chunk: Chunk) -> tuple[bool, list[int]]:
-        return not _is_decode(chunk), [run.uid for run in chunk.sequence.path(version)]
-
     layout = _Layout(page_size, share)
-    for chunk in sorted(chunks, key=place):
-        if _is_decode(chunk):
-            layout.add_decode(chunk.sequence, chunk.sequence.path(version))
-        else:
-            layout.add_chunk(chunk, chunk.sequence.path(version))
+    decodes: list[tuple[list[int], Chunk, list[Run]]] = []
+    prompts: list[tuple[list[int], Chunk, list[Run]]] = []
+    for chunk in chunks:
+        path = chunk.sequence.path(version)
+        place = [run.uid for run in path]
+        (decodes if _is_decode(chunk) else prompts).append((place, chunk, path))
+    for _, chunk, path in sorted(decodes, key=_place):
+        layout.add_decode(chunk.sequence, path)
+    for _, chunk, path in sorted(prompts, key=_place):
+        layout.add_chunk(chunk, path)
     return layout.inputs(windows)
+
+
+def _place(placed: tuple[list[int], Chunk, list[Run]]) -> list[int]:
+    return placed[0]
 
 
 def _is_decode(chunk: Chunk) -> bool:

@@ -195,6 +195,11 @@ class Sampler:
                     "(the vocabulary's size)"
                 )
 
+    def reads_output(self, params: SamplingParams) -> bool:
+        """Whether what may be sampled depends on `output_token_ids`."""
+        setting = self._settings_of(params)
+        return setting.counts_output or setting.repetition_penalty != 1.0
+
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """One token for each row of `logits` float32 `[n, vocab]`, which is left as it is.
 

@@ -17,7 +17,7 @@ from onestem.request import Request
 __all__ = ["Chunk", "Scheduler"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens start..end-1 of a sequence are rows of this step."""
 
@@ -96,16 +96,18 @@ class Scheduler:
         self._chunks = []
 
     def _fill(self) -> None:
-        decodes = [sequence for sequence in self.running if sequence.decoding]
-        prompts = [sequence for sequence in self.running if not sequence.decoding]
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if sequence.decoding else prompts).append(sequence)
         for sequence in decodes:
             if sequence.run is not None:
-                self._extend(sequence, 1)
+                self._extend_decode(sequence, sequence.run)
         budget = self.max_step_tokens
         for sequence in prompts:
             if sequence.run is not None and budget > 0:
                 budget -= self._extend(sequence, budget)
-        if budget > 0:
+        if budget > 0 and (self.waiting or self.queue.peek() is not None):
             self._fill_with_new(budget)
 
     def _fill_with_new(self, budget: int) -> None:
@@ -116,6 +118,20 @@ class Scheduler:
                 return
             budget -= self._extend(admitted, budget)
             promised += self._promise(admitted)
+
+    def _extend_decode(self, sequence: Sequence, run: Run) -> None:
+        """`_extend` by one token, in the run that the sequence alone writes: most of a step."""
+        computed = run.computed + 1
+        if run.owner is not sequence or computed != len(run.tokens):
+            self._extend(sequence, 1)
+            return
+        room = len(run.pages) * self.cache.pool.page_size - run.offset
+        if computed > room and not self._reserve(sequence, run, computed):
+            return
+        run.computed = computed
+        sequence.scheduled_step = self.step
+        end = run.start + computed
+        self._chunks.append(Chunk(sequence, end - 1, end))
 
     def _extend(self, sequence: Sequence, budget: int) -> int:
         """Schedule a sequence's next tokens: up to `budget`, up to a run that another computes."""

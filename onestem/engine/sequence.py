@@ -126,7 +126,13 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.num_output > 0 and self.num_to_compute - self.frontier <= 1
+        """Whether one row more gives its next sample."""
+        run = self.run
+        if len(self.tokens) == self.num_prompt or run is None:
+            return False
+        if run.computed:
+            return len(run.tokens) - run.computed <= 1
+        return self.num_to_compute - self.frontier <= 1
 
     def path(self, version: int) -> list[Run]:
         """Its runs from the root's child down; `version` is the tree's count of splits."""

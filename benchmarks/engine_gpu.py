@@ -1,0 +1,296 @@
+"""The engine on one GPU, shape of Llama-3.1-8B: jobs end to end, and what a decode step costs.
+
+    python -m benchmarks.engine_gpu --out benchmarks/results/engine-gpu.json [--repeats 3]
+
+Jobs: requests per second, beside the sum of what their FLOPs and bytes take at the rates measured
+in the same run. Decode: a step at prefixes of 1K to 16K tokens against the same step without
+attention. Random weights in bf16; every token is sampled greedily and none ends a sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+import triton
+
+import onestem
+from onestem.engine.engine import Engine
+from onestem.engine.runner import ShareMode
+from onestem.llm import LLM, planned
+from onestem.models.config import GenerationDefaults
+from onestem.models.decoder import Decoder
+from onestem.request import Request, SamplingParams
+
+HERE = Path(__file__).parent
+BATCH = 256  # sequences of the decode measurement
+OWN_TOKENS = 128  # ... and the mean of their own tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """`groups` prefixes, `degree` requests each; tokens. `peer`: requests per second of vLLM 0.24
+    with prefix caching, measured on an H100 by others of this project."""
+
+    groups: int
+    degree: int
+    prefix: int
+    distinct: int
+    output: int
+    peer: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.groups}x{self.degree} {self.prefix}/{self.distinct}/{self.output}"
+
+
+JOBS = (
+    Job(40, 16, 2000, 200, 100, 47.5),
+    Job(10, 16, 16000, 200, 100, 9.7),
+    Job(200, 3, 1570, 30, 50, 52.7),
+    Job(1, 256, 8000, 64, 128, 33.0),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured ceilings: a bf16 matrix product of 8192^3 in FLOP/s, a copy in bytes/s."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        return max(flops / self.flops, num_bytes / self.bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "engine-gpu.json")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shape", default="8b")
+    options = parser.parse_args()
+    rates = measure_rates()
+    llm = LLM(HERE / "shapes" / options.shape, device="cuda", random_weights=True)
+    result: dict[str, object] = {
+        "command": f"python -m benchmarks.engine_gpu --repeats {options.repeats}",
+        "date": str(date.today()),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {
+            "onestem": onestem.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "transformers": transformers.__version__,
+        },
+        "matrix_flops_per_s": rates.flops,
+        "copy_bytes_per_s": rates.bytes,
+        "jobs": [run_job(llm, job, rates, options.repeats) for job in JOBS],
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    decoder = llm.decoder
+    del llm
+    torch.cuda.empty_cache()
+    result["decode"] = measure_decode(decoder, rates)
+    result["host"] = measure_host(decoder)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure_rates() -> Rates:
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    big = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
+    other = torch.empty_like(big)
+    product = median_seconds(lambda: a @ b)
+    copy = median_seconds(lambda: other.copy_(big))
+    return Rates(2 * 8192**3 / product, 2 * big.nbytes / copy)
+
+
+def median_seconds(call: Callable[[], object], repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:])
+
+
+# --- jobs --------------------------------------------------------------------------------------
+
+
+def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    vocab = llm.config.vocab_size
+    prefixes = [rng.integers(0, vocab, job.prefix).tolist() for _ in range(job.groups)]
+    prompts = [
+        prefixes[i % job.groups] + rng.integers(0, vocab, job.distinct).tolist()
+        for i in rng.permutation(job.groups * job.degree)
+    ]
+    params = SamplingParams(max_tokens=job.output, temperature=0, ignore_eos=True)
+    times, hosts, steps = [], [], 0
+    for repeat in range(repeats + 1):
+        llm.engine.cache.clear()
+        llm.engine.reset_stats()
+        requests = [
+            Request(request_id=f"{repeat}-{i}", prompt_token_ids=ids, params=params)
+            for i, ids in enumerate(prompts)
+        ]
+        started = time.perf_counter()
+        plan = llm.plan(prompts, [params] * len(prompts))
+        done = sum(1 for _ in llm.engine.run(planned(requests, plan)))
+        times.append(time.perf_counter() - started)
+        assert done == len(prompts)
+        stats = llm.engine.stats
+        hosts.append(stats.host_seconds)
+        steps = stats.steps
+    seconds = statistics.median(times[1:])
+    floor = job_floor(llm, job, rates)
+    result = {
+        "job": job.name,
+        "requests": len(prompts),
+        "requests_per_s": len(prompts) / seconds,
+        "peer_requests_per_s": job.peer,
+        "seconds": seconds,
+        "all_seconds": times[1:],
+        "floor_seconds": floor,
+        "share_of_floor": floor / seconds,
+        "steps": steps,
+        "host_seconds": statistics.median(hosts[1:]),
+        "processed_prompt_tokens": llm.engine.stats.processed_prompt_tokens,
+    }
+    print(
+        f"{job.name}: {result['requests_per_s']:.1f} requests/s ({job.peer}), {seconds:.2f} s, "
+        f"floor {floor:.2f} s",
+        flush=True,
+    )
+    return result
+
+
+def job_floor(llm: LLM, job: Job, rates: Rates) -> float:
+    """Seconds of the products and of attention alone, each at the slower of its FLOPs and bytes.
+
+    Prefill runs as one product; all requests decode together, step by step.
+    """
+    config, requests = llm.config, job.groups * job.degree
+    head = config.vocab_size * config.hidden_size
+    layers = llm.decoder.num_parameters - 2 * head
+    token_bytes = llm.decoder.kv_bytes_per_token
+    pair_flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim
+    prefill = job.groups * job.prefix + requests * job.distinct
+    pairs = job.groups * job.prefix**2 / 2
+    pairs += requests * job.distinct * (job.prefix + job.distinct / 2)
+    seconds = rates.seconds(2.0 * layers * prefill, 2.0 * layers) + pair_flops * pairs / rates.flops
+    for step in range(job.output):
+        own = job.distinct + step
+        seconds += rates.seconds(2.0 * (layers + head) * requests, 2.0 * (layers + head))
+        seconds += rates.seconds(
+            pair_flops * requests * (job.prefix + own),
+            token_bytes * (job.groups * job.prefix + requests * own),
+        )
+    return seconds
+
+
+# --- decode ------------------------------------------------------------------------------------
+
+
+def make_engine(decoder: Decoder, share: ShareMode, tokens: int) -> Engine:
+    return Engine(
+        decoder,
+        None,
+        GenerationDefaults(),
+        num_pages=tokens // 16,
+        share=share,
+        max_step_tokens=8192,
+    )
+
+
+def step_times(engine: Engine, prefix: int, batch: int, own: int, steps: int = 32) -> list[float]:
+    """Seconds of each step while `batch` sequences behind one prefix decode; the mean of their own
+    tokens is about `own`."""
+    rng = np.random.default_rng(prefix)
+    head = rng.integers(0, 1000, prefix).tolist()
+    params = SamplingParams(max_tokens=steps + 12, temperature=0, ignore_eos=True)
+    for i in range(batch):
+        ids = [*head, 1000 + i % 1000, *rng.integers(0, 1000, own - steps // 2 - 1).tolist()]
+        engine.add_request(Request(request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=params))
+    times = []
+    while engine.has_unfinished():
+        started = time.perf_counter()
+        engine.step()
+        if engine._streak is not None:
+            times.append(time.perf_counter() - started)
+    engine.cache.clear()
+    return times[4 : steps + 4]
+
+
+def measure_decode(decoder: Decoder, rates: Rates) -> list[dict[str, float]]:
+    """A step with attention less one without, against 1.15 times what its shared FLOPs take at 60%
+    of the matrix rate plus what its own bytes take at 85% of the memory rate."""
+    engines = {share: make_engine(decoder, share, 80_000) for share in ("full", "no-attention")}
+    config = decoder.config
+    pair_flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim
+    own_bytes = decoder.kv_bytes_per_token * BATCH * OWN_TOKENS
+    found = []
+    for prefix in (1024, 2048, 4096, 8192, 16384):
+        times = {
+            share: statistics.median(step_times(engine, prefix, BATCH, OWN_TOKENS))
+            for share, engine in engines.items()
+        }
+        allowed = 1.15 * (
+            pair_flops * BATCH * prefix / (0.6 * rates.flops) + own_bytes / (0.85 * rates.bytes)
+        )
+        attention = times["full"] - times["no-attention"]
+        found.append(
+            {
+                "prefix": prefix,
+                "step_ms": 1e3 * times["full"],
+                "no_attention_step_ms": 1e3 * times["no-attention"],
+                "attention_ms": 1e3 * attention,
+                "allowed_ms": 1e3 * allowed,
+                "share_of_no_attention_rate": times["no-attention"] / times["full"],
+                "share_flops_allow": times["no-attention"]
+                / (times["no-attention"] + allowed / 1.15),
+            }
+        )
+        print({key: round(value, 3) for key, value in found[-1].items()}, flush=True)
+    for entry in found:
+        entry["rate_against_1k"] = found[0]["step_ms"] / entry["step_ms"]
+    return found
+
+
+def measure_host(decoder: Decoder) -> list[dict[str, float]]:
+    """Host milliseconds of a decode step: plan and scheduling."""
+    found = []
+    engine = make_engine(decoder, "full", 160_000)
+    for batch in (1, 256, 1000):
+        engine.reset_stats()
+        step_times(engine, 512, batch, 64)
+        hosts: list[float] = []
+        engine.reset_stats()
+        head = list(range(512))
+        params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        for i in range(batch):
+            ids = [*head, 600 + i % 5000, i]
+            engine.add_request(Request(request_id=f"h{i}", prompt_token_ids=ids, params=params))
+        while engine.has_unfinished():
+            before = engine.stats.host_seconds
+            engine.step()
+            if engine._streak is not None:
+                hosts.append(engine.stats.host_seconds - before)
+        engine.cache.clear()
+        found.append({"batch": batch, "host_ms": 1e3 * statistics.median(hosts)})
+        print(found[-1], flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
