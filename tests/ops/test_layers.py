@@ -1,0 +1,98 @@
+"""What stands between a layer's products, against the same in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from onestem.ops import Angles, Heads, LayerOps, TorchLayers, allocate_pages, read_kv
+from onestem.ops.triton.layers import TritonLayers
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPS = [TorchLayers(), TritonLayers()]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
+    """Off by one rounding of the result, and float32's own error on the way."""
+    assert got.shape == exact.shape
+    allowed = exact.abs() * torch.finfo(got.dtype).eps + 4e-6 * float(exact.abs().max())
+    assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(("rows", "size"), [(0, 64), (1, 48), (5, 100)])
+def test_add_rms_norm(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -> None:
+    hidden, delta = (drawn(rows, size, dtype=dtype, seed=i) for i in range(2))
+    weight, before = drawn(size, dtype=dtype, seed=2), hidden.clone()
+    first = ops.add_rms_norm(hidden, None, weight, 1e-5)
+    assert torch.equal(hidden, before)
+    if rows:
+        assert_rounded_once(first, normed(before, weight, 1e-5))
+    second = ops.add_rms_norm(hidden, delta, weight, 1e-5)
+    assert torch.equal(hidden, before + delta)
+    if rows:
+        assert_rounded_once(second, normed(hidden, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 7), (4, 1100)])
+def test_silu_mul(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -> None:
+    fused = drawn(rows, 2 * size, dtype=dtype)
+    gate, up = fused.double().chunk(2, -1)
+    exact = gate / (1 + (-gate).exp()) * up
+    got = ops.silu_mul(fused.clone())
+    assert got.shape == (rows, size)
+    # PyTorch rounds the gate before it multiplies: two roundings.
+    allowed = exact.abs() * 2 * torch.finfo(dtype).eps + 1e-6
+    assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "norm"),
+    [(8, 2, 16, False), (3, 3, 24, True), (10, 1, 32, True), (12, 12, 8, False)],
+)
+def test_rope_write(
+    ops: LayerOps, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, norm: bool
+) -> None:
+    rows, half = 5, head_dim // 2
+    qkv = drawn(rows, (q_heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    norms = [drawn(head_dim, dtype=dtype, seed=i) for i in (1, 2)] if norm else [None, None]
+    heads = Heads(q_heads, kv_heads, head_dim, *norms, 1e-6)
+    turn = drawn(rows, half, dtype=torch.float32, seed=3) * 50
+    angles = Angles(turn.cos(), turn.sin())
+    pages = [
+        allocate_pages(4, 3, kv_heads, head_dim, dtype=dtype, device=DEVICE).fill_(math.nan)
+        for _ in range(2)
+    ]
+    slots = torch.tensor([7, 0, 11, 3, 4], device=DEVICE)
+    q = ops.rope_write(qkv.clone(), heads, angles, slots, *pages)
+    split = qkv.view(rows, -1, head_dim)
+    want_q, want_k, want_v = split.split((q_heads, kv_heads, kv_heads), dim=1)
+    assert torch.equal(read_kv(pages[1], slots), want_v)
+    for got, want, weight in ((q, want_q, norms[0]), (read_kv(pages[0], slots), want_k, norms[1])):
+        exact = want.double() if weight is None else normed(want, weight, 1e-6).to(dtype).double()
+        x, y = exact.split(half, dim=-1)
+        cos, sin = angles.cos.double()[:, None], angles.sin.double()[:, None]
+        exact = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+        # The norm's own rounding may fall to either side: one more unit of the largest value.
+        unit = torch.finfo(dtype).eps * float(exact.abs().max()) * (2 if norm else 1)
+        assert float((got.double() - exact).abs().max()) <= unit + 1e-5
+    for page in pages:
+        assert int(page.view(-1, kv_heads, head_dim).isnan().all(-1).all(-1).sum()) == 12 - rows
