@@ -77,9 +77,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "engine-gpu.json")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shape", default="8b")
+    parser.add_argument("--max-step-tokens", type=int, help="default: the engine's")
+    parser.add_argument("--only-jobs", action="store_true")
     options = parser.parse_args()
     rates = measure_rates()
-    llm = LLM(HERE / "shapes" / options.shape, device="cuda", random_weights=True)
+    llm = LLM(
+        HERE / "shapes" / options.shape,
+        device="cuda",
+        random_weights=True,
+        max_step_tokens=options.max_step_tokens,
+    )
     result: dict[str, object] = {
         "command": f"python -m benchmarks.engine_gpu --repeats {options.repeats}",
         "date": str(date.today()),
@@ -90,11 +97,14 @@ def main() -> None:
             "triton": triton.__version__,
             "transformers": transformers.__version__,
         },
+        "max_step_tokens": llm.engine.scheduler.max_step_tokens,
         "matrix_flops_per_s": rates.flops,
         "copy_bytes_per_s": rates.bytes,
         "jobs": [run_job(llm, job, rates, options.repeats) for job in JOBS],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.only_jobs:
+        return
     decoder = llm.decoder
     del llm
     torch.cuda.empty_cache()

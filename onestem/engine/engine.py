@@ -36,7 +36,7 @@ from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
-from onestem.ops import AttentionImpl, PreparedAttention, resolve
+from onestem.ops import AttentionImpl, resolve
 from onestem.request import (
     FinishReason,
     Request,
@@ -309,7 +309,7 @@ class Engine:
         if inputs.decodes is not None:
             self._streak = self._new_streak(inputs)
 
-    def _build(self, chunks: list[Chunk]) -> tuple[StepInputs, dict[int | None, PreparedAttention]]:
+    def _build(self, chunks: list[Chunk]) -> tuple[StepInputs, Any]:
         inputs = build_inputs(
             chunks,
             page_size=self.cache.pool.page_size,

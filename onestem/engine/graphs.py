@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onestem.engine.advance import Change
 from onestem.engine.inputs import StepInputs
-from onestem.engine.runner import Runner, ShareMode
+from onestem.engine.runner import Prepared, Runner, ShareMode
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
 from onestem.ops.triton import States, Workspace
@@ -103,24 +103,35 @@ class GraphRunner(Runner):
 
     # ----------------------------------------------------------------------------- a step
 
-    def prepare_decode(self, inputs: StepInputs, change: Change) -> int | None:
-        """Write the work lists; gives the batch size of the graph (None: no graph is as large)."""
+    def prepare(self, inputs: StepInputs) -> Prepared | int:
+        """What `run` takes: for a step of decodes alone the batch size of its graph."""
         rows = len(inputs.positions)
-        if rows > BATCH_SIZES[-1]:
-            return None
+        if inputs.decodes is None or rows > BATCH_SIZES[-1]:
+            return super().prepare(inputs)
         size = int(self._sizes[np.searchsorted(self._sizes, rows)])
         if self.share != "no-attention":
             for window, workspace in self._workspaces.items():
-                if change.structure or workspace.work is None:
-                    workspace.write(inputs.plans[window], num_rows=size)
-                else:
-                    words = workspace.work.page_word(change.runs, change.page_index)
-                    workspace.advance(change.spans, words, change.pages)
+                workspace.write(inputs.plans[window], num_rows=size)
         return size
 
-    def decode(self, inputs: StepInputs, prepared: int | None, ids: Tensor | None) -> Tensor:
-        if prepared is None:
-            return super().decode(inputs, self.prepare(inputs), ids)
+    def prepare_decode(self, inputs: StepInputs, change: Change) -> Prepared | int:
+        if change.structure or len(inputs.positions) > BATCH_SIZES[-1]:
+            return self.prepare(inputs)
+        if self.share != "no-attention":
+            for workspace in self._workspaces.values():
+                assert workspace.work is not None
+                words = workspace.work.page_word(change.runs, change.page_index)
+                workspace.advance(change.spans, words, change.pages)
+        return int(self._sizes[np.searchsorted(self._sizes, len(inputs.positions))])
+
+    def run(self, inputs: StepInputs, prepared: Prepared | int) -> Tensor:
+        if isinstance(prepared, int):
+            return self.decode(inputs, prepared, None)
+        return super().run(inputs, prepared)
+
+    def decode(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Tensor:
+        if not isinstance(prepared, int):
+            return super().decode(inputs, prepared, ids)
         rows = len(inputs.positions)
         self._stage(inputs, rows, prepared)
         if ids is not None:

@@ -59,7 +59,7 @@ class Runner:
             for _ in range(config.num_layers)
         ]
 
-    def prepare(self, inputs: StepInputs) -> Prepared:
+    def prepare(self, inputs: StepInputs) -> Any:
         """Make the step's plans ready; the same for all layers."""
         if self.share == "no-attention":
             return {}
@@ -73,7 +73,7 @@ class Runner:
         before it by `change`."""
         return self.prepare(inputs)
 
-    def run(self, inputs: StepInputs, prepared: Prepared) -> Tensor:
+    def run(self, inputs: StepInputs, prepared: Any) -> Tensor:
         """Logits float32 `[num_logits, vocab_size]` of the rows that want them."""
         return self._forward(inputs, prepared, self._on_device(inputs.token_ids))
 

@@ -40,8 +40,9 @@ def test_draws_are_those_of_the_cpu(tiny) -> None:
 
 def test_a_small_pool_sets_back(tiny) -> None:
     requests = requests_for(shared_prompts(), max_tokens=40)
-    want = answer(engine_on("cpu", tiny("llama"), impl="torch"), requests)
-    engine = engine_on("cuda", tiny("llama"), num_pages=24, page_size=4)
+    pool = {"num_pages": 24, "page_size": 4}
+    want = answer(engine_on("cpu", tiny("llama"), impl="torch", **pool), requests)
+    engine = engine_on("cuda", tiny("llama"), **pool)
     found = answer(engine, requests)
     assert engine.stats.set_backs > 0
     for name, output in want.items():
