@@ -49,7 +49,8 @@ class LLM:
         dtype: `auto` (the model's own; float32 on a CPU that has no bf16 instructions), `float32`,
             `bfloat16`, `float16`.
         kv_memory: bytes of KV memory, as a number or like `"2GiB"`; `auto`: 90% of what is free on
-            a GPU, the lesser of 4 GiB and a quarter of the RAM on a CPU.
+            a GPU (less where a step's activations need more than the rest), the lesser of 4 GiB
+            and a quarter of the RAM on a CPU.
         max_model_len: most tokens of prompt and answer; None: the model's, or what fits.
         share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
         page_size: tokens in a page of KV memory.
@@ -91,7 +92,8 @@ class LLM:
             max_step_tokens = 1024 if self.device.type == "cpu" else 8192
         if page_size < 1:
             raise ConfigError(f"page_size is {page_size}, expected at least 1")
-        memory = kv_memory_bytes(kv_memory, self.device)
+        beside = activation_bytes(self.config, self.dtype, max_step_tokens)
+        memory = kv_memory_bytes(kv_memory, self.device, beside)
         num_pages = memory // (self.decoder.kv_bytes_per_token * page_size)
         if num_pages < 1:
             raise ConfigError(
@@ -309,11 +311,20 @@ def parse_memory(size: str | int) -> int:
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
-def kv_memory_bytes(size: str | int, device: torch.device) -> int:
-    """Bytes of KV memory to take on a device."""
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """About what a step of so many rows takes beside weights and KV: a layer's intermediates, and
+    logits of up to 1,024 rows twice."""
+    heads = config.num_q_heads + config.num_kv_heads
+    wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
+    return rows * wide * dtype.itemsize + 2 * 1024 * config.vocab_size * 4
+
+
+def kv_memory_bytes(size: str | int, device: torch.device, beside: int = 0) -> int:
+    """Bytes of KV memory to take on a device; `beside`: what must stay free at least."""
     if size != "auto":
         return parse_memory(size)
     if device.type == "cuda":
-        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+        free = torch.cuda.mem_get_info(device)[0]
+        return max(0, min(int(0.9 * free), free - int(1.25 * beside)))
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(4 * GIB, ram // 4)

@@ -57,12 +57,11 @@ def write_job(path, lines) -> None:
 
 def test_help_names_every_verb():
     text = onestem("--help").stdout
-    for verb in ("batch", "generate", "plan", "env", "bench"):
+    below = {"bench": "batch", "pml": "show"}
+    for verb in ("batch", "generate", "plan", "env", "bench", "pml"):
         assert verb in text
-        assert (
-            "--help"
-            in onestem(*([verb] if verb != "bench" else ["bench", "batch"]), "--help").stdout
-        )
+        words = [verb, *([below[verb]] if verb in below else [])]
+        assert "--help" in onestem(*words, "--help").stdout
 
 
 def test_generate(model):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onestem import __version__
-from onestem.cli import batch, bench, env, generate, plan
+from onestem.cli import batch, bench, env, generate, plan, pml
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
@@ -23,6 +23,7 @@ app.command("batch")(batch.batch)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("env")(env.env)
+app.add_typer(pml.app, name="pml")
 app.add_typer(bench.app, name="bench")
 
 

@@ -35,6 +35,7 @@ def _facts() -> dict[str, Any]:
     from onestem.llm import kv_memory_bytes
     from onestem.models.linear import choose_layout
     from onestem.ops import available, resolve
+    from onestem.ops.cpu import status
 
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -45,6 +46,7 @@ def _facts() -> dict[str, Any]:
         "cpu": {
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
+            "extension": status(),
             "bf16 matrix instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         },
         "gpus": {str(d): torch.cuda.get_device_name(d) for d in devices[1:]} or "none",

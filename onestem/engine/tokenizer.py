@@ -84,6 +84,9 @@ class Tokenizer:
         self.special_ids = frozenset(self._special)
         self.bos_token_id: int | None = hugging_face.bos_token_id
         self.eos_token_id: int | None = hugging_face.eos_token_id
+        unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
+        #: stands in an argument's place while a module is encoded alone (PML)
+        self.placeholder_token_id: int | None = padding if unknown is None else unknown
         # Characters may become the unknown token; that forges nothing.
         self._unforgeable = self.special_ids - {hugging_face.unk_token_id}
         self._prefix, self._suffix = self._post_processing()

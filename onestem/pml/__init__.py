@@ -1,0 +1,74 @@
+"""PML, the markup of Prompt Cache: markup -> nodes -> segments. No model, no tensors.
+
+`read_schema` and `read_prompt` parse files; the nodes (`Schema`, `Module`, ...) may be built in
+code as well. `lay_out` gives a schema's tokens their positions, `compile_prompt` makes a prompt's
+segments, `visible` says who sees what. `docs/pml.md` is the language.
+"""
+
+from onestem.pml.binding import bind, find_schema
+from onestem.pml.compile import compile_prompt
+from onestem.pml.layout import Block, Layout, Slot, Span, lay_out
+from onestem.pml.markup import to_markup
+from onestem.pml.mask import computed_spans, visible
+from onestem.pml.nodes import (
+    Argument,
+    Import,
+    Module,
+    Parameter,
+    Prompt,
+    Role,
+    Schema,
+    Text,
+    Union,
+)
+from onestem.pml.parser import parse, parse_prompt, parse_schema, read, read_prompt, read_schema
+from onestem.pml.place import Place, PmlError
+from onestem.pml.segments import (
+    ISOLATIONS,
+    CompiledPrompt,
+    EncodedSegment,
+    Encoding,
+    Isolation,
+    Segment,
+    parse_isolation,
+)
+from onestem.pml.tokens import Tokenizer
+
+__all__ = [
+    "ISOLATIONS",
+    "Argument",
+    "Block",
+    "CompiledPrompt",
+    "EncodedSegment",
+    "Encoding",
+    "Import",
+    "Isolation",
+    "Layout",
+    "Module",
+    "Parameter",
+    "Place",
+    "PmlError",
+    "Prompt",
+    "Role",
+    "Schema",
+    "Segment",
+    "Slot",
+    "Span",
+    "Text",
+    "Tokenizer",
+    "Union",
+    "bind",
+    "compile_prompt",
+    "computed_spans",
+    "find_schema",
+    "lay_out",
+    "parse",
+    "parse_isolation",
+    "parse_prompt",
+    "parse_schema",
+    "read",
+    "read_prompt",
+    "read_schema",
+    "to_markup",
+    "visible",
+]

@@ -1,0 +1,142 @@
+"""A prompt's imports against a schema: which modules, with which arguments. Needs no tokens."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from onestem.pml.nodes import Import, Member, Module, Node, Prompt, Schema, imports_of, modules_of
+from onestem.pml.place import PmlError
+
+__all__ = ["Binding", "bind", "find_schema"]
+
+Path = tuple[str, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An import and what it imports.
+
+    Attributes:
+        path: names from the outermost module to this one.
+        values: arguments given, by parameter; the others have defaults.
+    """
+
+    path: Path
+    node: Import
+    module: Module
+    values: Mapping[str, str]
+
+
+def bind(schema: Schema, prompt: Prompt) -> list[Binding]:
+    """The modules that a prompt imports, in the schema's order.
+
+    Raises:
+        PmlError: an unknown module or parameter, an import twice, two members of one union, imports
+            out of the schema's order, a missing argument.
+    """
+    if prompt.schema != schema.name:
+        raise _unknown_schema(prompt, [schema.name])
+    return list(_bind_scope(schema, (), schema, prompt.body))
+
+
+def find_schema(prompt: Prompt, schemas: Mapping[str, T]) -> T:
+    """What is stored under the name of a prompt's schema."""
+    if prompt.schema not in schemas:
+        raise _unknown_schema(prompt, list(schemas))
+    return schemas[prompt.schema]
+
+
+def _bind_scope(
+    schema: Schema, outer: Path, scope: Schema | Module, imports: Sequence[Node | str]
+) -> Iterator[Binding]:
+    done: list[Member] = []
+    for node in imports_of(imports):
+        member = scope.members.get(node.name)
+        if member is None:
+            raise _unknown_module(node, outer, scope.members, schema)
+        _check_against(node, member, done)
+        done.append(member)
+        path = (*outer, node.name)
+        yield Binding(path, node, member.module, _arguments(node, member.module))
+        yield from _bind_scope(schema, path, member.module, node.body)
+
+
+def _check_against(node: Import, member: Member, done: Sequence[Member]) -> None:
+    """The imports before it in the same scope."""
+    for other in done:
+        if other is member:
+            raise PmlError(f"module {node.name} is imported twice: leave one out", node.at)
+        if member.union is not None and other.union is member.union:
+            raise PmlError(
+                f"modules {other.module.name} and {node.name} are members of one union: import one",
+                node.at,
+            )
+    if done and member.order < done[-1].order:
+        raise PmlError(
+            f"module {node.name} stands before {done[-1].module.name} in the schema: import it "
+            "first",
+            node.at,
+        )
+
+
+def _arguments(node: Import, module: Module) -> dict[str, str]:
+    known = {parameter.name: parameter for parameter in module.parameters}
+    given: dict[str, str] = {}
+    for argument in node.arguments:
+        assert not isinstance(argument, str)
+        if argument.name not in known:
+            raise PmlError(
+                f"module {node.name} has no parameter {argument.name}"
+                f"{_instead(argument.name, known)}",
+                argument.at,
+            )
+        given[argument.name] = argument.value
+    for name, parameter in known.items():
+        if name not in given and parameter.default is None:
+            raise PmlError(
+                f"parameter {name} of module {node.name} has no default: write "
+                f'<{node.name} {name}="...">',
+                node.at,
+            )
+    return given
+
+
+def _unknown_module(node: Import, outer: Path, scope: Iterable[str], schema: Schema) -> PmlError:
+    where = f"module {'/'.join(outer)}" if outer else f"schema {schema.name}"
+    elsewhere = next((path for path in _paths(schema.body) if path[-1] == node.name), None)
+    if elsewhere is None:
+        hint = _instead(node.name, scope)
+    else:
+        hint = f": it is {'/'.join(elsewhere)}, import it {_nested(elsewhere)}"
+    return PmlError(f"{where} has no module {node.name}{hint}", node.at)
+
+
+def _nested(path: Path) -> str:
+    opened = "".join(f"<{name}>" for name in path[:-1])
+    return f"{opened}<{path[-1]}/>" if opened else "outside of other imports"
+
+
+def _paths(body: Sequence[Node | str], outer: Path = ()) -> Iterator[Path]:
+    for module, _ in modules_of(body):
+        yield (*outer, module.name)
+        yield from _paths(module.body, (*outer, module.name))
+
+
+def _unknown_schema(prompt: Prompt, known: Sequence[str]) -> PmlError:
+    return PmlError(
+        f"schema {prompt.schema!r} is unknown{_instead(prompt.schema, known)}", prompt.at
+    )
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """What the writer may have meant."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f": did you mean {close[0]}?"
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f", known: {shown or 'none'}"

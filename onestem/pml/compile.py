@@ -1,0 +1,214 @@
+"""A prompt to segments: which text is in use, and where arguments and new text stand.
+
+* Arguments stand at their parameter's positions; a shorter one leaves a gap.
+* New text before the last import follows the import before it, in the positions that the schema
+  gave to modules which this prompt does not import. Where no import is before it, it follows what
+  else is in use before the next one.
+* New text behind the last import, and the answer, start behind the highest position in use, where a
+  parameter counts with its whole length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onestem.pml.binding import Binding, bind
+from onestem.pml.ending import ending
+from onestem.pml.layout import Layout, Span, separated
+from onestem.pml.nodes import Prompt
+from onestem.pml.place import PmlError, show
+from onestem.pml.reading import NewText, new_texts
+from onestem.pml.segments import CompiledPrompt, Encoding, Isolation, Segment, SegmentKind
+from onestem.pml.tokens import encode_parts, encode_text
+
+__all__ = ["compile_prompt"]
+
+Path = tuple[str, ...]
+NO_LIMIT = 2**31
+
+
+def compile_prompt(
+    layout: Layout,
+    prompt: Prompt,
+    isolation: Isolation = "anchored",
+    *,
+    encoding: Encoding | None = None,
+) -> CompiledPrompt:
+    """Segments of a prompt, in the order in which a step computes them.
+
+    Args:
+        encoding: that of `layout` under `isolation`, where it is at hand: it serves all prompts.
+
+    Raises:
+        PmlError: see `onestem.pml.binding`; and an argument longer than its parameter, a text that
+            does not fit its gap, positions past the model's limit, turns that the chat template
+            refuses.
+    """
+    encoding = Encoding(layout, isolation) if encoding is None else encoding
+    if encoding.layout is not layout or encoding.isolation != isolation:
+        raise ValueError("encoding belongs to another layout or isolation")
+    bindings = bind(layout.schema, prompt)
+    placement = _Placement(layout, bindings)
+    texts = new_texts(prompt, layout, len(bindings))
+    for text in texts:
+        if not text.last:
+            placement.put(text)
+    placement.end_with([text for text in texts if text.last], prompt)
+    return _assemble(encoding, placement)
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """Tokens that are computed for this prompt."""
+
+    kind: SegmentKind
+    token_ids: np.ndarray
+    position: int
+    origin: str
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.token_ids)
+
+
+class _Placement:
+    """Which positions are in use, and what is computed at them.
+
+    Attributes:
+        items: spans and slots in use, by position.
+        computed: arguments and new text.
+    """
+
+    def __init__(self, layout: Layout, bindings: Sequence[Binding]) -> None:
+        self.layout = layout
+        blocks = [layout.root, *(layout.blocks[binding.path] for binding in bindings)]
+        items = [item for block in blocks for item in block.items]
+        self.items = sorted(items, key=lambda item: item.position)
+        self.computed: list[_Placed] = []
+        self._used = [(item.position, item.end) for item in self.items]
+        self._ends: dict[Path, int] = {}  # one behind what is in use of an import
+        self._texts_end = 0  # one behind the text placed last
+        for block in blocks:
+            self._reach(block.path, block.items[-1].end if block.items else block.start)
+        for binding in bindings:
+            self._fill(binding)
+
+    @property
+    def end(self) -> int:
+        """One behind the highest position in use."""
+        return max((end for _, end in self._used), default=0)
+
+    def _reach(self, path: Path, end: int) -> None:
+        """What stands in a module stands in those around it."""
+        for depth in range(1, len(path) + 1):
+            self._ends[path[:depth]] = max(self._ends.get(path[:depth], 0), end)
+
+    def _fill(self, binding: Binding) -> None:
+        """Compute a module's arguments at their places."""
+        for slot in self.layout.blocks[binding.path].slots:
+            name, length = slot.parameter.name, slot.parameter.length
+            value = binding.values.get(name)
+            given = None if value is None else encode_text(self.layout.tokenizer, value)
+            ids = slot.default_ids if given is None else given
+            assert ids is not None
+            if len(ids) > length:
+                raise PmlError(
+                    f"argument {name}={show(value or '')} has {len(ids)} tokens, its parameter's "
+                    f"length is {length}: shorten it, or raise the length in the schema",
+                    binding.node.at,
+                )
+            self._compute("argument", ids, slot.position, f"argument {name} of {slot.block}")
+
+    def _compute(self, kind: SegmentKind, ids: np.ndarray, position: int, origin: str) -> None:
+        if len(ids):
+            self.computed.append(_Placed(kind, ids, position, origin))
+
+    def put(self, text: NewText) -> None:
+        """Place a text among the imports."""
+        content = separated(text.node.text, self.layout.schema.separator)
+        ids = encode_text(self.layout.tokenizer, content)
+        start = self._start(text)
+        end = start + len(ids)
+        limit = min((begin for begin, _ in self._used if begin >= start), default=NO_LIMIT)
+        if end > limit:
+            raise PmlError(
+                f"text {show(text.node.text.strip())} needs {len(ids)} positions {text.beside()}, "
+                f"the gap has {limit - start}, {end - limit} too few: shorten it, or put it behind "
+                "the last import",
+                text.node.at,
+            )
+        self._compute("text", ids, start, "prompt")
+        self._used.append((start, end))
+        self._texts_end = end
+
+    def _start(self, text: NewText) -> int:
+        if text.after is None and text.before is not None:
+            begin = self.layout.blocks[text.before].start
+            return max((end for _, end in self._used if end <= begin), default=0)
+        return max(self._ends[text.after or text.inside], self._texts_end)
+
+    def end_with(self, texts: Sequence[NewText], prompt: Prompt) -> None:
+        """Place what stands behind the last import."""
+        last = self.items[-1] if self.items else None
+        after_space = last is None or (isinstance(last, Span) and last.ends_in_space)
+        parts = ending(self.layout, texts, after_space=after_space, at=prompt.at)
+        ids = encode_parts(self.layout.tokenizer, parts, first=False)
+        start = self.end
+        self._compute("text", ids, start, "prompt")
+        self._used.append((start, start + len(ids)))
+        at = texts[0].node.at if texts else prompt.at
+        most = self.layout.max_positions
+        if most is not None and self.end > most:
+            raise PmlError(
+                f"the prompt reaches position {self.end - 1} and the model has {most} positions: "
+                "shorten its text, or import less",
+                at,
+            )
+        if self.end == 0:
+            raise PmlError("schema and prompt have no token at all: add some text", at)
+
+
+def _assemble(encoding: Encoding, placement: _Placement) -> CompiledPrompt:
+    stored = encoding.segments
+    spans = [item for item in placement.items if isinstance(item, Span)]
+    encoded = [stored[item.index] for item in placement.items if item.index in stored]
+    place = {segment.index: number for number, segment in enumerate(encoded)}
+    segments = [
+        Segment(
+            segment.kind,
+            segment.token_ids,
+            segment.position,
+            segment.origin,
+            tuple(place[index] for index in segment.attends),
+            segment.key,
+        )
+        for segment in encoded
+    ]
+    computed = placement.computed + [
+        _Placed("text", span.token_ids, span.position, str(span.block))
+        for span in spans
+        if span.index not in stored
+    ]
+    segments, computed = _last_computed(segments, computed)
+    for one in sorted(computed, key=lambda placed: placed.position):
+        segments.append(Segment(one.kind, one.token_ids, one.position, one.origin))
+    schema = encoding.layout.schema.name
+    return CompiledPrompt(schema, encoding.isolation, tuple(segments), placement.end)
+
+
+def _last_computed(
+    segments: list[Segment], computed: list[_Placed]
+) -> tuple[list[Segment], list[_Placed]]:
+    """Have the token at the highest position computed, so that there are logits after it.
+
+    If it is cached, it is the last token of the last encoded segment, which no other attends to.
+    """
+    if not segments or segments[-1].end <= max((one.end for one in computed), default=0):
+        return segments, computed
+    last = segments[-1]
+    again = _Placed("text", last.token_ids[-1:], last.end - 1, last.origin)
+    kept = [replace(last, in_use=last.in_use - 1)] if last.in_use > 1 else []
+    return [*segments[:-1], *kept], [*computed, again]

@@ -1,0 +1,143 @@
+"""An element of the markup, with its attributes and content, to a node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onestem.pml.files import read_source
+from onestem.pml.nodes import (
+    Argument,
+    Import,
+    Module,
+    Node,
+    Parameter,
+    Prompt,
+    Role,
+    Schema,
+    Text,
+    Union,
+)
+from onestem.pml.place import Place, PmlError, show
+from onestem.pml.whitespace import Fragment, clean
+
+__all__ = [
+    "Element",
+    "Item",
+    "make_import",
+    "make_module",
+    "make_parameter",
+    "make_prompt",
+    "make_role",
+    "make_schema",
+    "make_union",
+]
+
+Item = Fragment | Parameter | Module | Union | Role | Import
+
+
+@dataclass
+class Element:
+    """An element whose end has not come yet."""
+
+    tag: str
+    attributes: dict[str, str]
+    at: Place
+    preserve: bool
+    items: list[Item] = field(default_factory=list)
+
+    def take(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, str]:
+        """Its attributes, refused if one is missing or unknown."""
+        known = [*required, *optional]
+        for name in self.attributes:
+            if name not in known and name != "xml:space":
+                expected = ", ".join(known) or "none"
+                raise PmlError(
+                    f"<{self.tag}> has no attribute {name!r}, expected: {expected}", self.at
+                )
+        for name in required:
+            if name not in self.attributes:
+                raise PmlError(f'<{self.tag}> has no {name}: write {name}="..."', self.at)
+        return self.attributes
+
+    def children(self) -> list[Node]:
+        """Nodes, with texts by the whitespace rule."""
+        found: list[Node] = []
+        stretch: list[Fragment | Parameter] = []
+        for item in self.items:
+            if isinstance(item, (Fragment, Parameter)):
+                stretch.append(item)
+            else:
+                found += [*clean(stretch, preserve=self.preserve), item]
+                stretch = []
+        return [*found, *clean(stretch, preserve=self.preserve)]
+
+
+def make_schema(element: Element) -> Schema:
+    given = element.take(["name"], ["separator"])
+    separator = given.get("separator", "\n")
+    return Schema(given["name"], element.children(), separator, at=element.at)
+
+
+def make_prompt(element: Element) -> Prompt:
+    given = element.take(["schema"])
+    return Prompt(given["schema"], element.children(), at=element.at)
+
+
+def make_module(element: Element, folder: Path | None) -> Module:
+    given = element.take(["name"], ["cache", "src"])
+    cache = given.get("cache", "true")
+    if cache not in ("true", "false"):
+        raise PmlError(f"cache is {cache!r}, expected true or false", element.at)
+    body = element.children()
+    if "src" in given:
+        if body:
+            raise PmlError(
+                f"module {given['name']} has src and content: keep one of the two", element.at
+            )
+        text, at = read_source(given["src"], folder, element.at)
+        body = [Text(text, at=at)]
+    return Module(given["name"], body, cache == "true", at=element.at)
+
+
+def make_union(element: Element) -> Union:
+    element.take([])
+    return Union(element.children(), at=element.at)
+
+
+def make_role(element: Element) -> Role:
+    element.take([])
+    return Role(element.tag, element.children(), at=element.at)
+
+
+def make_import(element: Element) -> Import:
+    given = {name: v for name, v in element.attributes.items() if name != "xml:space"}
+    arguments = [Argument(name, value, at=element.at) for name, value in given.items()]
+    return Import(element.tag, arguments, element.children(), at=element.at)
+
+
+def make_parameter(element: Element) -> Parameter:
+    given = element.take(["name"], ["length", "len", "default"])
+    lengths = [given[spelling] for spelling in ("length", "len") if spelling in given]
+    if len(lengths) != 1:
+        raise PmlError(
+            f"parameter {given['name']} has {'two lengths' if lengths else 'no length'}: write "
+            'length="N", the most tokens of an argument',
+            element.at,
+        )
+    if element.children():
+        raise PmlError(
+            f'parameter {given["name"]} has content: a default is written default="..."',
+            element.at,
+        )
+    digits = re.fullmatch(r"\s*([0-9]{1,9})\s*", lengths[0])
+    if digits is None:
+        raise PmlError(
+            f"length of parameter {given['name']} is {show(lengths[0])}, expected a number of "
+            "tokens",
+            element.at,
+        )
+    default = given.get("default")
+    return Parameter(given["name"], int(digits.group(1)), default, at=element.at)

@@ -1,0 +1,87 @@
+"""What stands behind a prompt's last import: its new turns, and what begins the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onestem.pml.layout import Layout, before_turns, separated
+from onestem.pml.place import Place, PmlError
+from onestem.pml.reading import NewText
+from onestem.pml.tokens import Part, around_turns
+
+__all__ = ["ending"]
+
+
+@dataclass
+class _Turn:
+    role: str
+    texts: list[str]
+    at: Place | None
+
+
+def ending(
+    layout: Layout, texts: Sequence[NewText], *, after_space: bool, at: Place | None
+) -> list[Part]:
+    """The text behind the last import.
+
+    Without roles, in schema and prompt, it is the new text as it stands. With roles, text outside
+    of them is the user's; a turn of the role of the schema's last one continues it, and any
+    other is begun as the chat template does; at the end the template opens the assistant's turn,
+    unless the last turn is the assistant's: the answer then continues that.
+
+    Args:
+        texts: those with `last`.
+        after_space: whether what stands before needs no separator.
+        at: where errors are reported that no text causes.
+    """
+    contents = [text.node.text for text in texts]
+    if not layout.roles and not any(text.role for text in texts):
+        return _content(layout, contents, after_space)
+    turns = _turns(texts)
+    parts: list[Part] = []
+    if turns and layout.roles and turns[0].role == layout.roles[-1]:
+        parts = _content(layout, turns.pop(0).texts, after_space)
+    roles = [*layout.roles, *(turn.role for turn in turns)]
+    if not turns and roles[-1] == "assistant":
+        return parts
+    around = _around_new_turns(layout, roles, turns[0].at if turns else at)
+    for before, turn in zip(around, turns):
+        parts += [Part(before, control=True), *_content(layout, turn.texts, after_space=True)]
+    return parts if roles[-1] == "assistant" else [*parts, Part(around[-1], control=True)]
+
+
+def _turns(texts: Sequence[NewText]) -> list[_Turn]:
+    turns: list[_Turn] = []
+    for text in texts:
+        role = text.role or "user"
+        if not turns or turns[-1].role != role:
+            turns.append(_Turn(role, [], text.node.at))
+        turns[-1].texts.append(text.node.text)
+    return turns
+
+
+def _content(layout: Layout, texts: Sequence[str], after_space: bool) -> list[Part]:
+    """Texts that follow each other, and the separator before them if one is needed."""
+    if not texts:
+        return []
+    separator = layout.schema.separator
+    first = [] if after_space or not separator else [Part(separator)]
+    inner = [Part(separated(text, separator)) for text in texts[:-1]]
+    return [*first, *inner, Part(texts[-1])]
+
+
+def _around_new_turns(layout: Layout, roles: Sequence[str], at: Place | None) -> list[str]:
+    """What the template writes before each turn that is not the schema's, and after the last."""
+    answer = roles[-1] != "assistant"
+    around = around_turns(layout.tokenizer, roles, answer=answer, at=at)
+    known = len(layout.roles)
+    # A template may write the date: what counts is that it would write the same turns now.
+    same = around[:known] == list(layout.around)
+    if not same and around[:known] != before_turns(layout.tokenizer, layout.roles, at):
+        raise PmlError(
+            "the chat template writes the schema's turns in another way when others follow: end "
+            "the schema with the user's turn, or leave roles out of the prompt",
+            at,
+        )
+    return around[known:]

@@ -1,0 +1,37 @@
+"""Where something stands in a source file, and the error that says so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from onestem.errors import RequestError
+
+__all__ = ["Place", "PmlError", "show"]
+
+
+class Place(NamedTuple):
+    """A character of a file; line and column count from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+class PmlError(RequestError):
+    """Markup that cannot be used as it stands: where, what, and what to do, in one line.
+
+    Attributes:
+        at: the place; None for nodes that were built in code.
+    """
+
+    def __init__(self, message: str, at: Place | None = None) -> None:
+        super().__init__(message if at is None else f"{at}: {message}")
+        self.at = at
+
+
+def show(text: str, limit: int = 40) -> str:
+    """A text for a message: quoted, its beginning, on one line."""
+    return repr(text if len(text) <= limit else text[: limit - 1] + "…")

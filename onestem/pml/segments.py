@@ -1,0 +1,226 @@
+"""What is computed once, what is computed for a prompt, and who sees it.
+
+A *segment* is a stretch of tokens at consecutive positions that is stored as one run. Cached
+segments depend on the schema alone: a segment's keys and values are a function of its token ids,
+its positions and the segments that it attended to, so a hash of these (`key`) names them.
+
+Three isolations, each a rule of who sees what:
+
+* `anchored`: cached text sees itself and what is present whenever it is: the schema's own text and
+  the enclosing modules' own text at lower positions. A computed token sees all tokens in use at
+  lower positions, and itself.
+* `isolated` (Prompt Cache, section 3.3): cached text sees its own module alone, with placeholder
+  tokens where parameters stand; these are then seen by nobody. A computed token sees all imported
+  text wherever it stands, and the computed tokens before it.
+* `off`: the same tokens at the same positions, all computed, each sees those before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast, get_args
+
+import numpy as np
+
+from onestem.errors import ConfigError
+from onestem.pml.layout import Layout, Slot, Span
+
+__all__ = [
+    "ISOLATIONS",
+    "CompiledPrompt",
+    "EncodedSegment",
+    "Encoding",
+    "Isolation",
+    "Segment",
+    "SegmentKind",
+    "parse_isolation",
+]
+
+Isolation = Literal["anchored", "isolated", "off"]
+ISOLATIONS: tuple[str, ...] = get_args(Isolation)
+SegmentKind = Literal["cached", "placeholder", "argument", "text"]
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Tokens at consecutive positions: one run.
+
+    Attributes:
+        kind: `cached` (text of the schema, stored), `placeholder` (tokens in an argument's place,
+            computed only while the cached text of their module is), `argument`, or `text` (new text
+            of the prompt, and text of the schema that is computed for each request).
+        token_ids: int32 `[n]`.
+        position: of the first token.
+        origin: where the tokens come from, to show.
+        attends: indices of the cached and placeholder segments, all of them earlier ones, that a
+            cached or placeholder segment sees whole; its own tokens it sees causally.
+        key: names the KV of a cached or placeholder segment, apart from model and dtype; else "".
+        in_use: leading tokens that this prompt uses. Less than all only in a prompt without own
+            tokens at its end: its last token is then computed, so that there are logits.
+    """
+
+    kind: SegmentKind
+    token_ids: np.ndarray
+    position: int
+    origin: str
+    attends: tuple[int, ...] = ()
+    key: str = ""
+    in_use: int = -1
+
+    def __post_init__(self) -> None:
+        if self.in_use < 0:
+            object.__setattr__(self, "in_use", len(self.token_ids))
+
+    @property
+    def end(self) -> int:
+        """One behind the position of its last token in use."""
+        return self.position + self.in_use
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its tokens are computed with the schema and not for a prompt."""
+        return self.kind in ("cached", "placeholder")
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPrompt:
+    """A prompt as segments: the encoded ones, then the computed ones, each by position.
+
+    The last token is computed and stands highest: its logits begin the answer.
+
+    Attributes:
+        next_position: of the answer's first token.
+    """
+
+    schema: str
+    isolation: Isolation
+    segments: tuple[Segment, ...]
+    next_position: int
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """int32 `[num_tokens]`: tokens in use, in the order of the segments."""
+        return _joined([s.token_ids[: s.in_use] for s in self.segments])
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """int32 `[num_tokens]`."""
+        return _joined([np.arange(s.position, s.end, dtype=np.int32) for s in self.segments])
+
+    @cached_property
+    def segment_of(self) -> np.ndarray:
+        """int32 `[num_tokens]`: index of each token's segment."""
+        counts = [segment.in_use for segment in self.segments]
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment.in_use for segment in self.segments)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV may come from the store (placeholders are not seen and not counted)."""
+        return sum(segment.in_use for segment in self.segments if segment.kind == "cached")
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that are computed for this prompt in any case."""
+        return sum(segment.in_use for segment in self.segments if not segment.is_encoded)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSegment:
+    """A span of a schema's cached text, or a slot's placeholder tokens, and what it attends to.
+
+    Attributes:
+        index: that of its span or slot in the layout; `attends` holds such indices, in order.
+    """
+
+    index: int
+    kind: SegmentKind
+    token_ids: np.ndarray
+    position: int
+    origin: str
+    attends: tuple[int, ...]
+    key: str
+
+
+class Encoding:
+    """What of a schema is computed once, under one isolation.
+
+    Attributes:
+        segments: by index in the layout, in an order in which each comes after those it attends to.
+    """
+
+    def __init__(self, layout: Layout, isolation: Isolation) -> None:
+        self.layout = layout
+        self.isolation = parse_isolation(isolation)
+        self.segments: dict[int, EncodedSegment] = {}
+        if isolation == "off":
+            return
+        for item in layout.items():
+            if item.block.cached and (isinstance(item, Span) or self._is_attended(item)):
+                self._add(item)
+
+    def _add(self, item: Span | Slot) -> None:
+        attends = tuple(sorted(other.index for other in self._attended(item)))
+        ids = item.token_ids if isinstance(item, Span) else self._placeholders(item)
+        self.segments[item.index] = EncodedSegment(
+            index=item.index,
+            kind="cached" if isinstance(item, Span) else "placeholder",
+            token_ids=ids,
+            position=item.position,
+            origin=str(item.block),
+            attends=attends,
+            key=self._key(ids, item.position, attends),
+        )
+
+    def _attended(self, item: Span | Slot) -> list[Span | Slot]:
+        if self.isolation == "isolated":
+            # Each stretch of the schema's own text is a module without a name.
+            before = [] if item.block.module is None else item.block.items
+            return [other for other in before if other.index < item.index]
+        return [
+            span
+            for block in item.block.enclosing()
+            if block.cached
+            for span in block.spans
+            if span.index < item.index
+        ]
+
+    def _is_attended(self, slot: Slot) -> bool:
+        """Placeholders that no text of their module follows need not be computed."""
+        return self.isolation == "isolated" and any(
+            span.index > slot.index for span in slot.block.spans
+        )
+
+    def _placeholders(self, slot: Slot) -> np.ndarray:
+        token = self.layout.tokenizer.placeholder_token_id
+        if token is None:
+            raise ConfigError(
+                f"isolation is isolated, parameter {slot.parameter.name} needs placeholder tokens, "
+                "and the tokenizer has no unknown and no padding token: use anchored"
+            )
+        return np.full(slot.parameter.length, token, dtype=np.int32)
+
+    def _key(self, ids: np.ndarray, position: int, attends: Sequence[int]) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"pml 1 {self.isolation} {position} {len(ids)} ".encode())
+        digest.update(ids.astype("<i4").tobytes())
+        for index in attends:
+            digest.update(bytes.fromhex(self.segments[index].key))
+        return digest.hexdigest()
+
+
+def parse_isolation(name: str) -> Isolation:
+    """The isolation of a name; any other is refused."""
+    if name not in ISOLATIONS:
+        raise ConfigError(f"isolation is {name!r}, expected one of {', '.join(ISOLATIONS)}")
+    return cast(Isolation, name)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)

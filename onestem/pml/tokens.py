@@ -1,0 +1,133 @@
+"""Text to token ids, and the text that a chat template puts around turns.
+
+A template is asked to render a conversation whose contents are marks. What stands around the marks
+is what it writes before, between and after the turns; it need not be known how it does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from onestem.errors import RequestError
+from onestem.pml.place import Place, PmlError
+
+__all__ = ["Part", "Tokenizer", "around_turns", "encode_parts", "encode_text"]
+
+
+class Tokenizer(Protocol):
+    """What PML needs of a tokenizer (`onestem.engine.tokenizer.Tokenizer` has it)."""
+
+    @property
+    def placeholder_token_id(self) -> int | None:
+        """The unknown token's id, or the padding token's, or None."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]:
+        """Ids of a text; names of control tokens in it are characters."""
+
+    def encode_control(self, text: str) -> Sequence[int]:
+        """Ids of a text whose names of control tokens are control tokens; what begins every
+        sequence (BOS) stands before it, once."""
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = ...
+    ) -> str:
+        """A conversation as the model's chat template writes it."""
+
+
+class Part(NamedTuple):
+    """Some text; `control`: a chat template wrote it, and names of control tokens are tokens."""
+
+    text: str
+    control: bool = False
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """int32 `[n]`: ids of a text that other text precedes."""
+    return np.asarray(_continued(lambda t: _characters(tokenizer, t), text), dtype=np.int32)
+
+
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, first: bool) -> np.ndarray:
+    """int32 `[n]`: ids of parts that follow each other.
+
+    They are encoded in one go, as in a conversation rendered whole. Only if a part by a user names
+    a control token, each part is encoded alone, so that the name stays text.
+
+    Args:
+        first: whether a sequence begins here, with BOS where the model has one.
+    """
+    begin = list(tokenizer.encode_control(""))
+    whole = Part("".join(part.text for part in parts), any(part.control for part in parts))
+    if whole.control and not all(_is_plain(tokenizer, part, begin) for part in parts):
+        ids = [token for part in parts for token in _encode(tokenizer, part, begin)]
+        return np.asarray([*begin, *ids] if first else ids, dtype=np.int32)
+    if not first:
+        return np.asarray(_encode(tokenizer, whole, begin), dtype=np.int32)
+    if whole.control:
+        return np.asarray(tokenizer.encode_control(whole.text), dtype=np.int32)
+    return np.asarray([*begin, *_characters(tokenizer, whole.text)], dtype=np.int32)
+
+
+def _encode(tokenizer: Tokenizer, part: Part, begin: list[int]) -> list[int]:
+    """Ids of a part that other text precedes; BOS is not repeated at its beginning."""
+    if not part.control:
+        return _continued(lambda text: _characters(tokenizer, text), part.text)
+    ids = _continued(lambda text: list(tokenizer.encode_control(text)), part.text)
+    return ids[len(begin) :] if ids[: len(begin)] == begin else ids
+
+
+def _continued(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Ids of a text behind a line break, without that line break.
+
+    Tokenizers may put a space of their own before a text that stands alone (SentencePiece); here
+    it stands behind another. Where the line break merges with the text, it is encoded alone.
+    """
+    before, joined = encode("\n"), encode(f"\n{text}")
+    return joined[len(before) :] if joined[: len(before)] == before else encode(text)
+
+
+def _characters(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _is_plain(tokenizer: Tokenizer, part: Part, begin: list[int]) -> bool:
+    """Whether a part names no control token that is not one."""
+    if part.control:
+        return True
+    ids = list(tokenizer.encode_control(part.text))
+    return ids == [*begin, *_characters(tokenizer, part.text)]
+
+
+def around_turns(
+    tokenizer: Tokenizer, roles: Sequence[str], *, answer: bool, at: Place | None
+) -> list[str]:
+    """What the chat template writes before each turn's content, and after the last.
+
+    Args:
+        roles: of the turns, in their order.
+        answer: whether the template then opens the assistant's turn.
+        at: where an error is reported.
+
+    Returns:
+        one text more than there are roles.
+    """
+    marks = [f"pmlturn{index}x8f3a61d2" for index in range(len(roles))]
+    messages = [{"role": r, "content": mark} for r, mark in zip(roles, marks, strict=True)]
+    try:
+        rendered = tokenizer.render_chat(messages, add_generation_prompt=answer)
+    except RequestError as error:
+        reason = " ".join(str(error).split())
+        raise PmlError(f"turns {', '.join(roles)}: {reason}", at) from error
+    texts, rest = [], rendered
+    for role, mark in zip(roles, marks, strict=True):
+        before, found, rest = rest.partition(mark)
+        if not found or rendered.count(mark) != 1:
+            raise PmlError(
+                f"the chat template does not write the content of <{role}> once and in its place: "
+                "leave this turn out",
+                at,
+            )
+        texts.append(before)
+    return [*texts, rest]

@@ -1,0 +1,123 @@
+"""Which whitespace of the markup is text. One rule, for every stretch of text between two tags.
+
+A *stretch* reaches from one tag to the next; `<parameter>` is part of it like a word. Of a stretch
+
+* whitespace at both ends,
+* the indentation that its lines have in common (the first, behind a tag, has none),
+* and whitespace at the ends of its lines
+
+are the file's layout and not text. All else is text: line breaks, empty lines, further indentation.
+A line that holds comments alone is no line. Characters written as references (`&#10;`, `&#32;`) are
+text wherever they stand, and so is everything in an element with `xml:space="preserve"`. CDATA
+spares escaping and is otherwise text like any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import takewhile
+
+from onestem.pml.nodes import Parameter, Text
+from onestem.pml.place import Place
+
+__all__ = ["Fragment", "FragmentKind", "clean"]
+
+
+class FragmentKind(Enum):
+    """How some characters of a stretch were written."""
+
+    TEXT = "text"
+    REFERENCE = "reference"
+    COMMENT = "comment"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Consecutive characters of a stretch, written in one way."""
+
+    kind: FragmentKind
+    text: str
+    at: Place
+
+
+Item = Fragment | Parameter
+
+# Stand for one item each; neither may occur in XML.
+_OBJECT, _COMMENT = "\x01", "\x02"
+_BLANK = " \t"
+_COMMENTS_ALONE = re.compile(r"[ \t]*\x02[ \t\x02]*")
+
+
+def clean(stretch: Sequence[Item], *, preserve: bool) -> list[Text | Parameter]:
+    """Texts and parameters of a stretch, without the file's layout."""
+    objects = [item for item in stretch if _is_object(item)]
+    working = "".join(map(_symbol, stretch))
+    working = working.replace(_COMMENT, "") if preserve else _without_layout(working)
+    head, *tails = working.split(_OBJECT)
+    parts: list[str | Parameter] = [head]
+    for item, tail in zip(objects, tails, strict=True):
+        parts += [item if isinstance(item, Parameter) else item.text, tail]
+    return _joined(parts, _places(stretch))
+
+
+def _is_object(item: Item) -> bool:
+    return isinstance(item, Parameter) or item.kind is FragmentKind.REFERENCE
+
+
+def _symbol(item: Item) -> str:
+    if _is_object(item):
+        return _OBJECT
+    assert isinstance(item, Fragment)
+    return _COMMENT if item.kind is FragmentKind.COMMENT else item.text
+
+
+def _without_layout(working: str) -> str:
+    first, *rest = working.split("\n")
+    rest = [line for line in rest if not _COMMENTS_ALONE.fullmatch(line)]
+    first, *rest = [line.replace(_COMMENT, "") for line in (first, *rest)]
+    indents = [line[: len(line) - len(line.lstrip(_BLANK))] for line in rest if line.strip(_BLANK)]
+    common = _common_length(indents)
+    rest = [line[common:] if line.strip(_BLANK) else "" for line in rest]
+    lines = [first.lstrip(_BLANK), *rest]
+    return "\n".join(line.rstrip(_BLANK) for line in lines).strip("\n")
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    """How many characters all texts begin with alike."""
+    same = (len(set(characters)) == 1 for characters in zip(*texts))
+    return sum(takewhile(bool, same))
+
+
+def _places(stretch: Iterable[Item]) -> list[Place | None]:
+    """Where the text before, between and behind the parameters begins."""
+    places: list[Place | None] = [None]
+    for item in stretch:
+        if isinstance(item, Parameter):
+            places.append(None)
+        elif places[-1] is None and _begins_text(item):
+            places[-1] = item.at
+    return places
+
+
+def _begins_text(item: Fragment) -> bool:
+    if item.kind is FragmentKind.TEXT:
+        return bool(item.text.strip())
+    return item.kind is FragmentKind.REFERENCE
+
+
+def _joined(
+    parts: Iterable[str | Parameter], places: Sequence[Place | None]
+) -> list[Text | Parameter]:
+    nodes: list[Text | Parameter] = []
+    text, group = "", 0
+    for part in parts:
+        if isinstance(part, Parameter):
+            nodes += [Text(text, at=places[group]), part]
+            text, group = "", group + 1
+        else:
+            text += part
+    nodes.append(Text(text, at=places[group]))
+    return [node for node in nodes if not isinstance(node, Text) or node.text]
