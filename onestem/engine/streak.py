@@ -134,7 +134,7 @@ class Streak:
             return self.close()
         touched: list[Sequence] = []
         if len(self._flights) >= self._host.depth:
-            touched = self._commit(self._flights.pop(0))
+            touched = self._commit()
         if self._closing and not self._flights:
             self._end()
         return touched
@@ -144,7 +144,7 @@ class Streak:
         self._closing = True
         touched: list[Sequence] = []
         while self._flights:
-            touched += self._commit(self._flights.pop(0))
+            touched += self._commit()
         self._end()
         return touched
 
@@ -176,9 +176,11 @@ class Streak:
 
     # ----------------------------------------------------------------------------- results
 
-    def _commit(self, flight: _Flight) -> list[Sequence]:
+    def _commit(self) -> list[Sequence]:
+        """Take the oldest step in flight. An interrupt while it is waited for leaves it there."""
+        ids, unsure = self._flights[0].pending.take()
+        flight = self._flights.pop(0)
         rows = flight.rows & self._live
-        ids, unsure = flight.pending.take()
         if bool((unsure & rows).any()):
             # The scheduler's next step computes these rows again, and samples with all its means.
             self._flights.clear()

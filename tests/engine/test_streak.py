@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onestem.engine.engine import Engine
+from onestem.engine.sampler import Pending
 from onestem.engine.streak import Streak
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
@@ -176,3 +177,26 @@ def test_streamed_text_comes_with_each_step(streaks: list) -> None:
         seen += [len(output.outputs[0].token_ids) for output in engine.step()]
     assert seen == list(range(1, 9))
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_an_interrupt_while_waiting_loses_no_token(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Ctrl-C while a streak closes for a newcomer, with steps in flight."""
+    want = run_all(make_symbolic(), [request(0, [1, 2, 3], max_tokens=20)])["0"].outputs
+    engine = at_depth(make_symbolic(), 2)
+    engine.add_request(request(0, [1, 2, 3], max_tokens=20))
+    for _ in range(4 + at):
+        engine.step()
+    engine.add_request(request(1, [4], max_tokens=2))
+    take, calls = Pending.take, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return take(self)
+
+    monkeypatch.setattr(Pending, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert drain(engine)["0"].outputs == want
