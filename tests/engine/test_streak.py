@@ -180,7 +180,9 @@ def test_streamed_text_comes_with_each_step(streaks: list) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 6))
-def test_an_interrupt_while_waiting_loses_no_token(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+def test_an_interrupt_while_waiting_loses_no_token(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
     """Ctrl-C while a streak closes for a newcomer, with steps in flight."""
     want = run_all(make_symbolic(), [request(0, [1, 2, 3], max_tokens=20)])["0"].outputs
     engine = at_depth(make_symbolic(), 2)
