@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.cpu import CpuAttention, CpuLayers, is_built, native
 from onestem.ops.layers import LayerOps, TorchLayers
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
@@ -58,7 +59,8 @@ _IMPLS: dict[str, AttentionImpl] = {"reference": ReferenceAttention(), "torch": 
 
 def available() -> tuple[str, ...]:
     """Names of the implementations that can run here."""
-    return (*_IMPLS, *(["triton"] if _triton() is not None else []))
+    cpu = ["cpu"] if is_built() else []
+    return (*_IMPLS, *cpu, *(["triton"] if _triton() is not None else []))
 
 
 def resolve(name: str = "auto", device: torch.device | str = "cpu") -> AttentionImpl:
@@ -68,6 +70,8 @@ def resolve(name: str = "auto", device: torch.device | str = "cpu") -> Attention
         triton = _triton()
         if triton is not None:
             return triton
+    if name == "auto" and torch.device(device).type == "cpu" and is_built():
+        return CpuAttention()
     if name == "auto":
         return _IMPLS["torch"]
     if name == "triton":
@@ -76,9 +80,8 @@ def resolve(name: str = "auto", device: torch.device | str = "cpu") -> Attention
             f"TRITON_INTERPRET=1), use one of: {', '.join(_IMPLS)}"
         )
     if name == "cpu":
-        raise UnsupportedError(
-            f"attention implementation {name!r} is not built, use one of: {', '.join(_IMPLS)}"
-        )
+        native()  # raises where it is not built
+        return CpuAttention()
     if name not in _IMPLS:
         raise ConfigError(
             f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}"
@@ -102,6 +105,8 @@ def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
         from onestem.ops.triton.layers import TritonLayers
 
         return TritonLayers()
+    if torch.device(device).type == "cpu" and is_built():
+        return CpuLayers()
     return TorchLayers()
 
 

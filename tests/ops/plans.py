@@ -13,9 +13,10 @@ from onestem.ops.work import ENTRY, HEADER, RECORD, CostModel, Tile
 # Small tiles cut and split small plans; the last two make every group an item or none.
 SMALL = (Tile(16, 16), Tile(32, 16), Tile(64, 32))
 COSTS = {
-    "default": CostModel(SMALL, programs=8),
-    "many cuts": CostModel(SMALL, programs=512, min_tokens=16, merge_tokens=0, slack=1.0),
-    "never share": CostModel(SMALL, programs=64, merge_tokens=10**6, min_tokens=16),
+    "default": CostModel(SMALL, programs=(8, 8)),
+    "many cuts": CostModel(SMALL, programs=(512, 512), min_tokens=16, merge_tokens=0, slack=1.0),
+    "together": CostModel(SMALL, programs=(40, 20), together=True, min_tokens=32, slack=1.0),
+    "never share": CostModel(SMALL, programs=(64, 64), merge_tokens=10**6, min_tokens=16),
 }
 
 
@@ -28,11 +29,12 @@ def random_plan(
     window: int | None = None,
     max_rows: int = 24,
     max_len: int = 70,
+    num_pages: int = 512,
 ) -> AttentionPlan:
     """A forest plus modules, chunks and decodes; runs begin anywhere in a page, pages stand in
     random order with slack behind them; some rows see nothing."""
     builder = PlanBuilder(page_size)
-    page_ids = rng.permutation(512).astype(np.int32)
+    page_ids = rng.permutation(num_pages).astype(np.int32)
     used = 0
 
     def run(length: int, position: int) -> int:
@@ -89,18 +91,26 @@ class Shown:
     merges: dict[int, tuple[int, int]]
 
 
-def read_packed(words: np.ndarray, num_rows: int, page_size: int, cost: CostModel, group: int) -> Shown:
+def read_packed(
+    words: np.ndarray, num_rows: int, page_size: int, cost: CostModel, group: int
+) -> Shown:
     """Follows `words` as the kernel does; asserts that no row of a tile's clear range is blind."""
-    num_items, num_merges, walk, rows, dest, merges, pages, positions, window = words[:9].tolist()
+    reading, wide, num_merges, walk, rows, dest, merges, pages, positions, window = words[
+        :10
+    ].tolist()
+    assert (words[10:12] >= 0).all()
+    assert not cost.together or 0 < words[10:12].sum() <= cost.programs[1]
+    assert not words[12:16].any()
     shown = Shown([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], {})
-    for item in range(num_items):
+    for item in range(reading + wide):
         record = words[HEADER + RECORD * item :]
-        kind, count, row_start, num_walk, walk_start = record[:5].tolist()
+        kind, count, row_start, num_walk, walk_start, shared = record[:6].tolist()
+        partial = words[dest + row_start :][:count] >= 0
+        assert shared == (1 if partial.all() else 2 if partial.any() else 0)
+        assert (kind == len(cost.tiles) - 1) == (item >= reading)
         assert 1 <= count <= cost.tiles[kind].block_m // group
         entries = [record[8:16]]
-        entries += [
-            words[walk + ENTRY * (walk_start + i) :][:ENTRY] for i in range(num_walk - 1)
-        ]
+        entries += [words[walk + ENTRY * (walk_start + i) :][:ENTRY] for i in range(num_walk - 1)]
         for j in range(count):
             row = int(words[rows + row_start + j])
             shown.parts[row].append(int(words[dest + row_start + j]))
@@ -111,6 +121,8 @@ def read_packed(words: np.ndarray, num_rows: int, page_size: int, cost: CostMode
                 for x in range(first, stop):
                     slot = int(words[pages + x // page_size]) * page_size + x % page_size
                     shown.keys[row].append((slot, x + shift))
-    for row, start, count, _ in words[merges:].reshape(-1)[: 4 * num_merges].reshape(-1, 4).tolist():
+    for row, start, count, _ in (
+        words[merges:].reshape(-1)[: 4 * num_merges].reshape(-1, 4).tolist()
+    ):
         shown.merges[row] = (start, count)
     return shown

@@ -11,7 +11,13 @@ import torch
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops import AttentionPlan, State, attention, resolve, windowed
-from onestem.ops.triton import KernelConfig, States, TritonAttention, Workspace
+from onestem.ops.triton import (
+    KernelConfig,
+    States,
+    TritonAttention,
+    Workspace,
+    default_config,
+)
 from onestem.ops.triton.launch import Scores
 from onestem.ops.work import Tile
 from tests.ops.plans import SMALL, random_plan, written_slots
@@ -27,13 +33,14 @@ ALONE = dataclasses.replace(CONFIG, merge_tokens=10**6)
 def tensors(plan: AttentionPlan, seed: int, *, kv_heads: int, group: int, head_dim: int, dtype):
     """q, k_pages, v_pages; NaN in every slot that no span shows."""
     generator = torch.Generator().manual_seed(seed)
+    num_pages = int(written_slots(plan).max(initial=511)) // plan.page_size + 1
     q = torch.randn(plan.num_rows, kv_heads * group, head_dim, generator=generator)
     slots = torch.from_numpy(written_slots(plan))
     pages = []
     for _ in range(2):
-        page = torch.full((512 * plan.page_size, kv_heads, head_dim), math.nan)
+        page = torch.full((num_pages * plan.page_size, kv_heads, head_dim), math.nan)
         page[slots] = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
-        pages.append(page.view(512, plan.page_size, kv_heads, head_dim).to(DEVICE, dtype))
+        pages.append(page.view(num_pages, plan.page_size, kv_heads, head_dim).to(DEVICE, dtype))
     return q.to(DEVICE, dtype), *pages
 
 
@@ -90,7 +97,7 @@ def test_triton_equals_reference(shape, seed, monkeypatch):
     q, k, v = tensors(plan, seed, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
     want = attention(q, k, v, plan, impl="reference")
     poison(monkeypatch)
-    got = TritonAttention(config=config, num_programs=3).prepare(plan, share=share).attend(q, k, v)
+    got = TritonAttention(config=config).prepare(plan, share=share).attend(q, k, v)
     assert_matches(got, want, dtype)
 
 
@@ -119,9 +126,7 @@ def test_a_named_implementation_runs_with_its_own_configuration():
 def workspace(**more) -> Workspace:
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 16}
     options = {"max_rows": 160, "max_words": 1 << 14, "max_states": 400, "config": CUTS}
-    return Workspace(
-        **{**shape, **options, "dtype": torch.float32, "device": DEVICE, "num_programs": 3, **more}
-    )
+    return Workspace(**{**shape, **options, "dtype": torch.float32, "device": DEVICE, **more})
 
 
 def run_in(space: Workspace, plan: AttentionPlan, q, k, v, num_rows: int | None = None) -> State:
@@ -265,9 +270,39 @@ def test_error_is_at_most_twice_that_of_plain_attention(dtype):
 def test_wide_tiles_of_the_default_configuration():
     """A chunk that fills tiles of 128 rows, unmasked and masked tiles, three kinds of items."""
     config = KernelConfig((Tile(16, 16), Tile(64, 32), Tile(128, 32)), (3, 3, 3))
-    plan = random_plan(
-        np.random.default_rng(9), page_size=16, num_seqs=3, max_rows=40, max_len=100
-    )
+    plan = random_plan(np.random.default_rng(9), page_size=16, num_seqs=3, max_rows=40, max_len=100)
     q, k, v = tensors(plan, 9, kv_heads=1, group=4, head_dim=16, dtype=torch.float32)
     got = TritonAttention(config=config).prepare(plan).attend(q, k, v)
     assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
+
+
+@pytest.mark.skipif(
+    DEVICE.type == "cpu" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size", "window", "special"),
+    [
+        (128, 4, 16, None, False),
+        (64, 8, 8, None, False),
+        (128, 3, 64, 150, False),
+        (128, 1, 32, 40, True),
+        (256, 16, 16, None, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_items_on_hopper(head_dim, group, page_size, window, special, dtype):
+    """The kernel for Hopper: tiles of 128, one and several, windows, empty rows, several turns."""
+    for seed in range(3):
+        plan = random_plan(
+            np.random.default_rng(seed), page_size=page_size, window=window, max_rows=200,
+            max_len=400, num_pages=8192,
+        )  # fmt: skip
+        q, k, v = tensors(plan, seed, kv_heads=2, group=group, head_dim=head_dim, dtype=dtype)
+        more = {"alibi_slopes": torch.rand(2 * group, device=DEVICE), "softcap": 3.0}
+        more = more if special else {}
+        want = attention(q, k, v, plan, impl="reference", **more)
+        for merge_tokens in (0, 16):
+            config = default_config(dtype, head_dim, hopper=True)
+            config = dataclasses.replace(config, merge_tokens=merge_tokens, min_tokens=64)
+            prepared = TritonAttention(config=config).prepare(plan)
+            assert_matches(prepared.attend(q, k, v, **more), want, dtype)

@@ -84,7 +84,7 @@ def tree(num_seqs: int, *, shared: int = 300, own: int = 50, page_size: int = 16
 
 def test_a_shared_run_is_read_once_and_own_runs_once_each():
     plan = tree(64)
-    cost = CostModel(SMALL, programs=1)
+    cost = CostModel(SMALL, programs=(1, 1))
     work = make_work(plan, cost, num_kv_heads=1, group=4)
     shared = work.records[work.records[:, 11] - work.records[:, 8] == 300]
     assert shared[:, 1].tolist() == [16, 16, 16, 16]  # rows of a 64-wide tile, 4 heads each
@@ -106,7 +106,7 @@ def test_a_chunk_that_fills_tiles_walks_a_shared_run_by_itself():
     own = builder.add_run(np.arange(30, 33, dtype=np.int32), 0, 40, 160)
     builder.add_span(4, 40, own, 1, step=1)
     plan = builder.build(np.r_[np.full(4, 164), 160 + np.arange(40)])
-    cost = CostModel(SMALL, programs=1, merge_tokens=1)
+    cost = CostModel(SMALL, programs=(1, 1), merge_tokens=1)
     work = make_work(plan, cost, num_kv_heads=1, group=4)
     assert_shows(packed(work), plan, cost, 4, work.num_states)
     chunk = work.records[work.records[:, 3] == 2]
@@ -116,7 +116,9 @@ def test_a_chunk_that_fills_tiles_walks_a_shared_run_by_itself():
 
 def test_one_long_walk_is_cut_for_all_programs():
     plan = tree(1, shared=2048, own=128)
-    cost = CostModel((Tile(16, 64), Tile(64, 64), Tile(128, 64)), programs=264, min_tokens=128)
+    cost = CostModel(
+        (Tile(16, 64), Tile(64, 64), Tile(128, 64)), programs=(264, 132), min_tokens=128
+    )
     work = make_work(plan, cost, num_kv_heads=8, group=4)
     assert 14 <= len(work.records) <= 17
     length = work.records[:, 11] - work.records[:, 8]

@@ -25,10 +25,9 @@ class TritonAttention:
 
     name: str = "triton"
     config: KernelConfig | None = None
-    num_programs: int | None = None
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTriton:
-        return PreparedTriton(plan, share, self.config, self.num_programs)
+        return PreparedTriton(plan, share, self.config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +46,10 @@ class PreparedTriton:
         plan: AttentionPlan,
         share: bool,
         config: KernelConfig | None = None,
-        num_programs: int | None = None,
     ) -> None:
         self.plan = plan
         self.share = share
         self.config = config
-        self.num_programs = num_programs
         self._ready: dict[tuple[object, ...], _OnDevice] = {}
 
     def attend(
@@ -98,7 +95,6 @@ class PreparedTriton:
             device=q.device,
             windowed=self.plan.window is not None,
             config=self.config,
-            num_programs=self.num_programs,
         )
         work = make_work(
             self.plan,

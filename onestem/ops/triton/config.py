@@ -25,31 +25,41 @@ DIRECTORY = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How the attention kernel is compiled and launched, and what its items cost.
+    """How the attention kernels are compiled and launched, and what their items cost.
+
+    Pairs are for items of narrower tiles, which read, and for those of the widest, which multiply.
 
     Attributes:
-        tiles: three shapes, narrow to wide.
-        stages: software pipeline depth of each (Triton's `num_stages`).
+        tiles: two or three shapes, narrow to wide.
+        stages: software pipeline depth of each (Triton's `num_stages`); on Hopper, tiles in the
+            ring of shared memory (an even number).
         num_warps: warps of a program.
-        programs_per_sm: programs of the grid, per multiprocessor.
+        programs_per_sm: programs of a grid, per multiprocessor; on Hopper, those that work at a
+            time.
+        hopper_registers: of a multiplying and of a copying thread of `hopper.attend_hopper`; None:
+            `kernels.attend_kernel` is used.
         merge_heads: query heads that a program of the merge kernel takes at a time.
-        merge_tokens, min_tokens: see `CostModel`.
+        merge_tokens, min_tokens, reading_share: see `CostModel`.
     """
 
-    tiles: tuple[Tile, Tile, Tile]
-    stages: tuple[int, int, int]
-    num_warps: int = 4
-    programs_per_sm: int = 2
+    tiles: tuple[Tile, ...]
+    stages: tuple[int, ...]
+    num_warps: tuple[int, int] = (4, 8)
+    programs_per_sm: tuple[int, int] = (2, 1)
+    hopper_registers: tuple[int, int] | None = None
     merge_heads: int = 4
     merge_tokens: int = 16
     min_tokens: int = 128
+    reading_share: float = 0.35
 
-    def cost(self, num_programs: int) -> CostModel:
+    def cost(self, num_sms: int) -> CostModel:
         return CostModel(
             self.tiles,
-            num_programs,
+            (self.programs_per_sm[0] * num_sms, self.programs_per_sm[1] * num_sms),
+            together=self.hopper_registers is not None,
             merge_tokens=self.merge_tokens,
             min_tokens=self.min_tokens,
+            reading_share=self.reading_share,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -58,8 +68,11 @@ class KernelConfig:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> KernelConfig:
         tiles = tuple(Tile(**tile) for tile in fields["tiles"])
-        rest = {key: value for key, value in fields.items() if key != "tiles"}
-        return KernelConfig(**{**rest, "tiles": tiles, "stages": tuple(fields["stages"])})
+        rest: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return KernelConfig(**{**rest, "tiles": tiles})
 
 
 def config_file(device_name: str) -> Path:
@@ -74,33 +87,40 @@ def _stored(device_name: str) -> list[dict[str, Any]]:
 
 
 def load_config(
-    device_name: str, dtype: torch.dtype, head_dim: int, group: int
+    device_name: str, dtype: torch.dtype, head_dim: int, group: int, hopper: bool = False
 ) -> tuple[KernelConfig, bool]:
-    """The configuration to use, and whether it was tuned (else it is `default_config`'s)."""
+    """The configuration to use, and whether it was tuned (else it is `default_config`'s).
+    `hopper`: the one of the kernel for Hopper."""
     name = str(dtype).removeprefix("torch.")
     fitting = [
         entry
         for entry in _stored(device_name)
-        if entry["dtype"] == name and entry["head_dim"] >= head_dim and entry["group"] >= group
+        if entry["dtype"] == name
+        and entry["head_dim"] >= head_dim
+        and entry["group"] >= group
+        and ("hopper_registers" in entry) == hopper
     ]
     if not fitting:
-        return default_config(dtype, head_dim), False
+        return default_config(dtype, head_dim, hopper), False
     best = min(fitting, key=lambda entry: (entry["head_dim"], entry["group"]))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
     return KernelConfig.from_json(fields), True
 
 
-def default_config(dtype: torch.dtype, head_dim: int) -> KernelConfig:
+def default_config(dtype: torch.dtype, head_dim: int, hopper: bool = False) -> KernelConfig:
     """The rule for a GPU without tuned configurations.
 
-    16-bit: the widest tile has 128 rows up to head_dim 128 and 64 beyond, so that a program's
-    accumulators stay within its registers, and two programs fit on a multiprocessor with 96 KiB of
-    shared memory each. float32 has no tensor cores here (TF32 is not float32): small tiles.
+    16-bit: tiles of 16, 64 and 128 rows (of 64 and 128 on Hopper). float32 has no tensor cores here
+    (TF32 is not float32): small tiles.
     """
     if dtype == torch.float32:
         block_n = 32 if head_dim <= 128 else 16
-        tiles = (Tile(16, block_n), Tile(32, block_n), Tile(32, block_n))
+        tiles = (Tile(16, block_n), Tile(32, block_n), Tile(64, block_n))
         return KernelConfig(tiles, (2, 2, 2))
-    if head_dim > 128:
-        return KernelConfig((Tile(16, 32), Tile(64, 32), Tile(64, 32)), (3, 2, 2))
-    return KernelConfig((Tile(16, 64), Tile(64, 64), Tile(128, 64)), (3, 3, 3))
+    block_n = 64 if head_dim <= 128 else 32
+    if hopper:
+        pair = (Tile(64, block_n, 2500, 45), Tile(128, block_n, 5000, 16))
+        stages = {64: 10, 128: 6}.get(head_dim, 4)  # as many as shared memory holds, even
+        return KernelConfig(pair, (stages, stages), hopper_registers=(216, 72))
+    narrow, middle = Tile(16, block_n, 2500, 45), Tile(64, 32, 2500, 45)
+    return KernelConfig((narrow, middle, Tile(128, block_n, 3000, 20)), (3, 3, 3))

@@ -1,16 +1,21 @@
-"""The two Triton kernels: `attend_kernel` walks the items of a work list, `merge_kernel` merges.
+"""The Triton kernels: `attend_kernel` walks the items of a work list, `merge_kernel` merges states.
 
 Both are persistent: a fixed grid of programs takes works from a list whose length stands on the
 device, in the buffer that `ops.work` packs, so one CUDA graph serves every plan. A work is an item
-for one KV head. Names: `m` counts rows of a tile (row of the item times query heads of the KV head),
-`n` tokens, `d` dimensions of a head. Weights and sums are in powers of two: scores are scaled by
-log2(e), and `lse` becomes a natural logarithm where it is final.
+for one KV head. `attend_kernel` is launched for items with few rows, which wait for memory, and
+again for those with many, which wait for the tensor cores (`hopper.attend_hopper` does both at the
+same time, where there is such a device).
+
+Names: `m` counts rows of a tile (row of the item times query heads of the KV head), `n` tokens, `d`
+dimensions of a head. Weights and sums are in powers of two: scores are scaled by log2(e), and `lse`
+becomes a natural logarithm where it is final.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["attend_kernel", "merge_kernel"]
 
@@ -18,7 +23,7 @@ __all__ = ["attend_kernel", "merge_kernel"]
 HEADER: tl.constexpr = tl.constexpr(16)
 RECORD: tl.constexpr = tl.constexpr(16)
 ENTRY: tl.constexpr = tl.constexpr(8)
-QUEUE: tl.constexpr = tl.constexpr(15)
+QUEUE: tl.constexpr = tl.constexpr(14)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -29,17 +34,26 @@ def _tanh(x):
 
 
 @triton.jit
+def _locate(pages, start, stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Places of a tile's tokens and the pages they stand in, both `[BLOCK_N]`. Behind `stop` the
+    last token is taken again: a slot that nobody shows may hold NaN."""
+    x = tl.minimum(start + tl.arange(0, BLOCK_N), stop - 1)
+    return x, tl.load(pages + x // PAGE_SIZE)
+
+
+@triton.jit
 def _attend_tile(
     query,
     running_max,
     denominator,
     total,
+    x,
+    page,
     start,
     stop,
     last,
     oldest,
     distance,
-    pages,
     k,
     v,
     head,
@@ -56,13 +70,10 @@ def _attend_tile(
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Tokens start .. start + BLOCK_N - 1 of a walk entry. With MASKED, row m sees those from
-    oldest[m] on that are below both stop and last[m]."""
+    """Tokens start .. start + BLOCK_N - 1 of a walk entry, at places x. With MASKED, row m sees
+    those from oldest[m] on that are below both stop and last[m]."""
     n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    # Behind the end the last token is read again: a slot that nobody shows may hold NaN.
-    x = tl.minimum(n, stop - 1) if MASKED else n
-    page = tl.load(pages + x // PAGE_SIZE)
     slot = page.to(tl.int64) * PAGE_SIZE + x % PAGE_SIZE
     where = (slot * NUM_KV_HEADS + head) * HEAD_DIM  # [BLOCK_N]
     offsets = where[:, None] + d[None, :]  # [BLOCK_N, BLOCK_D]
@@ -132,8 +143,8 @@ def _attend_item(
     num_rows = tl.load(record + 1)
     row_start = tl.load(record + 2)
     num_walk = tl.load(record + 3)
-    more = control + tl.load(control + 2) + tl.load(record + 4) * ENTRY
-    pages = control + tl.load(control + 6)
+    more = control + tl.load(control + 3) + tl.load(record + 4) * ENTRY
+    pages = control + tl.load(control + 7)
 
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     j = m // GROUP  # [BLOCK_M] row of the item
@@ -141,14 +152,14 @@ def _attend_item(
     used = j < num_rows
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = used[:, None] & (d < HEAD_DIM)[None, :]
-    row = tl.load(control + tl.load(control + 3) + row_start + j, mask=used, other=0)
+    row = tl.load(control + tl.load(control + 4) + row_start + j, mask=used, other=0)
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     at = (row.to(tl.int64) * num_heads + q_head) * HEAD_DIM  # [BLOCK_M]
     query = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
     position = j  # [BLOCK_M] position id of the row, where it is needed
     slope = scale
     if WINDOWED or ALIBI:
-        position = tl.load(control + tl.load(control + 7) + row, mask=used, other=0)
+        position = tl.load(control + tl.load(control + 8) + row, mask=used, other=0)
     if ALIBI:
         slope = tl.load(slopes + q_head, mask=used, other=0.0) * LOG2_E
 
@@ -165,36 +176,48 @@ def _attend_item(
         distance = position - tl.load(entry + 6)  # [BLOCK_M] the row's own place in the entry
         oldest = distance
         if WINDOWED:
-            oldest = distance - tl.load(control + 8) + 1
+            oldest = distance - tl.load(control + 9) + 1
         tail = lo
         head_tiles = 0
         if SPLIT:
             tail = clear_lo + tl.maximum(clear_hi - clear_lo, 0) // BLOCK_N * BLOCK_N
+            x, page = _locate(pages, clear_lo, hi, PAGE_SIZE, BLOCK_N)
             for start in tl.range(clear_lo, tail, BLOCK_N, num_stages=STAGES):
+                # Page ids are read one tile ahead of the keys, outside the chain of the loads.
+                next_x, next_page = _locate(pages, start + BLOCK_N, hi, PAGE_SIZE, BLOCK_N)
                 running_max, denominator, total = _attend_tile(
-                    query, running_max, denominator, total, start, hi, last, oldest, distance,
-                    pages, k, v, head, slope, scale, softcap,
+                    query, running_max, denominator, total, x, page, start, hi, last, oldest,
+                    distance, k, v, head, slope, scale, softcap,
                     NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D,
                     False, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
+                x, page = next_x, next_page
             if WINDOWED:
                 head_tiles = tl.cdiv(tl.maximum(tl.minimum(clear_lo, hi) - lo, 0), BLOCK_N)
         tiles = head_tiles + tl.cdiv(tl.maximum(hi - tail, 0), BLOCK_N)
+        start = lo if WINDOWED else tail
+        stop = hi
+        if WINDOWED:
+            start = tl.where(head_tiles > 0, lo, tail)
+            stop = tl.where(head_tiles > 0, tl.minimum(clear_lo, hi), hi)
+        x, page = _locate(pages, start, stop, PAGE_SIZE, BLOCK_N)
         for tile in tl.range(0, tiles, num_stages=STAGES):
-            start = tail + (tile - head_tiles) * BLOCK_N
-            stop = hi
+            next_start = start + BLOCK_N
+            next_stop = stop
             if WINDOWED:
-                in_head = tile < head_tiles
-                start = tl.where(in_head, lo + tile * BLOCK_N, start)
-                stop = tl.where(in_head, tl.minimum(clear_lo, hi), hi)
+                jump = tile + 1 == head_tiles
+                next_start = tl.where(jump, tail, next_start)
+                next_stop = tl.where(jump, hi, next_stop)
+            next_x, next_page = _locate(pages, next_start, next_stop, PAGE_SIZE, BLOCK_N)
             running_max, denominator, total = _attend_tile(
-                query, running_max, denominator, total, start, stop, last, oldest, distance,
-                pages, k, v, head, slope, scale, softcap,
+                query, running_max, denominator, total, x, page, start, stop, last, oldest,
+                distance, k, v, head, slope, scale, softcap,
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D,
                 True, WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
+            x, page, start, stop = next_x, next_page, next_start, next_stop
 
-    dest = tl.load(control + tl.load(control + 4) + row_start + j, mask=used, other=-1)
+    dest = tl.load(control + tl.load(control + 5) + row_start + j, mask=used, other=-1)
     seen = denominator > 0.0
     safe = tl.where(seen, denominator, 1.0)
     result = total / safe[:, None]
@@ -239,43 +262,39 @@ def attend_kernel(
     M1: tl.constexpr,
     N1: tl.constexpr,
     STAGES1: tl.constexpr,
-    M2: tl.constexpr,
-    N2: tl.constexpr,
-    STAGES2: tl.constexpr,
+    WIDE: tl.constexpr,
     WINDOWED: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Walk all items. Tile shapes 0 (narrow), 1 and 2 (wide); a record says which is its own.
+    """Walk the items with many rows (WIDE: all of tile shape 1) or those with few (a record says
+    which shape is its own).
 
     A program's first work has its own number, the next ones come from a counter that `merge_kernel`
     sets back.
     """
-    num_works = tl.load(control) * NUM_KV_HEADS
+    records = control + HEADER
+    if WIDE:
+        records += tl.load(control) * RECORD
+    num_works = tl.load(control + WIDE) * NUM_KV_HEADS
     work = tl.program_id(0)
     while work < num_works:
-        record = control + HEADER + (work // NUM_KV_HEADS) * RECORD
+        record = records + (work // NUM_KV_HEADS) * RECORD
         head = work % NUM_KV_HEADS
-        kind = tl.load(record)
-        if kind == 0:
+        narrow = False if WIDE else tl.load(record) == 0
+        if narrow:
             _attend_item(
                 control, record, head, q, k, v, out, lse, part_out, part_lse, slopes, scale,
                 softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, M0, N0, BLOCK_D, STAGES0, False,
                 WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
-        elif kind == 1:
+        else:
             _attend_item(
                 control, record, head, q, k, v, out, lse, part_out, part_lse, slopes, scale,
                 softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, M1, N1, BLOCK_D, STAGES1, True,
                 WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
-        else:
-            _attend_item(
-                control, record, head, q, k, v, out, lse, part_out, part_lse, slopes, scale,
-                softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, M2, N2, BLOCK_D, STAGES2, True,
-                WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
-        work = tl.num_programs(0) + tl.atomic_add(control + QUEUE, 1)
+        work = tl.num_programs(0) + tl.atomic_add(control + QUEUE + WIDE, 1)
 
 
 @triton.jit
@@ -290,11 +309,18 @@ def merge_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Merge the states of rows that have several, write (0, -inf) for those that have none."""
+    """Merge the states of rows that have several, write (0, -inf) for those that have none.
+
+    DEPENDENT: the launch may begin before that of the states has ended (programmatic dependent
+    launch); it waits for it. UNROLL: states that are on their way at a time.
+    """
     blocks: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    num_works = tl.load(control + 1) * blocks
-    merges = control + tl.load(control + 5)
+    num_works = tl.load(control + 2) * blocks
+    merges = control + tl.load(control + 6)
+    if DEPENDENT:
+        gdc_wait()
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
         merge = merges + (work // blocks) * 4
@@ -306,27 +332,33 @@ def merge_kernel(
         in_head_parts = tl.where(in_head, parts, 0)  # [BLOCK_H]
         inside = in_head[:, None] & (d < HEAD_DIM)[None, :]
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        for start in range(0, parts, UNROLL):
-            for i in tl.static_range(UNROLL):
-                mask = in_head_parts > start + i
-                place = (first + start + i) * NUM_HEADS + h
-                top = tl.maximum(top, tl.load(part_lse + place, mask=mask, other=float("-inf")))
-        safe_top = tl.where(top == float("-inf"), 0.0, top)
         denominator = tl.zeros([BLOCK_H], tl.float32)
         total = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         for start in range(0, parts, UNROLL):
+            chunk_top = top
+            for i in tl.static_range(UNROLL):
+                place = (first + start + i) * NUM_HEADS + h
+                part = tl.load(
+                    part_lse + place, mask=in_head_parts > start + i, other=float("-inf")
+                )
+                chunk_top = tl.maximum(chunk_top, part)
+            safe_top = tl.where(chunk_top == float("-inf"), 0.0, chunk_top)
+            shrink = tl.exp2(top - safe_top)
+            denominator = denominator * shrink
+            total = total * shrink[:, None]
             for i in tl.static_range(UNROLL):
                 mask = in_head_parts > start + i
                 place = (first + start + i) * NUM_HEADS + h
                 part = tl.load(part_lse + place, mask=mask, other=float("-inf"))
-                weight = tl.exp2(part - safe_top)
                 value = tl.load(
                     part_out + place[:, None] * HEAD_DIM + d[None, :],
                     mask=inside & mask[:, None],
                     other=0.0,
                 )
+                weight = tl.exp2(part - safe_top)
                 denominator += weight
                 total += value * weight[:, None]
+            top = chunk_top
         seen = denominator > 0.0
         safe = tl.where(seen, denominator, 1.0)
         place = row * NUM_HEADS + h
@@ -335,7 +367,8 @@ def merge_kernel(
             (total / safe[:, None]).to(out.dtype.element_ty),
             mask=inside,
         )
-        log_sum = tl.where(seen, (safe_top + tl.log2(safe)) * LN_2, float("-inf"))
+        log_sum = tl.where(seen, (top + tl.log2(safe)) * LN_2, float("-inf"))
         tl.store(lse + place, log_sum, mask=in_head)
     if tl.program_id(0) == 0:
         tl.store(control + QUEUE, 0)
+        tl.store(control + QUEUE + 1, 0)

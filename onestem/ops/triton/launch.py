@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -46,9 +47,7 @@ class States:
 
     @staticmethod
     def empty(max_states: int, num_q_heads: int, head_dim: int, device: torch.device) -> States:
-        out = torch.empty(
-            max_states, num_q_heads, head_dim, dtype=torch.float32, device=device
-        )
+        out = torch.empty(max_states, num_q_heads, head_dim, dtype=torch.float32, device=device)
         return States(out, torch.empty(out.shape[:2], dtype=torch.float32, device=device))
 
     def __len__(self) -> int:
@@ -61,8 +60,9 @@ class Kernels:
 
     Attributes:
         config: tile shapes.
-        num_programs: size of the attention kernel's grid.
+        num_sms: multiprocessors, to which grids are proportional.
         windowed: whether plans have a window.
+        hopper: whether items run in `hopper.attend_hopper`, on a device that has Hopper's units.
     """
 
     num_q_heads: int
@@ -71,8 +71,8 @@ class Kernels:
     page_size: int
     config: KernelConfig
     num_sms: int
-    num_programs: int
     windowed: bool
+    hopper: bool
 
     @staticmethod
     def make(
@@ -85,16 +85,17 @@ class Kernels:
         device: torch.device,
         windowed: bool,
         config: KernelConfig | None = None,
-        num_programs: int | None = None,
     ) -> Kernels:
         """With the device's tuned configuration (or the rule for unknown GPUs) by default."""
         _check(num_q_heads, num_kv_heads, head_dim, dtype, device)
-        name, num_sms = _device(device)
+        group = num_q_heads // num_kv_heads
+        name, num_sms, has_hopper = _device(device)
+        hopper = has_hopper and _suits_hopper(dtype, head_dim, page_size)
         if config is None:
-            config, _ = load_config(name, dtype, head_dim, num_q_heads // num_kv_heads)
+            config, _ = load_config(name, dtype, head_dim, group, hopper)
         return Kernels(
-            num_q_heads, num_kv_heads, head_dim, page_size, config, num_sms,
-            num_programs or config.programs_per_sm * num_sms, windowed,
+            num_q_heads, num_kv_heads, head_dim, page_size, config, num_sms, windowed,
+            hopper and config.hopper_registers is not None,
         )  # fmt: skip
 
     @property
@@ -105,7 +106,7 @@ class Kernels:
     @property
     def cost(self) -> CostModel:
         """What decides about sharing and cuts."""
-        return self.config.cost(self.num_programs)
+        return self.config.cost(self.num_sms)
 
     def launch(
         self,
@@ -118,45 +119,75 @@ class Kernels:
         lse: Tensor,
         scores: Scores | None = None,
     ) -> None:
-        """Both kernels, on the current stream; see `Workspace.launch`."""
+        """All kernels, on the current stream; see `Workspace.launch`."""
         scores = scores or Scores(1 / math.sqrt(self.head_dim))
-        self._attend(control, states, q, k_pages, v_pages, out, lse, scores)
+        tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
+        if self.hopper:
+            self._attend_hopper(tensors, scores)
+        else:
+            self._attend(1, tensors, scores)
+            self._attend(0, tensors, scores)
         self.merge(control, states, out, lse)
 
-    def _attend(
-        self,
-        control: Tensor,
-        states: States,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scores: Scores,
-    ) -> None:
-        slopes, softcap = scores.alibi_slopes, scores.softcap
-        attend_kernel[(self.num_programs,)](
-            control, q, k, v, out, lse, states.out, states.lse,
-            lse if slopes is None else slopes,
-            float(scores.scale),
-            0.0 if softcap is None else float(softcap),
-            NUM_KV_HEADS=self.num_kv_heads,
-            GROUP=self.group,
-            HEAD_DIM=self.head_dim,
-            PAGE_SIZE=self.page_size,
-            BLOCK_D=max(16, triton.next_power_of_2(self.head_dim)),
-            WINDOWED=self.windowed,
-            ALIBI=slopes is not None,
-            SOFTCAP=softcap is not None,
-            num_warps=self.config.num_warps,
-            **self._tile_arguments(),
-        )  # fmt: skip
+    def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores) -> None:
+        from onestem.ops.triton.hopper import attend_hopper, box_tokens, descriptors
 
-    def _tile_arguments(self) -> dict[str, int]:
+        control, q, k_pages, v_pages, *results = tensors
+        block_n = self.config.tiles[-1].block_n
+        assert self.config.hopper_registers is not None
+        registers, copy_registers = self.config.hopper_registers
+        box = box_tokens(self.page_size, block_n)
+        attend_hopper[(self.num_sms,)](
+            control,
+            q,
+            *descriptors(k_pages, v_pages, box),
+            *results,
+            *self._score_arguments(tensors, scores),
+            BLOCK_N=block_n,
+            STAGES=self.config.stages[-1],
+            BOX=box,
+            REGISTERS=registers,
+            COPY_REGISTERS=copy_registers,
+            **self._common_arguments(scores),
+            num_warps=4,
+        )
+
+    def _attend(self, wide: int, tensors: tuple[Tensor, ...], scores: Scores) -> None:
+        config = self.config
+        attend_kernel[(config.programs_per_sm[wide] * self.num_sms,)](
+            *tensors,
+            *self._score_arguments(tensors, scores),
+            BLOCK_D=max(16, triton.next_power_of_2(self.head_dim)),
+            **self._tile_arguments(wide),
+            **self._common_arguments(scores),
+            WIDE=wide,
+            num_warps=config.num_warps[wide],
+        )
+
+    def _score_arguments(
+        self, tensors: tuple[Tensor, ...], scores: Scores
+    ) -> tuple[Tensor, float, float]:
+        """slopes, scale, softcap; what is not used is something of the right type."""
+        slopes = tensors[5] if scores.alibi_slopes is None else scores.alibi_slopes
+        return slopes, float(scores.scale), float(scores.softcap or 0.0)
+
+    def _common_arguments(self, scores: Scores) -> dict[str, Any]:
+        return {
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "PAGE_SIZE": self.page_size,
+            "WINDOWED": self.windowed,
+            "ALIBI": scores.alibi_slopes is not None,
+            "SOFTCAP": scores.softcap is not None,
+        }
+
+    def _tile_arguments(self, wide: int) -> dict[str, int]:
         arguments = {}
-        for i, tile in enumerate(self.config.tiles):
+        for i, number in enumerate((2, 2) if wide else (0, 1)):
+            tile = self.config.tiles[number]
             arguments[f"M{i}"], arguments[f"N{i}"] = tile.block_m, tile.block_n
-            arguments[f"STAGES{i}"] = self.config.stages[i]
+            arguments[f"STAGES{i}"] = self.config.stages[number]
         return arguments
 
     def merge(self, control: Tensor, states: States, out: Tensor, lse: Tensor) -> None:
@@ -167,8 +198,10 @@ class Kernels:
             HEAD_DIM=self.head_dim,
             BLOCK_H=self.config.merge_heads,
             BLOCK_D=triton.next_power_of_2(self.head_dim),
-            UNROLL=4,
+            UNROLL=8,
+            DEPENDENT=self.hopper,
             num_warps=4,
+            **({"launch_pdl": True} if self.hopper else {}),
         )  # fmt: skip
 
 
@@ -184,9 +217,7 @@ def _check(
             "Triton's interpreter does not multiply bfloat16: use float16 or float32 on a CPU"
         )
     if num_q_heads % num_kv_heads != 0:
-        raise ConfigError(
-            f"{num_q_heads} query heads are no multiple of {num_kv_heads} KV heads"
-        )
+        raise ConfigError(f"{num_q_heads} query heads are no multiple of {num_kv_heads} KV heads")
     if num_q_heads // num_kv_heads > 16 or head_dim > 256:
         raise UnsupportedError(
             f"head_dim {head_dim} with {num_q_heads // num_kv_heads} query heads per KV head: the "
@@ -194,12 +225,17 @@ def _check(
         )
 
 
+def _suits_hopper(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
+    """Whether the kernel for Hopper takes this: 16 bits, whole boxes of dimensions, whole pages."""
+    whole = page_size >= 8 and page_size & (page_size - 1) == 0
+    return dtype.itemsize == 2 and head_dim in (64, 128, 256) and whole
+
+
 @cache
-def _device(device: torch.device) -> tuple[str, int]:
-    """Name and multiprocessors; the interpreter runs programs in turn and gets few."""
+def _device(device: torch.device) -> tuple[str, int, bool]:
+    """Name, multiprocessors (the interpreter runs programs in turn and gets few), and whether it
+    has Hopper's units."""
     if device.type != "cuda":
-        return "cpu", 2
-    return (
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_properties(device).multi_processor_count,
-    )
+        return "cpu", 2, False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.multi_processor_count, properties.major == 9

@@ -19,7 +19,7 @@ __all__ = ["Workspace"]
 
 @dataclass(eq=False)
 class _Host:
-    """A host copy of the control buffer (pinned on a GPU); `copied` is recorded behind its upload."""
+    """A host copy of the control buffer, pinned on a GPU; `copied`: recorded behind its upload."""
 
     words: Tensor
     array: np.ndarray
@@ -51,7 +51,6 @@ class Workspace:
         share: False reads a shared run once per sequence.
         windowed: whether plans have a window.
         config: tile shapes; default: the tuned ones of this GPU, else `default_config`.
-        num_programs: size of the grid; default: the configuration's.
     """
 
     max_rows: int
@@ -67,7 +66,6 @@ class Workspace:
     share: bool = True
     windowed: bool = False
     config: KernelConfig | None = None
-    num_programs: int | None = None
     kernels: Kernels = field(init=False)
     control: Tensor = field(init=False)
     lse: Tensor = field(init=False)
@@ -83,7 +81,6 @@ class Workspace:
             device=self.device,
             windowed=self.windowed,
             config=self.config,
-            num_programs=self.num_programs,
         )
         if self.states is None:
             self.states = States.empty(

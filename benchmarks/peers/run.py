@@ -1,0 +1,163 @@
+"""Onestem against other engines on this CPU: the same jobs, interleaved in one run.
+
+    python -m benchmarks.peers.run [CASE ...] --environments DIRECTORY [--sweep] [--repeats N]
+
+An engine runs in the environment DIRECTORY/ENGINE (`benchmarks/peers/install`), Onestem in this
+one. Each run is a process of its own; loading, compiling and a warm-up are outside its clock.
+Results go to benchmarks/results/peers-CASE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.cases import CASES, Case
+from benchmarks.peers.engines import Bench
+from benchmarks.peers.floors import floor
+from benchmarks.peers.report import show, summary
+from benchmarks.peers.settings import ENGINES, default, sweep
+from benchmarks.peers.weights import model_directory
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SIZES = ("groups", "degree", "prefix", "distinct", "output")
+
+
+def main() -> None:
+    options = parse()
+    for name in options.cases or CASES:
+        case = sized(CASES[name], options)
+        result = measure(name, case, options)
+        path = RESULTS / f"peers-{name}{options.suffix}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        show(result)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--engines", default=",".join(ENGINES), help="of " + ", ".join(ENGINES))
+    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "peers")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "peers-work")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sweep", action="store_true", help="try each peer's settings first")
+    parser.add_argument(
+        "--best-from", type=Path, help="take the settings that an earlier result chose"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scale", type=float, default=1.0, help="of all token counts")
+    parser.add_argument(
+        "--set", default="", metavar="NAME=N,...", help="sizes of the case, like groups=2,degree=4"
+    )
+    parser.add_argument(
+        "--settings",
+        action="append",
+        default=[],
+        metavar="ENGINE:JSON",
+        help='settings of an engine, like vllm:{"eager":true}',
+    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
+    parser.add_argument("--suffix", default="", help="appended to the result file's name")
+    options = parser.parse_args()
+    for what, given, known in (
+        ("case", options.cases, CASES),
+        ("engine", options.engines.split(","), ENGINES),
+    ):
+        unknown = set(given) - set(known)
+        if unknown:
+            parser.error(f"{what} is {unknown.pop()!r}, expected some of: {', '.join(known)}")
+    if options.repeats < 1:
+        parser.error(f"--repeats is {options.repeats}, expected at least 1")
+    return options
+
+
+def sized(case: Case, options: argparse.Namespace) -> Case:
+    """The case in the sizes that were asked for."""
+    fields = dataclasses.asdict(case.scaled(options.scale))
+    for part in filter(None, options.set.split(",")):
+        name, _, value = part.partition("=")
+        if name not in SIZES or not value.isdigit():
+            sys.exit(f"--set has {part!r}, expected NAME=NUMBER with one of: {', '.join(SIZES)}")
+        fields[name] = int(value)
+    return Case(**fields)
+
+
+def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    model = model_directory(options.work, case.shape, options.dtype)
+    job = case.job(
+        model=model, dtype=options.dtype, threads=options.threads, outputs=options.work / "outputs"
+    )
+    bench = Bench(job, options.environments, options.work, options.timeout)
+    rates = [bench.rates()]
+    engines = options.engines.split(",")
+    swept = sweep_all(bench, engines, options) if options.sweep else {}
+    chosen = {engine: choice(engine, swept, name, options) for engine in engines}
+    runs = interleaved(bench, chosen, options.repeats)
+    rates.append(bench.rates())
+    return summary(
+        name=name,
+        command=f"python -m benchmarks.peers.run {shlex.join(sys.argv[1:])}",
+        case=case,
+        job=job,
+        rates=rates,
+        floor=floor(case.config, job),
+        sweep=swept,
+        settings=chosen,
+        runs=runs,
+    )
+
+
+def sweep_all(
+    bench: Bench, engines: list[str], options: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """One run of each setting of each peer."""
+    return {
+        engine: [bench.run(engine, settings) for settings in sweep(engine, options.dtype)]
+        for engine in engines
+        if len(sweep(engine, options.dtype)) > 1
+    }
+
+
+def choice(
+    engine: str,
+    swept: dict[str, list[dict[str, Any]]],
+    name: str,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Settings to run with: given, else the sweep's fastest, else an earlier result's."""
+    for text in options.settings:
+        of, _, settings = text.partition(":")
+        if of == engine:
+            return dict(json.loads(settings))
+    ran = [run for run in swept.get(engine, []) if "seconds" in run]
+    if ran:
+        return dict(min(ran, key=lambda run: run["seconds"])["settings"])
+    if options.best_from:
+        earlier = json.loads(options.best_from.read_text())["settings"]
+        if engine in earlier:
+            return dict(earlier[engine])
+    return default(engine, options.dtype)
+
+
+def interleaved(
+    bench: Bench, chosen: dict[str, dict[str, Any]], repeats: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Every engine in turn, the order reversed each time; one that failed is not tried again."""
+    runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in chosen}
+    for repeat in range(repeats):
+        for engine in list(chosen)[:: 1 if repeat % 2 == 0 else -1]:
+            if not any("error" in run for run in runs[engine]):
+                runs[engine].append(bench.run(engine, chosen[engine], keep=True))
+    return runs
+
+
+if __name__ == "__main__":
+    main()

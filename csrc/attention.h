@@ -1,0 +1,132 @@
+// What the parts of the extension tell each other: a plan, its work items, a call, and the table of
+// functions that each instruction set fills. Plain data only: the kernels' translation units are
+// compiled for different instruction sets and must not share inline code.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace onestem {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+enum Dtype : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kNumDtypes = 3 };
+
+// Columns of `AttentionPlan.runs` and `.spans`; docs/attention-plan.md says what they mean.
+struct Run {
+  int32_t page_start, offset, len, position;
+};
+struct Span {
+  int32_t row, rows, run, first, end, step;
+};
+
+// Tokens lo..hi-1 of a run. The item's row j sees those with first <= t < end + j * step that its
+// window holds.
+struct Piece {
+  int32_t run, lo, hi, first, end, step;
+};
+
+// Rows that attend to pieces, for KV heads head..head+num_heads-1. `wide`: all query rows of a KV
+// head in one matrix product; otherwise each is a vector, and keys are read straight from the pages.
+struct Item {
+  int32_t rows_at, num_rows;
+  int32_t pieces_at, num_pieces;
+  int32_t head, num_heads;
+  int32_t wide;
+  float cost;  // nanoseconds, estimated
+};
+
+// A row whose `count` states (count != 1) stand from `state` on in the workspace.
+struct Merge {
+  int32_t state, count;
+};
+
+// The plan's arrays and its work items, for the kernels.
+struct WorkView {
+  int32_t page_size;
+  int32_t num_rows;
+  const int32_t* run_pages;
+  const Run* runs;
+  const int32_t* row_position;
+  int32_t window;  // 0: none
+  const Piece* pieces;
+  const int32_t* rows;    // [parts]: rows of all items
+  const int32_t* states;  // [parts]: where a row's state goes; -1: it is the row's only one
+  const Merge* merges;    // [num_rows]
+};
+
+// One attention call. A state in the workspace is not normalised: sum of exp2(score - top) * v, and
+// `top` (a score times log2(e)) and `sum` beside it.
+struct AttentionCall {
+  WorkView work;
+  const void *q, *k, *v;  // q [num_rows, q_heads, dim]; pages [num_pages, page_size, kv_heads, dim]
+  void* out;              // [num_rows, q_heads, dim]
+  float* lse;             // [num_rows, q_heads]
+  int32_t q_heads, kv_heads, group, dim;
+  float scale;
+  const float* alibi_slopes;  // [q_heads], or null
+  float softcap;              // 0: none
+  float* state_out;           // [num_states, q_heads, dim]
+  float* state_top;           // [num_states, q_heads]
+  float* state_sum;           // [num_states, q_heads]
+};
+
+struct AddRmsNormCall {
+  void* hidden;       // [rows, width], changed in place
+  const void* delta;  // [rows, width], or null
+  const void* weight;
+  void* out;
+  int64_t width;
+  float eps;
+};
+
+struct RopeWriteCall {
+  const void* qkv;  // [rows, (q_heads + 2 * kv_heads) * dim]
+  const void *q_norm, *k_norm;  // [dim], or null
+  const float *cos, *sin;       // [rows, dim / 2]
+  const int64_t* slots;         // [rows]
+  void *q, *k_pages, *v_pages;
+  int32_t q_heads, kv_heads, dim;
+  float eps;
+};
+
+struct SiluMulCall {
+  const void* gate_up;  // [rows, 2 * width]
+  void* out;            // [rows, width]
+  int64_t width;
+};
+
+// What work costs, in nanoseconds of one core, for a KV head: reading a byte of K or V; multiplying
+// one query head with one element in a thin item; converting an element for a wide one; multiplying
+// one lane with one element there. `state`: one element of a state, written and merged.
+struct Rates {
+  float read, thin, pack, wide, state;
+};
+
+// What one instruction set offers for one type. Functions over rows work on rows begin..end-1.
+struct KernelsOf {
+  int32_t lanes;  // query rows of a wide item are padded to a multiple of this
+  Rates rates;
+  int32_t (*wide_lanes)(int32_t dim);  // query rows (times group) of a wide item at most
+  size_t (*wide_scratch)(int32_t dim);
+  size_t (*thin_scratch)(int32_t dim, int32_t kv_heads);
+  void (*attend)(const AttentionCall&, const Item&, char* scratch);
+  void (*merge)(const AttentionCall&, int32_t row, int32_t kv_head);
+  void (*add_rms_norm)(const AddRmsNormCall&, int64_t begin, int64_t end);
+  void (*rope_write)(const RopeWriteCall&, int64_t begin, int64_t end);
+  void (*silu_mul)(const SiluMulCall&, int64_t begin, int64_t end);
+};
+
+struct Kernels {
+  KernelsOf of[kNumDtypes];
+};
+
+// Query heads that a thin item multiplies at most with a KV head.
+constexpr int32_t kThinLanes = 8;
+
+}  // namespace onestem

@@ -1,0 +1,25 @@
+#define ONESTEM_ISA amx_bf16
+#include "kernels/vec_avx512.h"
+
+#include "kernels/table.h"
+
+#include "kernels/products_pairs.h"
+
+#include "kernels/products_amx.h"
+
+namespace onestem {
+
+namespace avx512 {
+Kernels table();
+}
+
+namespace amx_bf16 {
+
+Kernels table() {
+  Kernels kernels = avx512::table();
+  fill<bf16, AmxProducts>(kernels, kBfloat16, {0.08f, 0.018f, 0.12f, 0.0012f, 0.4f});
+  return kernels;
+}
+
+}  // namespace amx_bf16
+}  // namespace onestem

@@ -1,0 +1,25 @@
+#define ONESTEM_ISA avx512_bf16
+#include "kernels/vec_avx512.h"
+
+#include "kernels/table.h"
+
+#include "kernels/products_pairs.h"
+
+#include "kernels/products_dot.h"
+
+namespace onestem {
+
+namespace avx512 {
+Kernels table();
+}
+
+namespace avx512_bf16 {
+
+Kernels table() {
+  Kernels kernels = avx512::table();
+  fill<bf16, DotProducts>(kernels, kBfloat16, {0.08f, 0.018f, 0.05f, 0.004f, 0.4f});
+  return kernels;
+}
+
+}  // namespace avx512_bf16
+}  // namespace onestem

@@ -1,0 +1,110 @@
+// Elementwise parts of a step, fused: residual and RMSNorm, RoPE and the KV write, SiLU times up.
+// Sums and functions in float32, one rounding at the end.
+#pragma once
+
+namespace onestem::ONESTEM_ISA {
+
+// visit(d, n): elements d..d+n-1 of `width`, a vector at a time (n < kLanes at the end).
+template <class Visit>
+__attribute__((always_inline)) inline void for_vectors(int64_t width, Visit visit) {
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) visit(d, kLanes);
+  if (d < width) visit(d, static_cast<int32_t>(width - d));
+}
+template <class T>
+__attribute__((always_inline)) inline vf get(const T* p, int32_t n) {
+  return n == kLanes ? load(p) : load_some(p, n);
+}
+template <class T>
+__attribute__((always_inline)) inline void put(T* p, vf x, int32_t n) {
+  n == kLanes ? store(p, x) : store_some(p, x, n);
+}
+
+inline float inverse_rms(float sum_of_squares, int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_of_squares / static_cast<float>(width) + eps);
+}
+
+template <class T>
+void add_rms_norm(const AddRmsNormCall& call, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(call.weight);
+  for (int64_t row = begin; row < end; ++row) {
+    T* hidden = static_cast<T*>(call.hidden) + row * call.width;
+    const T* delta = static_cast<const T*>(call.delta) + row * call.width;
+    T* out = static_cast<T*>(call.out) + row * call.width;
+    vf squares = zeros();
+    for_vectors(call.width, [&](int64_t d, int32_t n) {
+      vf x = get(hidden + d, n);
+      if (call.delta != nullptr) {
+        put(hidden + d, x + get(delta + d, n), n);
+        x = get(hidden + d, n);  // as rounded
+      }
+      squares = fma(x, x, squares);
+    });
+    const vf factor = all(inverse_rms(sum(squares), call.width, call.eps));
+    for_vectors(call.width, [&](int64_t d, int32_t n) {
+      put(out + d, get(hidden + d, n) * factor * get(weight + d, n), n);
+    });
+  }
+}
+
+// One head's RMSNorm (where it has a weight) and rotation: pair i is (x[i], x[i + dim / 2]).
+template <class T>
+void rotate_head(const T* x, const T* norm, const RopeWriteCall& call, int64_t row, T* out) {
+  const int32_t half = call.dim / 2;
+  const float *cos = call.cos + row * half, *sin = call.sin + row * half;
+  float factor = 1.0f;
+  if (norm != nullptr) {
+    vf squares = zeros();
+    for_vectors(call.dim, [&](int64_t d, int32_t n) {
+      const vf value = get(x + d, n);
+      squares = fma(value, value, squares);
+    });
+    factor = inverse_rms(sum(squares), call.dim, call.eps);
+  }
+  for_vectors(half, [&](int64_t d, int32_t n) {
+    vf low = get(x + d, n), high = get(x + half + d, n);
+    if (norm != nullptr) {
+      low = low * all(factor) * get(norm + d, n);
+      high = high * all(factor) * get(norm + half + d, n);
+    }
+    const vf c = get(cos + d, n), s = get(sin + d, n);
+    put(out + d, low * c - high * s, n);
+    put(out + half + d, high * c + low * s, n);
+  });
+}
+
+template <class T>
+void rope_write(const RopeWriteCall& call, int64_t begin, int64_t end) {
+  const int64_t width = int64_t{call.q_heads + 2 * call.kv_heads} * call.dim;
+  const int64_t kv_width = int64_t{call.kv_heads} * call.dim;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.qkv) + row * width;
+    T* q = static_cast<T*>(call.q) + row * call.q_heads * call.dim;
+    T* k = static_cast<T*>(call.k_pages) + call.slots[row] * kv_width;
+    T* v = static_cast<T*>(call.v_pages) + call.slots[row] * kv_width;
+    for (int32_t h = 0; h < call.q_heads; ++h, x += call.dim, q += call.dim) {
+      rotate_head(x, static_cast<const T*>(call.q_norm), call, row, q);
+    }
+    for (int32_t h = 0; h < call.kv_heads; ++h, x += call.dim, k += call.dim) {
+      rotate_head(x, static_cast<const T*>(call.k_norm), call, row, k);
+    }
+    __builtin_memcpy(v, x, static_cast<size_t>(kv_width) * sizeof(T));
+  }
+}
+
+template <class T>
+void silu_mul(const SiluMulCall& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* gate = static_cast<const T*>(call.gate_up) + 2 * row * call.width;
+    const T* up = gate + call.width;
+    T* out = static_cast<T*>(call.out) + row * call.width;
+    for_vectors(call.width, [&](int64_t d, int32_t n) {
+      const vf x = get(gate + d, n);
+      // x / (1 + e^-x); behind 2^126 the quotient is 0 in any type.
+      const vf power = exp2<5>(min(x * all(-kLog2e), all(126.0f)));
+      put(out + d, x / (all(1.0f) + power) * get(up + d, n), n);
+    });
+  }
+}
+
+}  // namespace onestem::ONESTEM_ISA

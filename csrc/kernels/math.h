@@ -1,0 +1,90 @@
+// exp2, tanh and partial loads over an instruction set's vectors.
+#pragma once
+
+namespace onestem::ONESTEM_ISA {
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kInfinity = __builtin_inff();
+
+constexpr int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+constexpr int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+constexpr int32_t clamp(int32_t x, int32_t low, int32_t high) {
+  return smaller(larger(x, low), high);
+}
+constexpr int32_t round_up(int32_t x, int32_t step) { return (x + step - 1) / step * step; }
+
+// x = n + f with n whole and |f| <= 1/2. `shifted` holds n in its low bits: at 1.5 * 2^23 a unit in
+// the last place is 1.
+struct Split {
+  vf shifted, f;
+};
+inline Split split(vf x) {
+  const vf magic = all(12582912.0f);
+  const vf shifted = x + magic;
+  return {shifted, x - (shifted - magic)};
+}
+
+// (2^f - 1) / f for |f| <= 1/2 as a polynomial, so that 2^f is exact at 0 and elsewhere off by at
+// most 1.1e-4 (degree 3) or 1.1e-7 (degree 5) of itself: fits of least relative error.
+constexpr float kPower3[] = {0.693282902f, 0.242210969f, 0.0550089329f};
+constexpr float kPower5[] = {0.693147004f, 0.240222424f, 0.0555073358f, 0.00967151299f,
+                             0.00132647273f};
+template <int DEGREE>
+inline vf power_slope(vf f) {
+  if constexpr (DEGREE == 3) {
+    vf p = fma(all(kPower3[2]), f, all(kPower3[1]));
+    return fma(p, f, all(kPower3[0]));
+  } else {
+    vf p = fma(all(kPower5[4]), f, all(kPower5[3]));
+    p = fma(p, f, all(kPower5[2]));
+    p = fma(p, f, all(kPower5[1]));
+    return fma(p, f, all(kPower5[0]));
+  }
+}
+
+// 2^x for x <= 127; 0 below -125, also for -inf. NaN stays NaN.
+template <int DEGREE>
+inline vf exp2(vf x) {
+  const Split s = split(x);
+  return times_power(fma(power_slope<DEGREE>(s.f), s.f, all(1.0f)), s.shifted, x);
+}
+
+// tanh(y) = (1 - e^z) / (1 + e^z) with z = -2|y|. e^z - 1 = 2^n (2^f - 1) + (2^n - 1) loses nothing
+// near 0.
+inline vf tanh(vf y) {
+  const vf z = max(magnitude(y) * all(-2.0f * kLog2e), all(-64.0f));
+  const Split s = split(z);
+  const vf power = times_power(all(1.0f), s.shifted, z);
+  const vf rest = power_slope<5>(s.f) * s.f * power;
+  return with_sign_of((all(1.0f) - power - rest) / (all(1.0f) + power + rest), y);
+}
+
+// Restores the order of elements that were computed from what `load_pair` gave, a pair of vectors.
+template <class T>
+inline void in_order(float*) {}
+template <>
+inline void in_order<bf16>(float* p) {
+  float pair[2 * kLanes];
+  for (int32_t i = 0; i < kLanes; ++i) {
+    pair[2 * i] = p[i];
+    pair[2 * i + 1] = p[kLanes + i];
+  }
+  __builtin_memcpy(p, pair, sizeof pair);
+}
+
+// n < kLanes elements; the other lanes are 0.
+template <class T>
+inline vf load_some(const T* p, int32_t n) {
+  T lanes[kLanes] = {};
+  for (int32_t i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <class T>
+inline void store_some(T* p, vf x, int32_t n) {
+  T lanes[kLanes];
+  store(lanes, x);
+  for (int32_t i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+}  // namespace onestem::ONESTEM_ISA

@@ -1,0 +1,186 @@
+// The two matrix products of wide attention by tile products of bf16 (AMX): 16 x 16 float32 sums, 32
+// deep. Scores [keys][lanes] are keys times queries, out [dim][lanes] values (transposed) times
+// weights.
+#pragma once
+
+namespace onestem::ONESTEM_ISA {
+
+// All eight tiles are 16 rows of 64 bytes. 0..3 hold sums, 4 and 5 left, 6 and 7 right operands.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// The compiler does not know that tile loads read memory.
+inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
+struct AmxProducts {
+  using Element = uint32_t;
+  static constexpr int kTileKeys = 256;
+  static constexpr int kKeyStep = 32;
+  static constexpr int kMaxVecs = 2;
+  static constexpr int32_t kLaneElements = 65536;
+
+  static constexpr int32_t query_rows(int32_t dim) { return round_up(dim, 32) / 2; }
+  static constexpr int32_t out_rows(int32_t dim) { return round_up(dim, 16); }
+  static constexpr int64_t key_elements(int32_t dim) {
+    return int64_t{kTileKeys} * query_rows(dim);
+  }
+  static constexpr int64_t value_elements(int32_t dim) {
+    return int64_t{out_rows(dim)} * kValueStride;
+  }
+  static constexpr int64_t weight_elements() { return kTileKeys / 2 * kMaxVecs * kLanes; }
+
+  static void begin_item() {
+    const TileConfig config;
+    _tile_loadconfig(&config);
+  }
+  static void end_item() { _tile_release(); }
+
+  static void pack_query(const bf16* q, int32_t dim, uint32_t* to) {
+    __builtin_memcpy(to, q, static_cast<size_t>(dim) * sizeof(bf16));
+  }
+
+  static void pack_keys(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
+                        uint32_t* to) {
+    const int32_t depth = query_rows(dim);
+    for (int32_t i = 0; i < count; ++i, to += depth) {
+      pack_query(pages + offsets[i], dim, to);
+      for (int32_t d = dim / 2; d < depth; ++d) to[d] = 0;
+    }
+  }
+
+  // Values transposed: [dim][pairs of keys].
+  static void pack_values(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
+                          uint32_t* to) {
+    for (int32_t i = 0; i < count; i += 16) {
+      for (int32_t d = 0; d < dim; d += 8) {
+        alignas(64) uint32_t pairs[8][8];
+        for (int32_t j = 0; j < 8; ++j) {
+          interleave8(pages + offsets[i + 2 * j] + d, pages + offsets[i + 2 * j + 1] + d, pairs[j]);
+        }
+        transpose8(reinterpret_cast<const float*>(pairs), 8,
+                   reinterpret_cast<float*>(to + int64_t{d} * kValueStride + i / 2), kValueStride);
+      }
+    }
+    for (int32_t d = dim; d < out_rows(dim); ++d) {
+      for (int32_t i = 0; i < count / 2; ++i) to[int64_t{d} * kValueStride + i] = 0;
+    }
+  }
+
+  template <int VECS>
+  static const uint32_t* weigh(float* scores, uint32_t* weights, int32_t k0, int32_t k1, vf scale,
+                               const vf (&minus_top)[VECS], vf (&sums)[VECS]) {
+    weigh_pairs<VECS>(scores, weights, k0, k1, scale, minus_top, sums);
+    return weights;
+  }
+
+  template <int VECS>
+  static void scores(const uint32_t* queries, const uint32_t* keys, int32_t k, int32_t dim,
+                     float* scores) {
+    constexpr int kWidth = VECS * kLanes;
+    const int32_t depth = query_rows(dim);
+    const uint32_t* left = keys + int64_t{k} * depth;
+    finish_stores();
+    clear<VECS>();
+    for (int32_t s = 0; s < depth; s += 16) {
+      multiply<2, VECS>(left + s, depth, queries + s * kWidth);
+    }
+    store_sums<2, VECS>(scores + k * kWidth);
+  }
+
+  template <int VECS>
+  static void accumulate(const uint32_t* values, const uint32_t* weights, int32_t k0, int32_t k1,
+                         int32_t dim, const vf (&rescale)[VECS], float* out) {
+    const int32_t rows = out_rows(dim);
+    scale_out<VECS>(rescale, rows, out);
+    finish_stores();
+    int32_t d = 0;
+    for (; d + 32 <= rows; d += 32) accumulate_at<2, VECS>(values, weights, k0, k1, d, out);
+    if (d < rows) accumulate_at<1, VECS>(values, weights, k0, k1, d, out);
+  }
+
+ private:
+  // A cache line more than a power of two.
+  static constexpr int32_t kValueStride = kTileKeys / 2 + 16;
+
+  template <int VECS>
+  static void scale_out(const vf (&rescale)[VECS], int32_t rows, float* out) {
+    bool changed = false;
+    for (int v = 0; v < VECS; ++v) {
+      changed |= _mm512_cmp_ps_mask(rescale[v], all(1.0f), _CMP_NEQ_UQ) != 0;
+    }
+    for (int32_t i = 0; changed && i < rows; ++i) {
+      for (int v = 0; v < VECS; ++v) {
+        float* at = out + (i * VECS + v) * kLanes;
+        store(at, load(at) * rescale[v]);
+      }
+    }
+  }
+
+  template <int ROWS, int VECS>
+  static void accumulate_at(const uint32_t* values, const uint32_t* weights, int32_t k0, int32_t k1,
+                            int32_t d, float* out) {
+    constexpr int kWidth = VECS * kLanes;
+    load_sums<ROWS, VECS>(out + d * kWidth);
+    for (int32_t s = k0 / 2; s < k1 / 2; s += 16) {
+      multiply<ROWS, VECS>(values + int64_t{d} * kValueStride + s, kValueStride,
+                           weights + s * kWidth);
+    }
+    store_sums<ROWS, VECS>(out + d * kWidth);
+  }
+
+  template <int VECS>
+  static void clear() {
+    _tile_zero(0);
+    _tile_zero(2);
+    if constexpr (VECS == 2) {
+      _tile_zero(1);
+      _tile_zero(3);
+    }
+  }
+
+  // ROWS x 16 rows of `left` (stride in elements) times VECS x 16 lanes of `right`, 16 pairs deep.
+  template <int ROWS, int VECS>
+  static void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right) {
+    constexpr int kRightBytes = VECS * kLanes * 4;
+    const int64_t left_bytes = left_stride * 4;
+    _tile_loadd(4, left, left_bytes);
+    _tile_loadd(6, right, kRightBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (VECS == 2) {
+      _tile_loadd(7, right + kLanes, kRightBytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (ROWS == 2) {
+      _tile_loadd(5, left + 16 * left_stride, left_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (VECS == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+
+  template <int ROWS, int VECS>
+  static void load_sums(const float* from) {
+    constexpr int kWidth = VECS * kLanes;
+    _tile_loadd(0, from, kWidth * 4);
+    if constexpr (VECS == 2) _tile_loadd(1, from + kLanes, kWidth * 4);
+    if constexpr (ROWS == 2) {
+      _tile_loadd(2, from + 16 * kWidth, kWidth * 4);
+      if constexpr (VECS == 2) _tile_loadd(3, from + 16 * kWidth + kLanes, kWidth * 4);
+    }
+  }
+
+  template <int ROWS, int VECS>
+  static void store_sums(float* to) {
+    constexpr int kWidth = VECS * kLanes;
+    _tile_stored(0, to, kWidth * 4);
+    if constexpr (VECS == 2) _tile_stored(1, to + kLanes, kWidth * 4);
+    if constexpr (ROWS == 2) {
+      _tile_stored(2, to + 16 * kWidth, kWidth * 4);
+      if constexpr (VECS == 2) _tile_stored(3, to + 16 * kWidth + kLanes, kWidth * 4);
+    }
+  }
+};
+
+}  // namespace onestem::ONESTEM_ISA

@@ -1,0 +1,44 @@
+// The two matrix products of wide attention by dot products of bf16 pairs (AVX-512 BF16).
+#pragma once
+
+namespace onestem::ONESTEM_ISA {
+
+struct MultiplyPairs {
+  static vf add(uint32_t a, vf b, vf c) {
+    const vi pairs = all(static_cast<int32_t>(a));
+    return _mm512_dpbf16_ps(c, __builtin_bit_cast(__m512bh, pairs),
+                            __builtin_bit_cast(__m512bh, b));
+  }
+};
+
+struct DotProducts : LaneProducts<MultiplyPairs, uint32_t, 2> {
+  static void pack_query(const bf16* q, int32_t dim, uint32_t* to) {
+    __builtin_memcpy(to, q, static_cast<size_t>(dim) * sizeof(bf16));
+  }
+
+  static void pack_keys(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
+                        uint32_t* to) {
+    for (int32_t i = 0; i < count; ++i) {
+      pack_query(pages + offsets[i], dim, to + int64_t{i} * (dim / 2));
+    }
+  }
+
+  static void pack_values(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
+                          uint32_t* to) {
+    for (int32_t i = 0; i < count; i += 2) {
+      const bf16 *low = pages + offsets[i], *high = pages + offsets[i + 1];
+      for (int32_t d = 0; d < dim; d += 8) {
+        interleave8(low + d, high + d, to + d / 8 * kPanel + i / 2 * 8);
+      }
+    }
+  }
+
+  template <int VECS>
+  static const uint32_t* weigh(float* scores, uint32_t* weights, int32_t k0, int32_t k1, vf scale,
+                               const vf (&minus_top)[VECS], vf (&sums)[VECS]) {
+    weigh_pairs<VECS>(scores, weights, k0, k1, scale, minus_top, sums);
+    return weights;
+  }
+};
+
+}  // namespace onestem::ONESTEM_ISA

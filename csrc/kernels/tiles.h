@@ -1,0 +1,143 @@
+// Which tokens an item reads, tile by tile, and which of its rows see them.
+#pragma once
+
+namespace onestem::ONESTEM_ISA {
+
+constexpr int32_t kMaxTile = 256;
+
+// Consecutive tokens of a piece: start..start+count-1, and where their keys stand in the pages
+// (elements, without the head).
+struct Tile {
+  const Piece* piece;
+  int32_t start, count;
+  int64_t offsets[kMaxTile];
+};
+
+// Walks an item's pieces in tiles of `size` tokens.
+class TileWalk {
+ public:
+  TileWalk(const AttentionCall& call, const Item& item, int32_t size)
+      : work_(call.work),
+        piece_(call.work.pieces + item.pieces_at),
+        last_(piece_ + item.num_pieces),
+        size_(size),
+        token_elements_(int64_t{call.kv_heads} * call.dim) {
+    if (piece_ != last_) at_ = piece_->lo;
+  }
+
+  // The next tile, or false at the end.
+  bool next(Tile& tile) {
+    while (piece_ != last_ && at_ >= piece_->hi) {
+      if (++piece_ != last_) at_ = piece_->lo;
+    }
+    if (piece_ == last_) return false;
+    tile.piece = piece_;
+    tile.start = at_;
+    tile.count = smaller(size_, piece_->hi - at_);
+    at_ += tile.count;
+    find(tile);
+    return true;
+  }
+
+ private:
+  void find(Tile& tile) const {
+    const Run& run = work_.runs[tile.piece->run];
+    const int64_t index = int64_t{run.offset} + tile.start;
+    const int32_t* page = work_.run_pages + run.page_start + index / work_.page_size;
+    int32_t place = static_cast<int32_t>(index % work_.page_size);
+    for (int32_t i = 0; i < tile.count; ++page, place = 0) {
+      const int32_t stop = smaller(tile.count, i + work_.page_size - place);
+      int64_t offset = (int64_t{*page} * work_.page_size + place) * token_elements_;
+      for (; i < stop; ++i, offset += token_elements_) tile.offsets[i] = offset;
+    }
+  }
+
+  const WorkView& work_;
+  const Piece* piece_;
+  const Piece* last_;
+  int32_t size_;
+  int64_t token_elements_;
+  int32_t at_ = 0;
+};
+
+// The tokens of a piece that the item's row j sees: first <= t < end.
+struct Bounds {
+  int32_t first, end;
+};
+inline Bounds bounds_of(const WorkView& work, const Item& item, const Piece& piece, int32_t j) {
+  Bounds bounds{piece.first, piece.end + j * piece.step};
+  if (work.window) {
+    const int32_t position = work.row_position[work.rows[item.rows_at + j]];
+    const int64_t oldest = int64_t{position} - work.window + 1 - work.runs[piece.run].position;
+    if (oldest > bounds.first) {
+      bounds.first = oldest < bounds.end ? static_cast<int32_t>(oldest) : bounds.end;
+    }
+  }
+  return bounds;
+}
+
+// Whether every token of an item's piece is seen by one of its rows: a window hides only what is
+// older, so rows that see up to the same token leave none out.
+inline bool all_seen(const WorkView& work, const Piece& piece) {
+  return work.window == 0 || piece.step == 0;
+}
+
+// Windows of rows that stand far apart leave tokens between them that no row sees. What they hold
+// may be NaN, so they are read from a token that is seen; their weight is 0. False: nothing is seen.
+inline bool skip_unseen(Tile& tile, const Bounds* rows, int32_t num_rows) {
+  int32_t change[kMaxTile + 1] = {};
+  for (int32_t j = 0; j < num_rows; ++j) {
+    const int32_t from = clamp(rows[j].first - tile.start, 0, tile.count);
+    const int32_t to = clamp(rows[j].end - tile.start, from, tile.count);
+    ++change[from];
+    --change[to];
+  }
+  int32_t seen = -1;
+  for (int32_t i = 0, depth = 0; i < tile.count && seen < 0; ++i) {
+    depth += change[i];
+    if (depth > 0) seen = i;
+  }
+  if (seen < 0) return false;
+  for (int32_t i = 0, depth = 0; i < tile.count; ++i) {
+    depth += change[i];
+    if (depth == 0) tile.offsets[i] = tile.offsets[seen];
+  }
+  return true;
+}
+
+// Asks for a tile's keys and values of one head ahead of their use, a few cache lines at each call:
+// a processor keeps some ten or twenty such requests and stops where there are more.
+class Fetch {
+ public:
+  Fetch() = default;
+  // `calls`: how often it will be called.
+  Fetch(const Tile& tile, const void* k, const void* v, int64_t element_bytes, int64_t row_bytes,
+        int32_t calls)
+      : tile_(&tile),
+        k_(static_cast<const char*>(k)),
+        v_(static_cast<const char*>(v)),
+        element_bytes_(element_bytes),
+        lines_(static_cast<int32_t>((row_bytes + 63) / 64)),
+        each_((tile.count * lines_ + calls - 1) / calls),
+        left_(tile.count * lines_) {}
+
+  void operator()() {
+    for (int32_t i = smaller(each_, left_); i > 0; --i, --left_) {
+      const int64_t at = tile_->offsets[token_] * element_bytes_ + int64_t{line_} * 64;
+      __builtin_prefetch(k_ + at, 0, 2);
+      __builtin_prefetch(v_ + at, 0, 2);
+      if (++line_ == lines_) {
+        line_ = 0;
+        ++token_;
+      }
+    }
+  }
+
+ private:
+  const Tile* tile_ = nullptr;
+  const char *k_ = nullptr, *v_ = nullptr;
+  int64_t element_bytes_ = 0;
+  int32_t lines_ = 0, each_ = 0, left_ = 0, token_ = 0, line_ = 0;
+};
+
+}  // namespace onestem::ONESTEM_ISA

@@ -1,0 +1,92 @@
+// Eight float32 lanes with AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "attention.h"
+
+namespace onestem::ONESTEM_ISA {
+
+using vf = __m256;
+using vi = __m256i;
+constexpr int kLanes = 8;
+// A register tile of a product: rows (keys or elements of a head) x vectors of lanes. With the
+// operands it fills the 16 registers.
+constexpr int kTileRows = 4;
+constexpr int kTileVecs = 3;
+// Accumulators of a thin product: enough to hide the latency of a multiply-add.
+constexpr int kThinSums = 8;
+
+#include "kernels/vec_x86.h"
+
+inline vf zeros() { return _mm256_setzero_ps(); }
+inline vf all(float x) { return _mm256_set1_ps(x); }
+inline vi all(int32_t x) { return _mm256_set1_epi32(x); }
+inline vf load(const float* p) { return load8(p); }
+inline vf load(const bf16* p) { return load8(p); }
+inline vf load(const f16* p) { return load8(p); }
+
+// Sixteen elements as two vectors, in whatever order is cheapest for the type (`in_order` restores
+// that of memory): of bf16, those at even and at odd places.
+template <class T>
+inline void load_pair(const T* p, vf& low, vf& high) {
+  low = load8(p);
+  high = load8(p + kLanes);
+}
+inline void load_pair(const bf16* p, vf& low, vf& high) {
+  const vi pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  high = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(~0xffff)));
+}
+inline vi load(const int32_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
+inline vf magnitude(vf x) { return _mm256_andnot_ps(all(-0.0f), x); }
+inline vf with_sign_of(vf x, vf sign) {
+  return _mm256_or_ps(x, _mm256_and_ps(all(-0.0f), sign));
+}
+inline vf to_float(vi x) { return _mm256_cvtepi32_ps(x); }
+
+inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+inline void store(f16* p, vf x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store(bf16* p, vf x) {
+  const vi bits = _mm256_castps_si256(x);
+  const vi odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), all(1));
+  vi rounded = _mm256_add_epi32(_mm256_add_epi32(bits, all(0x7fff)), odd);
+  const vi nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  rounded = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, all(0x7fc00000), nan), 16);
+  const vi packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+// value * 2^n, where n stands in the low bits of `shifted` (see exp2); 0 where x is below -125.
+inline vf times_power(vf value, vf shifted, vf x) {
+  const vi exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  const vf product = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(value), exponent));
+  return _mm256_and_ps(product, _mm256_cmp_ps(x, all(-125.0f), _CMP_NLT_UQ));
+}
+
+// score where first <= t < end, else -inf.
+inline vf visible(vf score, vi first, vi end, int32_t t) {
+  const vi key = all(t);
+  const vi seen = _mm256_andnot_si256(_mm256_cmpgt_epi32(first, key), _mm256_cmpgt_epi32(end, key));
+  return _mm256_blendv_ps(all(-__builtin_inff()), score, _mm256_castsi256_ps(seen));
+}
+
+inline float sum(vf x) {
+  __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+  half += _mm_movehl_ps(half, half);
+  return _mm_cvtss_f32(half + _mm_movehdup_ps(half));
+}
+inline float top_of(vf x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ps(half, _mm_movehdup_ps(half)));
+}
+
+}  // namespace onestem::ONESTEM_ISA

@@ -1,0 +1,99 @@
+// Sixteen float32 lanes with AVX-512 F, BW, DQ and VL.
+#pragma once
+
+#include <immintrin.h>
+
+#include "attention.h"
+
+namespace onestem::ONESTEM_ISA {
+
+using vf = __m512;
+using vi = __m512i;
+constexpr int kLanes = 16;
+// A register tile of a product (see vec_avx2.h); 24 of the 32 registers hold sums.
+constexpr int kTileRows = 8;
+constexpr int kTileVecs = 3;
+constexpr int kThinSums = 16;
+
+#include "kernels/vec_x86.h"
+
+inline vf zeros() { return _mm512_setzero_ps(); }
+inline vf all(float x) { return _mm512_set1_ps(x); }
+inline vi all(int32_t x) { return _mm512_set1_epi32(x); }
+inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline vf load(const bf16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline vf load(const f16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline vi load(const int32_t* p) { return _mm512_loadu_si512(p); }
+
+// 32 elements as two vectors (see vec_avx2.h).
+template <class T>
+inline void load_pair(const T* p, vf& low, vf& high) {
+  low = load(p);
+  high = load(p + kLanes);
+}
+inline void load_pair(const bf16* p, vf& low, vf& high) {
+  const vi pairs = _mm512_loadu_si512(p);
+  low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  high = _mm512_castsi512_ps(_mm512_and_si512(pairs, all(~0xffff)));
+}
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf magnitude(vf x) { return _mm512_andnot_ps(all(-0.0f), x); }
+inline vf with_sign_of(vf x, vf sign) {
+  return _mm512_or_ps(x, _mm512_and_ps(all(-0.0f), sign));
+}
+inline vf to_float(vi x) { return _mm512_cvtepi32_ps(x); }
+
+// float32 -> bf16 bits in the high half of each lane, to the nearest, ties to even.
+inline vi round_to_bf16(vf x) {
+  const vi bits = _mm512_castps_si512(x);
+  const vi odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), all(1));
+  const vi rounded = _mm512_add_epi32(_mm512_add_epi32(bits, all(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_mask_mov_epi32(rounded, nan, all(0x7fc00000));
+}
+
+inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+inline void store(f16* p, vf x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store(bf16* p, vf x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(x), 16)));
+}
+
+// value * 2^n, where n stands in the low bits of `shifted` (see exp2); 0 where x is below -125.
+inline vf times_power(vf value, vf shifted, vf x) {
+  const vi exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+  const __mmask16 kept = _mm512_cmp_ps_mask(x, all(-125.0f), _CMP_NLT_UQ);
+  return _mm512_castsi512_ps(
+      _mm512_maskz_add_epi32(kept, _mm512_castps_si512(value), exponent));
+}
+
+// score where first <= t < end, else -inf.
+inline vf visible(vf score, vi first, vi end, int32_t t) {
+  const vi key = all(t);
+  const __mmask16 seen = static_cast<__mmask16>(_mm512_cmple_epi32_mask(first, key) &
+                                                _mm512_cmplt_epi32_mask(key, end));
+  return _mm512_mask_mov_ps(all(-__builtin_inff()), seen, score);
+}
+
+inline float sum(vf x) { return _mm512_reduce_add_ps(x); }
+inline float top_of(vf x) { return _mm512_reduce_max_ps(x); }
+
+inline void sum_each(const vf (&parts)[8], float* out) {
+  __m256 halves[8];
+  for (int i = 0; i < 8; ++i) {
+    halves[i] = _mm512_castps512_ps256(parts[i]) + _mm512_extractf32x8_ps(parts[i], 1);
+  }
+  sum_each(halves, out);
+}
+
+}  // namespace onestem::ONESTEM_ISA

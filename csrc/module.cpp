@@ -1,0 +1,150 @@
+// The Python module `onestem.ops.cpu._native`: tensors come as data pointers, checked in Python.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "driver.h"
+#include "isa.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+
+namespace onestem {
+namespace {
+
+template <int N>
+using Ints = nb::ndarray<const int32_t, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+template <class Row, class Array>
+std::vector<Row> copy_rows(const Array& array) {
+  const Row* begin = reinterpret_cast<const Row*>(array.data());
+  return {begin, begin + array.shape(0)};
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+const Kernels& kernels_of(const std::string& isa) {
+  const Kernels* kernels = kernels_for(isa);
+  if (kernels == nullptr) throw nb::value_error("unknown instruction set");
+  return *kernels;
+}
+
+PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>& run_pages,
+                        const Ints<2>& runs, const Ints<2>& spans, const Ints<1>& row_position,
+                        int32_t window, bool share, std::vector<float> costs) {
+  Plan plan{page_size,
+            window,
+            copy_rows<int32_t>(run_pages),
+            copy_rows<Run>(runs),
+            copy_rows<Span>(spans),
+            copy_rows<int32_t>(row_position)};
+  if (!costs.empty() && costs.size() != 8) throw nb::value_error("expected 8 costs");
+  return new PreparedPlan(std::move(plan), share, kernels_of(isa), std::move(costs));
+}
+
+void attend_plan(PreparedPlan& plan, int dtype, uintptr_t q, uintptr_t k, uintptr_t v,
+                 uintptr_t out, uintptr_t lse, int32_t q_heads, int32_t kv_heads, int32_t dim,
+                 float scale, uintptr_t alibi_slopes, float softcap, int32_t threads) {
+  AttentionCall call{};
+  call.q = pointer<void>(q);
+  call.k = pointer<void>(k);
+  call.v = pointer<void>(v);
+  call.out = pointer<void>(out);
+  call.lse = pointer<float>(lse);
+  call.q_heads = q_heads;
+  call.kv_heads = kv_heads;
+  call.group = q_heads / kv_heads;
+  call.dim = dim;
+  call.scale = scale;
+  call.alibi_slopes = pointer<float>(alibi_slopes);
+  call.softcap = softcap;
+  nb::gil_scoped_release released;
+  attend(call, plan, static_cast<Dtype>(dtype), threads);
+}
+
+// The work items: (wide, rows, first KV head, KV heads, pieces, nanoseconds); pieces as in
+// attention.h.
+nb::list describe(PreparedPlan& plan, int dtype, int32_t q_heads, int32_t kv_heads, int32_t dim,
+                  int32_t threads) {
+  const WorkList& work = plan.work(static_cast<Dtype>(dtype), {q_heads, kv_heads, dim}, threads);
+  nb::list items;
+  for (const Item& item : work.items) {
+    const auto rows = work.rows.begin() + item.rows_at;
+    nb::list pieces;
+    for (int32_t i = item.pieces_at; i < item.pieces_at + item.num_pieces; ++i) {
+      const Piece& p = work.pieces[i];
+      pieces.append(nb::make_tuple(p.run, p.lo, p.hi, p.first, p.end, p.step));
+    }
+    items.append(nb::make_tuple(item.wide != 0, std::vector<int32_t>(rows, rows + item.num_rows),
+                                item.head, item.num_heads, pieces, item.cost));
+  }
+  return items;
+}
+
+std::vector<float> default_rates(const std::string& isa, int dtype) {
+  const Rates& rates = kernels_of(isa).of[dtype].rates;
+  return {rates.read, rates.thin, rates.pack, rates.wide, rates.state};
+}
+
+void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t delta,
+                  uintptr_t weight, uintptr_t out, int64_t rows, int64_t width, float eps,
+                  int32_t threads) {
+  const AddRmsNormCall call{pointer<void>(hidden), pointer<void>(delta), pointer<void>(weight),
+                            pointer<void>(out),    width,                eps};
+  const auto run = kernels_of(isa).of[dtype].add_rms_norm;
+  nb::gil_scoped_release released;
+  over_rows(rows, rows * width * 8, threads,
+            [&](int64_t begin, int64_t end) { run(call, begin, end); });
+}
+
+bool rope_write(const std::string& isa, int dtype, uintptr_t qkv, uintptr_t q_norm,
+                uintptr_t k_norm, uintptr_t cos, uintptr_t sin, uintptr_t slots, uintptr_t q,
+                uintptr_t k_pages, uintptr_t v_pages, int64_t rows, int32_t q_heads,
+                int32_t kv_heads, int32_t dim, float eps, int64_t num_slots, int32_t threads) {
+  const RopeWriteCall call{pointer<void>(qkv),     pointer<void>(q_norm), pointer<void>(k_norm),
+                           pointer<float>(cos),    pointer<float>(sin),   pointer<int64_t>(slots),
+                           pointer<void>(q),       pointer<void>(k_pages), pointer<void>(v_pages),
+                           q_heads, kv_heads, dim, eps};
+  for (int64_t i = 0; i < rows; ++i) {
+    if (call.slots[i] < 0 || call.slots[i] >= num_slots) return false;
+  }
+  const auto run = kernels_of(isa).of[dtype].rope_write;
+  nb::gil_scoped_release released;
+  over_rows(rows, rows * (q_heads + 2 * kv_heads) * dim * 8, threads,
+            [&](int64_t begin, int64_t end) { run(call, begin, end); });
+  return true;
+}
+
+void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t out, int64_t rows,
+              int64_t width, int32_t threads) {
+  const SiluMulCall call{pointer<void>(gate_up), pointer<void>(out), width};
+  const auto run = kernels_of(isa).of[dtype].silu_mul;
+  nb::gil_scoped_release released;
+  over_rows(rows, rows * width * 16, threads,
+            [&](int64_t begin, int64_t end) { run(call, begin, end); });
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("compiled_isas", compiled_isas);
+  m.def("has_isa", has_isa);
+  m.def("default_rates", default_rates);
+  m.def("find_openmp", find_openmp, nb::arg("folder").none());
+  m.def("thread_source", thread_source);
+  nb::class_<PreparedPlan>(m, "PreparedPlan")
+      .def("last_page", &PreparedPlan::last_page)
+      .def("describe", describe)
+      .def("attend", attend_plan);
+  m.def("make_plan", make_plan, nb::rv_policy::take_ownership);
+  m.def("add_rms_norm", add_rms_norm);
+  m.def("rope_write", rope_write);
+  m.def("silu_mul", silu_mul);
+}
+
+}  // namespace onestem

@@ -1,0 +1,29 @@
+// Runs a function on several threads: those of the OpenMP runtime that torch has loaded, so that two
+// pools do not fight for the same cores, or of a small pool where there is none.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace onestem {
+
+using Task = void (*)(void*);
+
+// Calls task(argument) on up to `threads` threads at once, the caller's among them, and returns when
+// all are done. The task shares out its work itself and must be right on any number of threads.
+void run_on_threads(int32_t threads, Task task, void* argument);
+
+template <class F>
+void run_on_threads(int32_t threads, F&& work) {
+  using Work = std::remove_reference_t<F>;
+  run_on_threads(threads, [](void* w) { (*static_cast<Work*>(w))(); }, &work);
+}
+
+// Looks for an OpenMP runtime that is loaded from under `folder` (null: only among the names that
+// all libraries see). Gives where its threads come from.
+const char* find_openmp(const char* folder);
+
+// Where the threads come from: a library's path, or "own pool".
+const char* thread_source();
+
+}  // namespace onestem

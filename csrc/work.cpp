@@ -1,0 +1,355 @@
+#include "work.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <numeric>
+
+namespace onestem {
+
+WorkView WorkList::view(const Plan& plan) const {
+  return {plan.page_size, plan.num_rows(),   plan.run_pages.data(), plan.runs.data(),
+          plan.row_position.data(), plan.window, pieces.data(), rows.data(),
+          states.data(), merges.data()};
+}
+
+namespace {
+
+// Rows that attend to the same pieces, in one item if it is not too wide or too long. Row j sees
+// piece p up to end + j * step.
+struct Unit {
+  std::vector<int32_t> rows;
+  std::vector<Piece> pieces;
+};
+
+// Estimated nanoseconds, for one KV head.
+class Estimate {
+ public:
+  Estimate(const CostModel& cost, const Heads& heads, int32_t lanes)
+      : cost_(cost), heads_(heads), lanes_(lanes) {}
+
+  int32_t lanes_of(int64_t rows) const { return static_cast<int32_t>(rows) * heads_.group(); }
+
+  double thin(int32_t lanes, double tokens) const {
+    const double reading = cost_.rates.read * cost_.element_bytes, work = cost_.rates.thin * lanes;
+    return tokens * 2 * heads_.dim * std::max(reading, work);
+  }
+  double wide(int32_t lanes, double tokens) const {
+    const int32_t padded = (lanes + lanes_ - 1) / lanes_ * lanes_;
+    const double reading = cost_.rates.read * cost_.element_bytes;
+    const double work = cost_.rates.pack + cost_.rates.wide * padded;
+    return tokens * 2 * heads_.dim * std::max(reading, work);
+  }
+  bool is_wide(int32_t lanes) const {
+    return lanes > kThinLanes || wide(lanes, 1) < thin(lanes, 1);
+  }
+  double attend(int32_t lanes, double tokens) const {
+    return is_wide(lanes) ? wide(lanes, tokens) : thin(lanes, tokens);
+  }
+  double states(int32_t lanes) const {
+    return double{cost_.rates.state} * lanes * heads_.dim;
+  }
+  // What more lanes in a wide item cost.
+  double in_wide(int32_t lanes, double tokens) const {
+    return tokens * 2 * heads_.dim * cost_.rates.wide * lanes;
+  }
+  double item() const { return cost_.item / heads_.kv_heads; }
+
+ private:
+  const CostModel& cost_;
+  const Heads& heads_;
+  int32_t lanes_;
+};
+
+// Finds the units of a plan. An atom is a set of consecutive rows with the same spans: a decode, a
+// chunk. It walks its spans one after the other, without a merge; a stretch of a run that several
+// atoms see becomes a unit of its own where reading it once saves more than the merge costs.
+class Units {
+ public:
+  Units(const Plan& plan, bool share, const Estimate& estimate)
+      : plan_(plan), estimate_(estimate) {
+    find_atoms();
+    find_groups(share);
+    for (int32_t i = 0; i < num_spans(); ++i) {
+      if (leader_[i] == i) place_group(i);
+    }
+    for (size_t atom = 0; atom < walks_.size(); ++atom) {
+      if (!walks_[atom].empty()) units.push_back(atom_unit(atom));
+    }
+  }
+
+  std::vector<Unit> units;
+
+ private:
+  int32_t num_spans() const { return static_cast<int32_t>(plan_.spans.size()); }
+
+  void find_atoms() {
+    std::vector<uint8_t> cut(static_cast<size_t>(plan_.num_rows()) + 1, 0);
+    for (const Span& s : plan_.spans) cut[s.row] = cut[s.row + s.rows] = 1;
+    cut[0] = cut[plan_.num_rows()] = 1;
+    atom_of_.resize(cut.size());
+    for (int32_t row = 0; row <= plan_.num_rows(); ++row) {
+      if (cut[row]) bounds_.push_back(row);
+      atom_of_[row] = static_cast<int32_t>(bounds_.size()) - 1;
+    }
+    walks_.resize(bounds_.size() - 1);
+  }
+
+  static bool moves(const Span& s) { return s.step == 1 && s.rows > 1; }
+
+  // Spans over the same tokens that do not move are one group, chained behind its leader.
+  void find_groups(bool share) {
+    leader_.resize(num_spans());
+    next_.assign(num_spans(), -1);
+    std::iota(leader_.begin(), leader_.end(), 0);
+    if (!share) return;
+    std::vector<int32_t> first_of_run(plan_.runs.size(), -1), last(leader_);
+    std::map<std::array<int32_t, 3>, int32_t> others;
+    for (int32_t i = 0; i < num_spans(); ++i) {
+      const Span& s = plan_.spans[i];
+      if (moves(s)) continue;
+      int32_t& first = first_of_run[s.run];
+      if (first < 0) first = i;
+      const Span& f = plan_.spans[first];
+      if (f.first == s.first && f.end == s.end) {
+        leader_[i] = first;
+      } else {
+        leader_[i] = others.try_emplace({s.run, s.first, s.end}, i).first->second;
+      }
+      if (leader_[i] != i) {
+        next_[last[leader_[i]]] = i;
+        last[leader_[i]] = i;
+      }
+    }
+    shared_ = true;
+  }
+
+  // A group becomes a unit of the atoms that gain by it; the others walk it themselves.
+  void place_group(int32_t leader) {
+    const Span& s = plan_.spans[leader];
+    const double tokens = std::max(0, s.end - s.first);
+    std::vector<int32_t> together;
+    double saved = 0;
+    int32_t lanes = 0;
+    if (shared_ && !moves(s)) {
+      for_atoms(leader, [&](int32_t, int32_t atom) {
+        const int32_t n = estimate_.lanes_of(bounds_[atom + 1] - bounds_[atom]);
+        const double alone = estimate_.attend(n, tokens);
+        if (alone > estimate_.in_wide(n, tokens) + estimate_.states(n)) {
+          together.push_back(atom);
+          lanes += n;
+          saved += alone - estimate_.states(n);
+        }
+      });
+    }
+    const bool own =
+        together.size() > 1 && saved > estimate_.attend(lanes, tokens) + estimate_.item();
+    if (own) units.push_back(shared_unit(s, together));
+    size_t at = 0;
+    for_atoms(leader, [&](int32_t span, int32_t atom) {
+      if (own && at < together.size() && together[at] == atom) {
+        ++at;
+      } else {
+        walks_[atom].push_back(span);
+      }
+    });
+  }
+
+  // visit(span, atom) for the atoms of a group's spans.
+  template <class Visit>
+  void for_atoms(int32_t leader, Visit visit) const {
+    for (int32_t i = leader; i >= 0; i = next_[i]) {
+      const Span& s = plan_.spans[i];
+      for (int32_t a = atom_of_[s.row]; a < atom_of_[s.row + s.rows]; ++a) visit(i, a);
+    }
+  }
+
+  Unit shared_unit(const Span& s, const std::vector<int32_t>& atoms) const {
+    Unit unit;
+    for (int32_t atom : atoms) {
+      for (int32_t row = bounds_[atom]; row < bounds_[atom + 1]; ++row) unit.rows.push_back(row);
+    }
+    unit.pieces.push_back({s.run, s.first, s.end, s.first, s.end, 0});
+    return unit;
+  }
+
+  Unit atom_unit(size_t atom) const {
+    Unit unit;
+    unit.rows.resize(bounds_[atom + 1] - bounds_[atom]);
+    std::iota(unit.rows.begin(), unit.rows.end(), bounds_[atom]);
+    for (int32_t i : walks_[atom]) {
+      const Span& s = plan_.spans[i];
+      const int32_t end = s.end + (bounds_[atom] - s.row) * s.step;
+      unit.pieces.push_back({s.run, s.first, end, s.first, end, s.step});
+    }
+    return unit;
+  }
+
+  const Plan& plan_;
+  const Estimate& estimate_;
+  bool shared_ = false;
+  std::vector<int32_t> bounds_;   // atom a: rows bounds_[a]..bounds_[a + 1]-1
+  std::vector<int32_t> atom_of_;  // [num_rows + 1]
+  std::vector<int32_t> leader_, next_;
+  std::vector<std::vector<int32_t>> walks_;  // spans of each atom
+};
+
+// Some rows of a unit, with what they see of its pieces.
+struct RowBlock {
+  const Unit* unit;
+  int32_t begin, count;
+  bool wide;
+  std::vector<Piece> pieces;
+  double tokens;  // as an average row sees them
+  double cost;    // of one KV head
+};
+
+class Cutter {
+ public:
+  Cutter(const Plan& plan, const Heads& heads, const KernelsOf& kernels, const CostModel& cost,
+         int32_t threads, const Estimate& estimate)
+      : plan_(plan),
+        heads_(heads),
+        cost_(cost),
+        estimate_(estimate),
+        wide_rows_(std::max(1, kernels.wide_lanes(heads.dim) / heads.group())),
+        threads_(threads) {}
+
+  WorkList cut(const std::vector<Unit>& units) {
+    for (const Unit& unit : units) cut_rows(unit);
+    for (const RowBlock& block : blocks_) work_.cost += block.cost * heads_.kv_heads;
+    longest_ = std::max<double>(cost_.shortest, work_.cost / (cost_.cuts * threads_));
+    for (const RowBlock& block : blocks_) cut_tokens(block);
+    place_states();
+    std::stable_sort(work_.items.begin(), work_.items.end(),
+                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    return std::move(work_);
+  }
+
+ private:
+  void cut_rows(const Unit& unit) {
+    const int32_t rows = static_cast<int32_t>(unit.rows.size());
+    const int32_t blocks = (rows + wide_rows_ - 1) / wide_rows_;
+    for (int32_t b = 0; b < blocks; ++b) {
+      const int32_t begin = static_cast<int32_t>(int64_t{rows} * b / blocks);
+      const int32_t end = static_cast<int32_t>(int64_t{rows} * (b + 1) / blocks);
+      RowBlock block{&unit, begin, end - begin, false, {}, 0, 0};
+      find_pieces(block);
+      if (block.pieces.empty()) continue;
+      const int32_t lanes = estimate_.lanes_of(block.count);
+      block.wide = estimate_.is_wide(lanes);
+      block.cost = estimate_.attend(lanes, block.tokens) + estimate_.item();
+      blocks_.push_back(std::move(block));
+    }
+  }
+
+  // What some row of the block sees of each piece, windows considered.
+  void find_pieces(RowBlock& block) const {
+    int32_t oldest = INT32_MAX;
+    for (int32_t j = 0; j < block.count; ++j) {
+      oldest = std::min(oldest, plan_.row_position[block.unit->rows[block.begin + j]]);
+    }
+    for (Piece piece : block.unit->pieces) {
+      piece.end += block.begin * piece.step;
+      piece.hi = piece.end + (block.count - 1) * piece.step;
+      if (plan_.window) {
+        const int64_t first = int64_t{oldest} - plan_.window + 1 - plan_.runs[piece.run].position;
+        piece.lo = static_cast<int32_t>(std::clamp<int64_t>(first, piece.lo, piece.hi));
+      }
+      if (piece.lo >= piece.hi) continue;
+      block.pieces.push_back(piece);
+      block.tokens += piece.hi - piece.lo - 0.5 * (block.count - 1) * piece.step;
+    }
+    block.tokens = std::max(block.tokens, 1.0);
+  }
+
+  void cut_tokens(const RowBlock& block) {
+    int64_t tokens = 0;
+    for (const Piece& piece : block.pieces) tokens += piece.hi - piece.lo;
+    const double whole = block.cost * (block.wide ? 1 : heads_.kv_heads);
+    const int64_t wanted =
+        threads_ > 1 ? std::max<int64_t>(1, static_cast<int64_t>(std::ceil(whole / longest_))) : 1;
+    const int64_t parts = std::clamp<int64_t>(tokens / kShortestPart, 1, wanted);
+    const int64_t head_parts =
+        block.wide ? heads_.kv_heads
+                   : std::min<int64_t>(heads_.kv_heads, (wanted + parts - 1) / parts);
+    for (int64_t i = 0; i < parts; ++i) {
+      // Whole steps of kernels' tiles, so that no part ends in a short one.
+      add_part(block, begin_of(i, parts, tokens), begin_of(i + 1, parts, tokens), head_parts,
+               whole / static_cast<double>(parts));
+    }
+  }
+
+  static int64_t begin_of(int64_t part, int64_t parts, int64_t tokens) {
+    return part == parts ? tokens : tokens * part / parts / kPartStep * kPartStep;
+  }
+
+  // An item for each set of KV heads over tokens from..to-1 of the block's walk.
+  void add_part(const RowBlock& block, int64_t from, int64_t to, int64_t head_parts, double cost) {
+    Item item{};
+    item.rows_at = static_cast<int32_t>(work_.rows.size());
+    item.num_rows = block.count;
+    item.pieces_at = static_cast<int32_t>(work_.pieces.size());
+    item.wide = block.wide;
+    int64_t at = 0;
+    for (const Piece& piece : block.pieces) {
+      Piece cut = piece;
+      const int64_t length = piece.hi - piece.lo;
+      cut.lo = piece.lo + static_cast<int32_t>(std::clamp<int64_t>(from - at, 0, length));
+      cut.hi = piece.lo + static_cast<int32_t>(std::clamp<int64_t>(to - at, 0, length));
+      at += length;
+      if (cut.lo < cut.hi) work_.pieces.push_back(cut);
+    }
+    item.num_pieces = static_cast<int32_t>(work_.pieces.size()) - item.pieces_at;
+    const auto rows = block.unit->rows.begin() + block.begin;
+    work_.rows.insert(work_.rows.end(), rows, rows + block.count);
+    item.cost = static_cast<float>(block.wide ? cost : cost / static_cast<double>(head_parts));
+    for (int64_t h = 0; h < head_parts; ++h) {
+      item.head = static_cast<int32_t>(heads_.kv_heads * h / head_parts);
+      item.num_heads = static_cast<int32_t>(heads_.kv_heads * (h + 1) / head_parts) - item.head;
+      work_.items.push_back(item);
+    }
+  }
+
+  // States of one row stand side by side; a row in one part needs none.
+  void place_states() {
+    work_.merges.assign(plan_.num_rows(), {0, 0});
+    for (int32_t row : work_.rows) ++work_.merges[row].count;
+    for (int32_t row = 0; row < plan_.num_rows(); ++row) {
+      Merge& merge = work_.merges[row];
+      if (merge.count == 0) work_.empty_rows.push_back(row);
+      merge.state = work_.num_states;
+      if (merge.count > 1) work_.num_states += merge.count;
+    }
+    std::vector<int32_t> taken(plan_.num_rows(), 0);
+    work_.states.reserve(work_.rows.size());
+    for (int32_t row : work_.rows) {
+      const Merge& merge = work_.merges[row];
+      work_.states.push_back(merge.count > 1 ? merge.state + taken[row]++ : -1);
+    }
+  }
+
+  static constexpr int64_t kShortestPart = 64;
+  static constexpr int64_t kPartStep = 32;
+
+  const Plan& plan_;
+  const Heads& heads_;
+  const CostModel& cost_;
+  const Estimate& estimate_;
+  int32_t wide_rows_, threads_;
+  double longest_ = 0;
+  std::vector<RowBlock> blocks_;
+  WorkList work_;
+};
+
+}  // namespace
+
+WorkList make_work(const Plan& plan, bool share, const Heads& heads, const KernelsOf& kernels,
+                   const CostModel& cost, int32_t threads) {
+  const Estimate estimate(cost, heads, kernels.lanes);
+  const Units units(plan, share, estimate);
+  return Cutter(plan, heads, kernels, cost, threads, estimate).cut(units.units);
+}
+
+}  // namespace onestem

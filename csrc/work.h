@@ -1,0 +1,54 @@
+// A plan as work items: which rows attend to which tokens in one go, and what is merged afterwards.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+
+namespace onestem {
+
+// A copy of an AttentionPlan's arrays (docs/attention-plan.md).
+struct Plan {
+  int32_t page_size;
+  int32_t window;  // 0: none
+  std::vector<int32_t> run_pages;
+  std::vector<Run> runs;
+  std::vector<Span> spans;
+  std::vector<int32_t> row_position;
+
+  int32_t num_rows() const { return static_cast<int32_t>(row_position.size()); }
+};
+
+struct Heads {
+  int32_t q_heads, kv_heads, dim;
+  int32_t group() const { return q_heads / kv_heads; }
+};
+
+// What decides which runs get items of their own and how items are cut.
+struct CostModel {
+  Rates rates;
+  int32_t element_bytes;
+  float item = 500;         // nanoseconds to begin and end an item
+  float shortest = 20'000;  // nanoseconds: no item is cut shorter
+  int32_t cuts = 4;         // an item is at most 1 / (cuts * threads) of all work, if cut it can be
+};
+
+struct WorkList {
+  std::vector<Item> items;  // longest first
+  std::vector<Piece> pieces;
+  std::vector<int32_t> rows;    // [parts]
+  std::vector<int32_t> states;  // [parts], -1: the row's only part
+  std::vector<Merge> merges;    // [num_rows]
+  std::vector<int32_t> empty_rows;
+  int32_t num_states = 0;
+  double cost = 0;  // nanoseconds of one core
+
+  WorkView view(const Plan& plan) const;
+};
+
+// Items that together show each row what the plan shows it, each token once. With `share` false no
+// token is read for rows of two spans together.
+WorkList make_work(const Plan& plan, bool share, const Heads& heads, const KernelsOf& kernels,
+                   const CostModel& cost, int32_t threads);
+
+}  // namespace onestem

@@ -1,0 +1,165 @@
+"""Attention over plans in C++."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
+from onestem.ops.plan import AttentionPlan
+from onestem.ops.state import State
+
+__all__ = ["CpuAttention", "CpuCost", "PreparedCpu"]
+
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True)
+class CpuCost:
+    """What work costs, by which runs get items of their own and long items are cut. Nanoseconds of
+    one core; measured where a dtype's defaults are named (`CpuCost.default`).
+
+    Attributes:
+        read: a byte of K or V from memory.
+        thin: one query head times one element of K or V, where few rows see a token: keys and
+            values are then read straight from the pages.
+        pack: an element of K or V converted for an item of many rows.
+        wide: one query row (a head of it) times one element there.
+        state: an element of a partial result, written and merged.
+        item: beginning and ending an item.
+        shortest: no item is cut shorter.
+        cuts: no item is more than `1 / (cuts * threads)` of all work, if it can be cut.
+    """
+
+    read: float
+    thin: float
+    pack: float
+    wide: float
+    state: float
+    item: float = 500
+    shortest: float = 20_000
+    cuts: int = 4
+
+    @staticmethod
+    def default(dtype: torch.dtype, isa: str | None = None) -> CpuCost:
+        """What an instruction set (default: the one in use) assumes for a dtype."""
+        return CpuCost(*native().default_rates(isa or chosen_isa(), DTYPES[dtype]))
+
+
+@dataclass(frozen=True)
+class CpuAttention:
+    """C++ implementation of `AttentionImpl`, with as many threads as torch uses.
+
+    Args:
+        isa: instruction set, by default the one in use.
+        cost: by default what the instruction set assumes for the dtype.
+    """
+
+    name: str = "cpu"
+    isa: str | None = None
+    cost: CpuCost | None = None
+
+    def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedCpu:
+        isa = chosen_isa() if self.isa is None else checked_isa(self.isa)
+        return PreparedCpu(plan, share, isa, self.cost)
+
+
+class PreparedCpu:
+    """A plan copied; its work items are made at the first layer and serve the others."""
+
+    def __init__(
+        self, plan: AttentionPlan, share: bool, isa: str, cost: CpuCost | None = None
+    ) -> None:
+        self._native = native().make_plan(
+            isa,
+            plan.page_size,
+            plan.run_pages,
+            plan.runs,
+            plan.spans,
+            plan.row_position,
+            0 if plan.window is None else min(plan.window, 2**31 - 1),
+            share,
+            [] if cost is None else [float(value) for value in astuple(cost)],
+        )
+        self._num_rows = plan.num_rows
+        self._page_size = plan.page_size
+        self._last_page = self._native.last_page()
+
+    def attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> State:
+        """See `ops.attention`."""
+        self._check(q, k_pages, v_pages)
+        num_rows, num_heads, head_dim = q.shape
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(num_rows, num_heads, dtype=torch.float32)
+        q = q.contiguous()
+        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        self._native.attend(
+            DTYPES[q.dtype],
+            q.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            num_heads,
+            k_pages.shape[2],
+            head_dim,
+            1 / math.sqrt(head_dim) if scale is None else scale,
+            0 if slopes is None else slopes.data_ptr(),
+            0.0 if softcap is None else softcap,
+            torch.get_num_threads(),
+        )
+        return State(out, lse)
+
+    def describe(
+        self, dtype: torch.dtype, num_q_heads: int, num_kv_heads: int, head_dim: int
+    ) -> list[dict[str, Any]]:
+        """The work items for these heads, in the order in which they are begun."""
+        items = self._native.describe(
+            DTYPES[dtype], num_q_heads, num_kv_heads, head_dim, torch.get_num_threads()
+        )
+        names = ("wide", "rows", "kv_head", "num_kv_heads", "pieces", "nanoseconds")
+        return [dict(zip(names, item, strict=True)) for item in items]
+
+    def _check(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+        """What the C++ code relies on, lest it read what is not there."""
+        if q.device.type != "cpu" or k_pages.device.type != "cpu" or v_pages.device.type != "cpu":
+            raise ConfigError(f"attention implementation 'cpu' got tensors on {q.device}")
+        if q.dtype not in DTYPES or not q.dtype == k_pages.dtype == v_pages.dtype:
+            raise UnsupportedError(
+                f"attention implementation 'cpu' got {q.dtype}, {k_pages.dtype} and "
+                f"{v_pages.dtype}, expected one of float32, bfloat16 and float16 for all"
+            )
+        num_rows, num_heads, head_dim = q.shape
+        if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"head_dim is {head_dim}, attention implementation 'cpu' takes multiples of 8 up "
+                f"to {MAX_HEAD_DIM}: use impl='torch'"
+            )
+        pages, _, kv_heads, _ = k_pages.shape
+        expected = (pages, self._page_size, kv_heads, head_dim)
+        if k_pages.shape != expected or v_pages.shape != expected or num_heads % kv_heads:
+            raise ConfigError(
+                f"q {tuple(q.shape)} does not go with pages {tuple(k_pages.shape)} and "
+                f"{tuple(v_pages.shape)} of {self._page_size} slots"
+            )
+        if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+            raise ConfigError("KV pages are not contiguous")
+        if num_rows != self._num_rows or self._last_page >= pages:
+            raise ConfigError(
+                f"the plan has {self._num_rows} rows and pages up to {self._last_page}, got "
+                f"{num_rows} rows and {pages} pages"
+            )

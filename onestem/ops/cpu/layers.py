@@ -1,0 +1,134 @@
+"""Fused elementwise operations of a step in C++."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
+from onestem.ops.layers import Angles, Heads
+
+__all__ = ["CpuLayers"]
+
+
+@dataclass(frozen=True)
+class CpuLayers:
+    """C++ implementation of `LayerOps`, with as many threads as torch uses.
+
+    Args:
+        isa: instruction set, by default the one in use.
+    """
+
+    name: str = "cpu"
+    isa: str | None = None
+
+    def add_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        """See `LayerOps`."""
+        rows, width = hidden.shape
+        out = torch.empty_like(hidden)
+        _check_same(hidden, out if delta is None else delta, hidden.shape)
+        _check_same(hidden, weight, (width,))
+        native().add_rms_norm(
+            self._isa(),
+            DTYPES[hidden.dtype],
+            hidden.data_ptr(),
+            0 if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """See `LayerOps`."""
+        rows, head_dim = len(qkv), heads.head_dim
+        _check_rope(qkv, heads, angles, slots, k_pages, v_pages)
+        q = torch.empty(rows, heads.num_q_heads, head_dim, dtype=qkv.dtype)
+        written = native().rope_write(
+            self._isa(),
+            DTYPES[qkv.dtype],
+            qkv.data_ptr(),
+            0 if heads.q_norm is None else heads.q_norm.data_ptr(),
+            0 if heads.k_norm is None else heads.k_norm.data_ptr(),
+            angles.cos.data_ptr(),
+            angles.sin.data_ptr(),
+            slots.data_ptr(),
+            q.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            rows,
+            heads.num_q_heads,
+            heads.num_kv_heads,
+            head_dim,
+            heads.eps,
+            k_pages.shape[0] * k_pages.shape[1],
+            torch.get_num_threads(),
+        )
+        if not written:
+            raise ConfigError(f"a slot is not in the {len(k_pages)} KV pages")
+        return q
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up.dtype)
+        _check_same(gate_up, out, (rows, width))
+        native().silu_mul(
+            self._isa(),
+            DTYPES[gate_up.dtype],
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _isa(self) -> str:
+        return chosen_isa() if self.isa is None else checked_isa(self.isa)
+
+
+def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:
+    """What the C++ code relies on: type, place and shape, and rows without gaps."""
+    if x.dtype not in DTYPES or x.dtype != other.dtype or x.device.type != "cpu":
+        raise UnsupportedError(
+            f"layer operations 'cpu' got {x.dtype} and {other.dtype} on {x.device}, expected "
+            "one of float32, bfloat16 and float16, on the CPU"
+        )
+    if other.shape != shape or not (x.is_contiguous() and other.is_contiguous()):
+        raise ConfigError(f"got a tensor {tuple(other.shape)}, expected {tuple(shape)}, contiguous")
+
+
+def _check_rope(
+    qkv: Tensor, heads: Heads, angles: Angles, slots: Tensor, k_pages: Tensor, v_pages: Tensor
+) -> None:
+    num_heads = heads.num_q_heads + 2 * heads.num_kv_heads
+    _check_same(qkv, qkv, (len(qkv), num_heads * heads.head_dim))
+    page_shape = (*k_pages.shape[:2], heads.num_kv_heads, heads.head_dim)
+    _check_same(qkv, k_pages, page_shape)
+    _check_same(qkv, v_pages, page_shape)
+    for norm in (heads.q_norm, heads.k_norm):
+        if norm is not None:
+            _check_same(qkv, norm, (heads.head_dim,))
+    for name, values in (("cosines", angles.cos), ("sines", angles.sin)):
+        fits = values.shape == (len(qkv), heads.head_dim // 2) and values.is_contiguous()
+        if not fits or values.dtype != torch.float32:
+            raise ConfigError(f"{name} are {values.dtype} {tuple(values.shape)}")
+    if slots.dtype != torch.int64 or slots.shape != (len(qkv),) or not slots.is_contiguous():
+        raise ConfigError(f"slots are {slots.dtype} {tuple(slots.shape)}")

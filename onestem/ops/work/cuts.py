@@ -1,0 +1,136 @@
+"""Where items are cut, so that all programs end at about the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onestem.ops.work.arrays import before, ragged
+from onestem.ops.work.model import CostModel
+from onestem.ops.work.units import Blocks
+
+__all__ = ["Segments", "cuts_of", "segments_of", "tile_columns"]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Pieces of entries: which entry, from where to where, and which item walks it (ascending)."""
+
+    entry: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    item: np.ndarray
+
+
+def cuts_of(
+    blocks: Blocks, cost: CostModel, num_kv_heads: int
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """int64, ascending: where walks are cut, counted in tokens over all blocks' walks; and
+    `WorkList.split`."""
+    length = np.bincount(blocks.block, blocks.hi - blocks.lo, len(blocks.kind)).astype(np.int64)
+    is_wide = blocks.kind == len(cost.tiles) - 1
+    reading, wide = (
+        _Side(chosen, length[chosen], *tile_columns(cost, blocks.kind[chosen]))
+        for chosen in (np.flatnonzero(side & (length > 0)) for side in (~is_wide, is_wide))
+    )
+    read, multiply = cost.programs
+    split = (multiply, multiply)
+    if cost.together:
+        begin, walk = (
+            float(time.sum()) * num_kv_heads / read
+            for time in (reading.item_ns, reading.length * reading.token_ns)
+        )
+        multiplying = float(wide.time.sum()) * num_kv_heads
+        split = _split(multiplying, begin, walk, cost, num_kv_heads)
+        read = read * split[1] // multiply
+    start = before(length)
+    cuts = (
+        reading.cuts(start, max(1, read // num_kv_heads), cost),
+        wide.cuts(start, max(1, split[0] // num_kv_heads), cost),
+    )
+    return np.unique(np.concatenate(cuts)), split
+
+
+def _split(
+    wide: float, begin: float, walk: float, cost: CostModel, num_kv_heads: int
+) -> tuple[int, int]:
+    """How many programs multiply and how many read, so that all ends soonest.
+
+    `wide`: time of all that multiply on one program. `begin`, `walk`: time of all that read, on
+    the whole device, to start and end items and to walk; a part of it (`reading_share`) walks as
+    fast.
+    """
+    most = cost.programs[1]
+    if wide == 0 or walk == 0:
+        return (0, most) if wide == 0 else (most, 0)
+    grain = min(num_kv_heads, most - 1)
+    programs = np.arange(grain, most, grain)
+    part = (most - programs) / most
+    reading = begin / part + walk * np.maximum(cost.reading_share / part, 1.0)
+    end = np.maximum(wide / programs + cost.tiles[-1].item_ns, reading)
+    chosen = int(programs[np.flatnonzero(end <= 1.02 * end.min())[0]])
+    return chosen, most - chosen
+
+
+def tile_columns(cost: CostModel, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """block_n, item_ns and token_ns of tiles."""
+    columns = [(tile.block_n, tile.item_ns, tile.token_ns) for tile in cost.tiles]
+    block_n, item_ns, token_ns = np.array(columns).T
+    return block_n[kind].astype(np.int64), item_ns[kind], token_ns[kind]
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Blocks that share programs: which, tokens of their walks, and their tiles' columns."""
+
+    block: np.ndarray
+    length: np.ndarray
+    block_n: np.ndarray
+    item_ns: np.ndarray
+    token_ns: np.ndarray
+
+    @property
+    def time(self) -> np.ndarray:
+        return self.item_ns + self.length * self.token_ns
+
+    def cuts(self, start: np.ndarray, at_once: int, cost: CostModel) -> np.ndarray:
+        """Where these walks are cut, for `at_once` programs.
+
+        Long walks are laid end to end and cut at equal distances, so that each program gets the
+        same length and few walks are cut (as Stream-K does with products, arXiv 2301.03598,
+        section 4).
+        """
+        time = self.time
+        mean = float(time.sum()) / at_once
+        long = np.flatnonzero(time > mean / 4)
+        in_rounds = float(np.sort(time)[::-1][::at_once].sum())
+        if len(long) == 0 or in_rounds <= cost.slack * mean:
+            return np.zeros(0, np.int64)
+        length, token_ns, block_n = self.length[long], self.token_ns[long], self.block_n[long]
+        stop = np.cumsum(length * token_ns)
+        begin = stop - length * token_ns
+        pieces = max(1, round(float(time[long].sum()) / mean))
+        piece = max(float(stop[-1]) / pieces, float((cost.min_tokens * token_ns).max()))
+        first = (begin // piece).astype(np.int64) + 1
+        count = np.maximum(np.ceil(stop / piece - 1e-6).astype(np.int64) - first, 0)
+        i = np.repeat(np.arange(len(long)), count)
+        at = (ragged(first, count) * piece - begin[i]) / token_ns[i]
+        at = np.rint(at / block_n[i]).astype(np.int64) * block_n[i]
+        shortest = np.maximum(cost.min_tokens, block_n[i])
+        keep = (at >= shortest) & (at <= length[i] - shortest)
+        return start[self.block[long[i]]][keep] + at[keep]
+
+
+def segments_of(blocks: Blocks, cuts: np.ndarray) -> Segments:
+    """Entries cut at `cuts`; a cut begins a new item, and so does a block."""
+    length = blocks.hi - blocks.lo
+    start = before(length)
+    begin = np.union1d(start, cuts) if len(cuts) else start
+    stop = np.append(begin[1:], start[-1] + length[-1] if len(length) else 0)[: len(begin)]
+    entry = np.searchsorted(start, begin, "right") - 1
+    piece = np.searchsorted(cuts, begin, "right")
+    block = blocks.block[entry]
+    new = (np.diff(block, prepend=-1) != 0) | (np.diff(piece, prepend=-1) != 0)
+    lo = blocks.lo[entry] + begin - start[entry]
+    return Segments(entry, lo, lo + stop - begin, np.cumsum(new) - 1)

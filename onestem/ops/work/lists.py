@@ -1,0 +1,269 @@
+"""`WorkList`: what the programs of a persistent kernel take on, in one int32 buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onestem.errors import ConfigError
+from onestem.ops.plan import AttentionPlan
+from onestem.ops.work.arrays import argsort, before, ragged
+from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
+from onestem.ops.work.model import CostModel
+from onestem.ops.work.units import Blocks, blocks_of, pairs_of, shared_groups, units_of
+
+__all__ = ["ENTRY", "HEADER", "QUEUE", "RECORD", "WorkList", "make_work"]
+
+HEADER = 16  # words before the records
+RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entry
+ENTRY = 8  # words of a walk entry
+QUEUE = 14  # words of the header: works taken beyond each program's first; kernels count in them
+
+# Columns of a record and of a walk entry.
+KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED = range(6)
+LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """Work items of a plan (int32 arrays), in the order in which programs take them.
+
+    Attributes:
+        plan: what it was made from.
+        num_wide: items of the widest tiles; they stand behind the others.
+        split: programs that take those, and programs that take the others.
+        records: `[num_items, 16]`. Words 0 to 5: index of its tile, how many rows, where they begin
+            in `rows`, how many walk entries, where the second begins in `walk`, whether its rows
+            have no other item (0), others too (1), or some so and some so (2). Words 8 to 15: its
+            first entry.
+        walk: `[num_more_entries, 8]`: lo, clear_lo, clear_hi, hi, end, step, position, 0. They
+            count in slots of the list of pages: token t of a run stands at x = base + t, in page
+            `run_pages[x // page_size]`. Row j of the item sees lo <= x < end + j * step up to hi,
+            less what its window hides; all rows see all of clear_lo .. clear_hi - 1. The position
+            id of x is x + position.
+        rows: `[num_parts]`: rows of all items.
+        dest: `[num_parts]`: which state the row's part becomes; -1: it is the row's only one.
+        merges: `[num_merges, 4]`: row, its first state, how many (0: the row is empty), 0.
+        num_states: partial states in all.
+    """
+
+    plan: AttentionPlan
+    num_wide: int
+    split: tuple[int, int]
+    records: np.ndarray
+    walk: np.ndarray
+    rows: np.ndarray
+    dest: np.ndarray
+    merges: np.ndarray
+    num_states: int
+    entries: Entries = field(repr=False)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.records)
+
+    def _starts(self) -> list[int]:
+        """Where the sections begin in a packed buffer, and its length: records, walk, rows, dest,
+        merges, pages, positions."""
+        sizes = [part.size for part in self._sections()]
+        return np.cumsum([HEADER] + [-(-size // 4) * 4 for size in sizes]).tolist()
+
+    def _sections(self) -> tuple[np.ndarray, ...]:
+        plan = self.plan
+        return (
+            self.records,
+            self.walk,
+            self.rows,
+            self.dest,
+            self.merges,
+            plan.run_pages,
+            plan.row_position,
+        )
+
+    @property
+    def num_words(self) -> int:
+        """Length of the packed buffer."""
+        return self._starts()[-1]
+
+    def pack(self, out: np.ndarray) -> int:
+        """Write everything into `out` (int32 `[max_words]`); gives the words used.
+
+        Words 0 and 1: items of narrower tiles and of the widest, 2: merges, 3 to 8: where walk,
+        rows, dest, merges, pages and row positions begin, 9: the window, 10 and 11: `split`.
+        Records begin at word 16, sections at multiples of 4 words.
+        """
+        *starts, words = self._starts()
+        if words > len(out):
+            raise ConfigError(
+                f"the work list takes {words} words, the buffer holds {len(out)}: raise max_words"
+            )
+        out[:HEADER] = 0
+        out[0], out[1] = self.num_items - self.num_wide, self.num_wide
+        out[2], out[3:9] = len(self.merges), starts[1:]
+        out[9] = 2**30 if self.plan.window is None else self.plan.window
+        out[10:12] = self.split
+        for start, part in zip(starts, self._sections(), strict=True):
+            out[start : start + part.size] = part.reshape(-1)
+        return words
+
+    def growing_words(self, spans: np.ndarray) -> np.ndarray:
+        """int64: the words of a packed buffer that a decode step adds 1 to.
+
+        `spans`: int `[n]`, the one-row spans whose `end` grows by one. All rows go on by one
+        position. Valid until the plan changes in any other way (a page id that is written into
+        the slack of a run's list is not such a change: see `page_word`).
+        """
+        starts, entries = self._starts(), self.entries
+        grows = np.zeros(self.plan.num_spans, bool)
+        grows[spans] = True
+        words = np.where(
+            entries.more,
+            starts[1] + ENTRY * entries.place,
+            HEADER + RECORD * entries.place + 8,
+        )
+        last = words[entries.last & grows[entries.span]]
+        position = starts[6] + np.arange(self.plan.num_rows)
+        # What a window hides from all rows begins one token later.
+        hidden = words + CLEAR_LO if self.plan.window is not None else words[:0]
+        return np.concatenate((last + CLEAR_HI, last + HI, last + END, position, hidden))
+
+    def page_word(self, runs: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """int64: where the buffer holds page `index[i]` of run `runs[i]`."""
+        return self._starts()[5] + self.plan.runs[runs, 0].astype(np.int64) + index
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Where each walk entry stands, `[num_entries]`: its span, whether it is the last piece of what
+    its rows see of it, whether it is in `walk` (else in a record), and its index there."""
+
+    span: np.ndarray
+    last: np.ndarray
+    more: np.ndarray
+    place: np.ndarray
+
+
+def make_work(
+    plan: AttentionPlan,
+    cost: CostModel,
+    *,
+    num_kv_heads: int,
+    group: int,
+    share: bool = True,
+    num_rows: int | None = None,
+    max_states: int | None = None,
+) -> WorkList:
+    """The work list of a plan.
+
+    Args:
+        group: query heads per KV head.
+        share: False reads a shared run once for each atom that sees it.
+        num_rows: rows of the output, those behind the plan's being empty; default: the plan's.
+        max_states: states that the workspace holds. Where they do not suffice, groups that save
+            least are dealt out, then nothing is cut: it always fits.
+    """
+    tile_rows = cost.tile_rows(group)
+    if tile_rows[0] < 1:
+        raise ConfigError(
+            f"{group} query heads share a KV head, tiles hold {cost.tiles[0].block_m}: "
+            "use another implementation"
+        )
+    pairs = pairs_of(plan)
+    padded = plan.num_rows if num_rows is None else num_rows
+    room = None if max_states is None else max_states - plan.num_rows
+    group_of = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room if share else -1)
+    blocks = blocks_of(plan, pairs, units_of(pairs, group_of, plan.num_rows), tile_rows)
+    cuts, split = cuts_of(blocks, cost, num_kv_heads)
+    work = _listed(plan, cost, blocks, segments_of(blocks, cuts), padded, split)
+    if max_states is not None and work.num_states > max_states:
+        work = _listed(plan, cost, blocks, segments_of(blocks, cuts[:0]), padded, split)
+    return work
+
+
+def _listed(
+    plan: AttentionPlan,
+    cost: CostModel,
+    blocks: Blocks,
+    parts: Segments,
+    num_rows: int,
+    split: tuple[int, int],
+) -> WorkList:
+    """The arrays of a work list, its items in order."""
+    head = np.flatnonzero(np.diff(parts.item, prepend=-1))  # the first segment of each item
+    block = blocks.block[parts.entry[head]]
+    kind, count = blocks.kind[block], blocks.num_rows[block]
+    wide = kind == len(cost.tiles) - 1
+    # Narrower tiles first; on each side, the longest items. Those of about the same length stay
+    # together as they are: they read the same keys, which are then in the cache.
+    length = np.rint(np.log(_item_ns(cost, kind, parts)) / np.log(1.25))
+    order = np.lexsort((-length, wide))
+    rows = blocks.rows[ragged(blocks.row_start[block], count)]
+    entries = _entry_words(plan, blocks, parts)
+    more = np.ones(len(parts.item), bool)
+    more[head] = False
+
+    records = np.zeros((len(head), RECORD), np.int32)
+    num_walk = np.diff(np.append(head, len(parts.item)))
+    columns = (kind, count, before(count), num_walk, before(num_walk - 1))
+    for column, values in enumerate(columns):
+        records[:, column] = values
+    records[:, 8:] = entries[head]
+    place_of_item = np.empty(len(head), np.int64)
+    place_of_item[order] = np.arange(len(head))
+    place = np.where(more, np.cumsum(more) - 1, place_of_item[parts.item])
+    last = parts.hi == blocks.hi[parts.entry]
+    dest, merges, num_states = _merges(rows, num_rows)
+    if len(head):
+        partial = np.add.reduceat(dest >= 0, before(count), dtype=np.int64)
+        records[:, SHARED] = np.where(partial == count, 1, np.where(partial > 0, 2, 0))
+    return WorkList(
+        plan=plan,
+        num_wide=int(wide.sum()),
+        split=split,
+        records=records[order],
+        walk=entries[more],
+        rows=rows.astype(np.int32),
+        dest=dest,
+        merges=merges,
+        num_states=num_states,
+        entries=Entries(blocks.span[parts.entry], last, more, place),
+    )
+
+
+def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.ndarray:
+    """int32 `[num_entries, 8]`, as in `WorkList.walk`."""
+    e = parts.entry
+    span = plan.spans[blocks.span[e]].astype(np.int64)
+    run = plan.runs[span[:, 2]].astype(np.int64)
+    base = run[:, 0] * plan.page_size + run[:, 1]
+    clear_lo = np.maximum(parts.lo, blocks.clear_lo[e])
+    clear_hi = np.minimum(parts.hi, blocks.end[e])
+    entries = np.zeros((len(e), ENTRY), np.int32)
+    for column, values in enumerate((parts.lo, clear_lo, clear_hi, parts.hi, blocks.end[e])):
+        entries[:, column] = base + values
+    entries[:, STEP] = span[:, 5]
+    entries[:, POSITION] = run[:, 3] - base
+    return entries
+
+
+def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:
+    """float64 `[num_items]`: what each item takes."""
+    tokens = np.bincount(parts.item, parts.hi - parts.lo, len(kind))
+    _, item_ns, token_ns = tile_columns(cost, kind)
+    return item_ns + token_ns * tokens
+
+
+def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """`dest`, `merges`, and the number of states: those of a row stand side by side."""
+    parts = np.bincount(item_rows, minlength=num_rows)
+    slots = np.where(parts > 1, parts, 0)
+    start = before(slots)
+    order = argsort(item_rows)
+    nth = np.empty(len(item_rows), np.int64)
+    nth[order] = np.arange(len(item_rows)) - np.repeat(before(parts), parts)
+    dest = np.where(parts[item_rows] > 1, start[item_rows] + nth, -1)
+    merged = np.flatnonzero(parts != 1)
+    merges = np.zeros((len(merged), 4), np.int32)
+    merges[:, 0], merges[:, 1], merges[:, 2] = merged, start[merged], parts[merged]
+    return dest.astype(np.int32), merges, int(slots.sum())

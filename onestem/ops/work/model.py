@@ -1,0 +1,57 @@
+"""What items cost: tile shapes, and when sharing and cutting pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["CostModel", "Tile"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape, and what an item made of such tiles takes on one program.
+
+    Attributes:
+        block_m: rows times query heads of a KV head.
+        block_n: tokens.
+        item_ns: starting and ending an item, in ns.
+        token_ns: each token of its walk, in ns.
+    """
+
+    block_m: int
+    block_n: int
+    item_ns: float = 2500.0
+    token_ns: float = 45.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """When a shared run gets items of its own, and how items are cut.
+
+    Items of the widest tiles *multiply*, those of narrower ones *read*: the first wait for the
+    tensor cores, the others for the memory.
+
+    Attributes:
+        tiles: narrow to wide. Rows that fill the widest walk all they see by themselves.
+        programs: works (an item for one KV head) at a time, of those that read and of those that
+            multiply, on the whole device.
+        together: whether both kinds run at the same time, on a part of the device each.
+        merge_tokens: what one more state costs a row, in tokens read for it.
+        min_tokens: no item is cut shorter.
+        slack: nothing is cut where the longest program would take less than this times the mean.
+        reading_share: part of the device that keeps the memory busy.
+    """
+
+    tiles: tuple[Tile, ...]
+    programs: tuple[int, int]
+    together: bool = False
+    merge_tokens: int = 16
+    min_tokens: int = 128
+    slack: float = 1.15
+    reading_share: float = 0.35
+
+    def tile_rows(self, group: int) -> np.ndarray:
+        """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
+        return np.array([tile.block_m // group for tile in self.tiles])
