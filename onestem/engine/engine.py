@@ -97,7 +97,7 @@ class Engine:
         self.defaults = defaults
         self.share = share
         self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
-        self.impl = resolve(impl, decoder.device)
+        self.impl = _attention_for(decoder, impl)
         self.stats = EngineStats()
         self._runner = _make_runner(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
@@ -626,6 +626,12 @@ class Engine:
     def reset_stats(self) -> None:
         self.stats = EngineStats()
         self.scheduler.num_set_backs = 0
+
+
+def _attention_for(decoder: Decoder, name: str) -> AttentionImpl:
+    config = decoder.config
+    group = config.num_q_heads // config.num_kv_heads
+    return resolve(name, decoder.device, head_dim=config.head_dim, group=group)
 
 
 def _make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:

@@ -63,18 +63,18 @@ def available() -> tuple[str, ...]:
     return (*_IMPLS, *cpu, *(["triton"] if _triton() is not None else []))
 
 
-def resolve(name: str = "auto", device: torch.device | str = "cpu") -> AttentionImpl:
-    """The implementation of a name. `auto` is the fastest that runs on the device; a named one
-    that cannot run raises `UnsupportedError`."""
-    if name == "triton" or (name == "auto" and torch.device(device).type == "cuda"):
+def resolve(
+    name: str = "auto", device: torch.device | str = "cpu", *, head_dim: int = 64, group: int = 1
+) -> AttentionImpl:
+    """The implementation of a name. `auto` is the fastest that runs on the device and takes heads
+    of this size and so many query heads per KV head; a named one that cannot run raises
+    `UnsupportedError`."""
+    if name == "auto":
+        return _fastest(torch.device(device).type, head_dim, group)
+    if name == "triton":
         triton = _triton()
         if triton is not None:
             return triton
-    if name == "auto" and torch.device(device).type == "cpu" and is_built():
-        return CpuAttention()
-    if name == "auto":
-        return _IMPLS["torch"]
-    if name == "triton":
         raise UnsupportedError(
             "attention implementation 'triton' needs the package triton and an NVIDIA GPU (or "
             f"TRITON_INTERPRET=1), use one of: {', '.join(_IMPLS)}"
@@ -87,6 +87,14 @@ def resolve(name: str = "auto", device: torch.device | str = "cpu") -> Attention
             f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}"
         )
     return _IMPLS[name]
+
+
+def _fastest(device_type: str, head_dim: int, group: int) -> AttentionImpl:
+    if device_type == "cuda" and head_dim <= 256 and group <= 16:
+        return _triton() or _IMPLS["torch"]
+    if device_type == "cpu" and is_built() and head_dim % 8 == 0 and head_dim <= 512:
+        return CpuAttention()
+    return _IMPLS["torch"]
 
 
 def _triton() -> AttentionImpl | None:
@@ -137,7 +145,8 @@ def attention(
         `State(out, lse)`: out in q's dtype (float64 from the reference), lse natural log.
     """
     _check_shapes(q, k_pages, v_pages, plan)
-    prepared = resolve(impl, q.device).prepare(plan)
+    heads = {"head_dim": q.shape[2], "group": q.shape[1] // k_pages.shape[2]}
+    prepared = resolve(impl, q.device, **heads).prepare(plan)
     return prepared.attend(
         q, k_pages, v_pages, scale=scale, alibi_slopes=alibi_slopes, softcap=softcap
     )

@@ -85,8 +85,8 @@ def _logits(prefix: int) -> np.ndarray:
 
 def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engine:
     config = SimpleNamespace(
-        num_kv_heads=1, head_dim=1, num_layers=0, sliding_windows=(None,), vocab_size=VOCAB,
-        max_position_embeddings=100_000,
+        num_q_heads=1, num_kv_heads=1, head_dim=1, num_layers=0, sliding_windows=(None,),
+        vocab_size=VOCAB, max_position_embeddings=100_000,
     )  # fmt: skip
     decoder = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"))
     engine = Engine(
