@@ -350,7 +350,7 @@ class Engine:
         assert inputs.decodes is not None
         rows = inputs.decodes
         everyone = len(rows.sequences) == len(self.scheduler.running)
-        if not everyone or self._sure_from > self.stats.steps:
+        if not everyone or self._sure_from > self.scheduler.step:
             return None
         if not all(map(self._fits_streak, rows.sequences, rows.runs)):
             return None
@@ -404,7 +404,7 @@ class Engine:
         assert self._streak is not None
         if self._streak.closed:
             if self._streak.unsure:
-                self._sure_from = self.stats.steps + STEPS_AFTER_UNSURE
+                self._sure_from = self.scheduler.step + STEPS_AFTER_UNSURE
             self._streak = None
 
     def _close_streak(self) -> None:

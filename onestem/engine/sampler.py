@@ -231,8 +231,11 @@ class Sampler:
 
     def drawing(self, rows: Sequence[SamplingRow], device: torch.device) -> Drawing | None:
         """How rows sample at step after step without the host between; None if what one of them
-        may sample depends on its last token (penalties, grammars) or is biased."""
+        may sample depends on its last token (penalties, grammars), is biased, or needs more of the
+        order than is looked at (a top-k between the two)."""
         settings = [self._settings_of(row.params) for row in rows]
+        if any(s.temperature > 0 and _CANDIDATES[0] < s.top_k < self.vocab_size for s in settings):
+            return None
         if any(_is_changed(row, setting) for row, setting in zip(rows, settings, strict=True)):
             return None
         return Drawing(rows, settings, device)
