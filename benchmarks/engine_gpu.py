@@ -98,7 +98,7 @@ def main() -> None:
             "triton": triton.__version__,
             "transformers": transformers.__version__,
         },
-        "max_step_tokens": llm.engine.scheduler.max_step_tokens,
+        "max_step_tokens": llm.engine.scheduler.budget.most,
         "matrix_flops_per_s": rates.flops,
         "copy_bytes_per_s": rates.bytes,
     }

@@ -20,6 +20,8 @@ from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, plan_job
+from onestem.pml import CompiledPrompt, Layout, Library, Schema
+from onestem.pml import Prompt as PmlPrompt
 from onestem.request import Request, RequestOutput, SamplingParams
 
 __all__ = [
@@ -37,6 +39,7 @@ EMBEDDED = "embedded"
 """Name of the model that ships with the package."""
 
 Prompt = str | Sequence[int]
+PmlSource = PmlPrompt | str | os.PathLike[str]
 GIB = 2**30
 
 
@@ -113,6 +116,7 @@ class LLM:
             seed=seed,
         )
         self._count = 0
+        self._schemas: Library | None = None
 
     # ----------------------------------------------------------------------------- offline
 
@@ -149,6 +153,59 @@ class LLM:
             for conversation in many
         ]
         return self._answer(ids, [None] * len(ids), sampling_params)
+
+    # ----------------------------------------------------------------------------- modules
+
+    @property
+    def schemas(self) -> Library:
+        """PML schemas that prompts may name."""
+        if self._schemas is None:
+            tokenizer = self._need_tokenizer("PML")
+            positions = self.config.max_position_embeddings
+            self._schemas = Library(tokenizer, max_positions=positions)
+        return self._schemas
+
+    def add_schema(self, schema: Schema | str | os.PathLike[str]) -> Layout:
+        """Make a PML schema known to `generate_pml`: nodes, markup, or the file that it is in.
+
+        Raises:
+            PmlError: with file, line and column.
+        """
+        return self.schemas.add(schema)
+
+    def generate_pml(
+        self,
+        prompts: PmlSource | Sequence[PmlSource],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        isolation: str = "anchored",
+    ) -> list[RequestOutput]:
+        """Answer prompts in PML: markup, files (`Path`) or nodes; outputs in the prompts' order.
+
+        A module is computed with the first prompt that imports it, and read by all of them.
+
+        Args:
+            isolation: who sees what: `anchored`, `isolated` or `off` (docs/pml.md).
+
+        Raises:
+            PmlError: with file, line and column; nothing is computed then.
+        """
+        many = [prompts] if isinstance(prompts, (str, os.PathLike, PmlPrompt)) else list(prompts)
+        compiled = [self.schemas.compile(prompt, isolation) for prompt in many]
+        each = _params_for(sampling_params, len(many))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
+        requests = [self.pml_request(*one) for one in zip(compiled, each, texts, strict=True)]
+        for request in requests:
+            self.engine.validate(request)
+        outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
+        return [outputs[request.request_id] for request in requests]
+
+    def pml_request(
+        self, compiled: CompiledPrompt, params: SamplingParams, markup: str | None = None
+    ) -> Request:
+        """What the engine answers, of a compiled prompt."""
+        request = self._request(compiled.ordered_token_ids.tolist(), markup, params)
+        return dataclasses.replace(request, pml=compiled)
 
     def plan(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> JobPlan:
         """Groups and order for prompts that are all known."""
@@ -207,6 +264,12 @@ def planned(requests: Sequence[Request], plan: JobPlan) -> Iterator[Request]:
         yield dataclasses.replace(
             requests[index], group=group, group_prefix_tokens=plan.groups[group].prefix_tokens
         )
+
+
+def _imported(request: Request) -> tuple[str, ...]:
+    """Keys of the modules that a request imports: those who import the same stand together."""
+    assert request.pml is not None
+    return tuple(segment.key for segment in request.pml.segments if segment.key)
 
 
 def _is_ids(prompts: object) -> bool:

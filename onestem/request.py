@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onestem.errors import RequestError
+from onestem.pml import CompiledPrompt
 
 __all__ = [
     "CompletionOutput",
     "FinishReason",
+    "Priority",
     "Request",
     "RequestMetrics",
     "RequestOutput",
+    "Reuse",
     "SamplingParams",
     "TokenLogprobs",
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Priority = Literal["interactive", "job"]
 
 # token id -> natural-log probability, highest first; the sampled (or given) token is always in it.
 TokenLogprobs = Mapping[int, float]
@@ -224,9 +228,16 @@ class Request:
         prompt_token_ids: at least one id, BOS included where the model wants it.
         params: see `SamplingParams`; `seed` is set by whoever makes the request.
         prompt: the text, if there was one (only handed back).
+        pml: the prompt as segments, if it imports modules; `prompt_token_ids` are its tokens in use
+            in the order of their positions.
         stream: also return unfinished outputs from each step that sampled for it.
         score_from: if set, log-probabilities of the prompt's tokens from this index on are
             computed (and what lies before may come from the cache up to `score_from - 1`).
+        cache_salt: prompts of different salts never match each other's cached tokens; "" is the
+            common one.
+        common_prefix_tokens: the prompt's first so many tokens are without salt: a prefix meant
+            for all.
+        priority: a `job`'s request runs in what `interactive` ones leave free.
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
             cache until the group's last member has finished.
     """
@@ -235,8 +246,12 @@ class Request:
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt: str | None = None
+    pml: CompiledPrompt | None = None
     stream: bool = False
     score_from: int | None = None
+    cache_salt: str = ""
+    common_prefix_tokens: int = 0
+    priority: Priority = "interactive"
     group: int | None = None
     group_prefix_tokens: int = 0
 
@@ -259,6 +274,26 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """What of a prompt was stored or being computed when it was admitted, and where that ended.
+
+    Attributes:
+        matched_tokens: its first so many tokens.
+        prefix: the longest pinned prefix among them, by name.
+        ended: `prompt` (all of it but its last token, which is always computed), `differs` (what is
+            stored goes on in another way), `new` (nothing stored goes on from there).
+        here: the token id where it ended, of the prompt.
+        there: first ids of what is stored beside it (at most 4, of the same cache salt).
+    """
+
+    matched_tokens: int
+    prefix: str | None
+    ended: Literal["prompt", "differs", "new"]
+    here: int | None
+    there: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -286,3 +321,4 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    reuse: Reuse | None = None

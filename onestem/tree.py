@@ -2,17 +2,46 @@
 
 Edges carry the tokens, so a node is a run of tokens with the tokens before it given by its
 ancestors. Nodes may be subclassed to carry what belongs to their tokens; a split tells them.
+
+Equal tokens are not always the same thing: they may stand at other positions, or belong to somebody
+else. A node has a *label* that says so, and a sequence is cut into *stretches* of one label each; a
+match compares labels too, and no node goes past the end of a stretch.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Generic, Self, TypeVar
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-__all__ = ["Node", "RadixTree", "common_length"]
+__all__ = ["PLAIN", "Label", "Node", "RadixTree", "Stretch", "common_length", "cut"]
+
+
+class Label(NamedTuple):
+    """What tokens have to have in common beside their ids.
+
+    Attributes:
+        space: who may see them, and what they saw that is not on their path: runs of different
+            spaces never match ("" is the common one).
+        shift: position of a token minus its index in the sequence.
+    """
+
+    space: Hashable = ""
+    shift: int = 0
+
+
+class Stretch(NamedTuple):
+    """The tokens of a sequence from index `start` up to the next stretch."""
+
+    start: int
+    label: Label
+
+
+PLAIN: tuple[Stretch, ...] = (Stretch(0, Label()),)
+"""A sequence whose tokens everybody may match, at the positions of their indices."""
 
 
 class Node:
@@ -23,24 +52,41 @@ class Node:
         start: index of its first token in every sequence that passes through it.
     """
 
-    __slots__ = ("children", "parent", "start", "tokens")
+    __slots__ = ("children", "label", "parent", "start", "tokens")
 
-    def __init__(self, tokens: Sequence[int], parent: Self | None, start: int) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        parent: Self | None,
+        start: int,
+        label: Label = PLAIN[0].label,
+    ) -> None:
         self.tokens = array("i", tokens)
         self.parent = parent
         self.start = start
-        self.children: dict[int, Self] = {}
+        self.label = label
+        self.children: dict[tuple[Label, int], Self] = {}
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Position id of its first token; positions inside a node are consecutive."""
+        return self.start + self.label.shift
+
+    @property
+    def key(self) -> tuple[Label, int]:
+        """What it is found by below its parent."""
+        return self.label, self.tokens[0]
 
     def split_off(self, at: int) -> Self:
         """Make the node above that takes the first `at` tokens; this one keeps the rest.
 
         Called by the tree, which links the two. Subclasses divide what they carry.
         """
-        upper = type(self)(self.tokens[:at], self.parent, self.start)
+        upper = type(self)(self.tokens[:at], self.parent, self.start, self.label)
         self.tokens = self.tokens[at:]
         self.start += at
         return upper
@@ -59,7 +105,7 @@ N = TypeVar("N", bound=Node)
 
 
 class RadixTree(Generic[N]):
-    """Nodes keyed by their first token below their parent.
+    """Nodes keyed by their label and first token below their parent.
 
     `num_splits` counts splits: a node's path changes with nothing else.
     """
@@ -68,23 +114,35 @@ class RadixTree(Generic[N]):
         self.root = root
         self.num_splits = 0
 
-    def match(self, tokens: np.ndarray, limit: int | None = None) -> tuple[N, int]:
+    def match(
+        self,
+        tokens: np.ndarray,
+        limit: int | None = None,
+        stretches: Sequence[Stretch] = PLAIN,
+    ) -> tuple[N, int]:
         """The deepest node whose whole path begins `tokens`, splitting it where the match ends.
 
         Args:
             tokens: int32 `[n]`.
             limit: match at most so many tokens.
+            stretches: what the tokens' nodes must be labelled, by `start`.
 
         Returns:
             the node (the root if nothing matches) and how many tokens its path covers.
         """
-        end = len(tokens) if limit is None else min(limit, len(tokens))
         node, at = self.root, 0
-        while at < end:
-            child = node.children.get(int(tokens[at]))
+        for start, end, label in cut(stretches, len(tokens) if limit is None else limit):
+            if at < start:
+                break
+            node, at = self._descend(node, tokens[:end], at, label)
+        return node, at
+
+    def _descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
+        while at < len(tokens):
+            child = node.children.get((label, int(tokens[at])))
             if child is None:
                 break
-            same = common_length(child.tokens, tokens[at:end])
+            same = common_length(child.tokens, tokens[at:])
             if same < len(child.tokens):
                 return (self.split(child, same), at + same)
             node, at = child, at + same
@@ -94,31 +152,29 @@ class RadixTree(Generic[N]):
         """Split a run after `at` of its tokens; give the upper part. `node` stays the lower."""
         if not 0 < at < len(node.tokens):
             raise ValueError(f"split at {at}, expected 1 to {len(node.tokens) - 1}")
-        first = node.tokens[0]
-        parent = node.parent
+        key, parent = node.key, node.parent
         assert parent is not None
         self.num_splits += 1
         upper = node.split_off(at)
         upper.parent, node.parent = parent, upper
-        upper.children[node.tokens[0]] = node
-        if parent.children.get(first) is node:
-            parent.children[first] = upper
+        upper.children[node.key] = node
+        if parent.children.get(key) is node:
+            parent.children[key] = upper
         return upper
 
     def insert(self, node: N) -> None:
         """Enter a node below its parent, where no child may begin with the same token."""
         assert node.parent is not None
-        key = node.tokens[0]
-        if key in node.parent.children:
-            raise ValueError(f"a child that begins with token {key} is there already")
-        node.parent.children[key] = node
+        if node.key in node.parent.children:
+            raise ValueError(f"a child that begins with token {node.tokens[0]} is there already")
+        node.parent.children[node.key] = node
 
     def holds(self, node: N) -> bool:
         """Whether a node is entered below its parent."""
         return (
             bool(len(node.tokens))
             and node.parent is not None
-            and (node.parent.children.get(node.tokens[0]) is node)
+            and (node.parent.children.get(node.key) is node)
         )
 
     def remove(self, node: N) -> None:
@@ -127,7 +183,7 @@ class RadixTree(Generic[N]):
             raise ValueError("a node with children cannot be removed")
         if self.holds(node):
             assert node.parent is not None
-            del node.parent.children[node.tokens[0]]
+            del node.parent.children[node.key]
 
     def __iter__(self) -> Iterator[N]:
         """All nodes below the root, depth first."""
@@ -136,6 +192,14 @@ class RadixTree(Generic[N]):
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def cut(stretches: Sequence[Stretch], end: int, start: int = 0) -> Iterator[tuple[int, int, Label]]:
+    """Tokens start..end-1 by stretch: (first, end, label), without empty ones."""
+    ends = [*(after.start for _, after in pairwise(stretches)), end]
+    for (first, label), stop in zip(stretches, ends, strict=True):
+        if max(first, start) < min(stop, end):
+            yield max(first, start), min(stop, end), label
 
 
 def common_length(a: array[int], b: np.ndarray) -> int:

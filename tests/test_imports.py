@@ -14,15 +14,16 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 # From the bottom up; a module may import from its own layer's package and from lower layers.
 LAYERS = [
     ("errors",),
+    ("pml",),
     ("request",),
     ("tree",),
-    ("pml",),
     ("ops",),
     ("cache", "planner", "models"),
     ("engine",),
     ("batch",),
     ("llm",),
-    ("bench", "jobs"),
+    ("bench", "bench_serve", "jobs"),
+    ("server",),
     ("cli",),
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -39,6 +40,7 @@ NO_TORCH = [
     "engine.queue",
     "engine.scheduler",
     "engine.sequence",
+    "bench_serve.run",
     "cli.app",
 ]
 

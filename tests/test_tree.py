@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onestem.tree import Node, RadixTree
+from onestem.tree import Label, Node, RadixTree, Stretch
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -23,7 +23,7 @@ def put(tree: RadixTree[Node], tokens: list[int]) -> None:
 def test_match_splits_where_it_ends():
     tree = RadixTree(Node((), None, 0))
     put(tree, [1, 2, 3, 4])
-    lower = tree.root.children[1]
+    lower = tree.root.children[Label(), 1]
     node, matched = tree.match(ids(1, 2, 9))
     assert matched == 2
     assert list(node.tokens) == [1, 2]
@@ -48,12 +48,41 @@ def test_no_two_children_begin_alike():
         tree.insert(Node([1], tree.root, 0))
 
 
+def test_equal_tokens_of_other_labels_do_not_match():
+    tree = RadixTree(Node((), None, 0))
+    put(tree, [1, 2, 3])
+    mine = [Stretch(0, Label("mine"))]
+    assert tree.match(ids(1, 2, 3), stretches=mine) == (tree.root, 0)
+    tree.insert(Node([1, 2], tree.root, 0, Label("mine")))
+    node, matched = tree.match(ids(1, 2, 3), stretches=mine)
+    assert (matched, node.label.space) == (2, "mine")
+    shared_then_mine = [Stretch(0, Label()), Stretch(2, Label("mine"))]
+    node, matched = tree.match(ids(1, 2, 3), stretches=shared_then_mine)
+    assert (matched, node.label, list(node.tokens)) == (2, Label(), [1, 2])
+    tree.insert(Node([3], node, 2, Label("mine")))
+    assert tree.match(ids(1, 2, 3), stretches=shared_then_mine)[1] == 3
+    assert len(list(tree)) == 4
+
+
+def test_a_jump_of_positions_ends_a_match():
+    tree = RadixTree(Node((), None, 0))
+    put(tree, [1, 2, 3, 4])
+    jump = [Stretch(0, Label()), Stretch(2, Label(shift=10))]
+    node, matched = tree.match(ids(1, 2, 3, 4), stretches=jump)
+    assert (matched, node.end) == (2, 2)
+    tree.insert(Node([3, 4], node, 2, Label(shift=10)))
+    node, matched = tree.match(ids(1, 2, 3, 4), stretches=jump)
+    assert (matched, node.position) == (4, 12)
+    node, matched = tree.match(ids(1, 2, 3, 4))
+    assert (matched, node.position) == (4, 2)
+
+
 def test_a_node_with_children_stays():
     tree = RadixTree(Node((), None, 0))
     put(tree, [1, 2])
     put(tree, [1, 2, 3])
     with pytest.raises(ValueError, match="children"):
-        tree.remove(tree.root.children[1])
+        tree.remove(tree.root.children[Label(), 1])
 
 
 @given(

@@ -18,7 +18,7 @@ from onestem.batch.fields import Kind, Prompt, checked_fields, read_prompt, samp
 from onestem.errors import RequestError
 from onestem.request import SamplingParams
 
-__all__ = ["BatchRequest", "LineError", "parse_line"]
+__all__ = ["BatchRequest", "LineError", "parse_line", "read_object"]
 
 KIND_OF_URL: Mapping[str, Kind] = {
     "/v1/chat/completions": "chat",
@@ -64,7 +64,7 @@ class BatchRequest:
 
 def parse_line(raw: bytes) -> BatchRequest:
     """The request in a line of the input; raises `LineError` alone, whatever the bytes are."""
-    record = _load(raw)
+    record = read_object(raw)
     custom_id = _custom_id(record)
     try:
         kind = _kind(record)
@@ -76,21 +76,22 @@ def parse_line(raw: bytes) -> BatchRequest:
         raise LineError("invalid_request", str(error), custom_id) from error
 
 
-def _load(raw: bytes) -> dict[str, Any]:
+def read_object(raw: bytes, name: str = "the line") -> dict[str, Any]:
+    """The JSON object in `raw`; raises `LineError` for anything else, calling it `name`."""
     try:
         text = raw.decode("utf-8")
         record = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        message = f"the line is not UTF-8: byte {error.start + 1} of it is {raw[error.start]:#04x}"
+        message = f"{name} is not UTF-8: byte {error.start + 1} of it is {raw[error.start]:#04x}"
         raise LineError("invalid_json_line", message) from error
     except RecursionError as error:
-        raise LineError("invalid_json_line", "the line nests too deeply") from error
+        raise LineError("invalid_json_line", f"{name} nests too deeply") from error
     except ValueError as error:
-        raise LineError("invalid_json_line", f"the line is not JSON: {error}") from error
+        raise LineError("invalid_json_line", f"{name} is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise LineError("invalid_json_line", f"the line is {show(record)}, expected an object")
+        raise LineError("invalid_json_line", f"{name} is {show(record)}, expected an object")
     if "\\ud" in text.lower():
-        _check_surrogates(record)
+        _check_surrogates(record, name)
     return record
 
 
@@ -107,12 +108,12 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _check_surrogates(record: dict[str, Any]) -> None:
+def _check_surrogates(record: dict[str, Any], name: str) -> None:
     """Half of a surrogate pair is no text: it can be neither tokenised nor written as UTF-8."""
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        message = "the line has an unpaired \\ud800-\\udfff escape"
+        message = f"{name} has an unpaired \\ud800-\\udfff escape"
         raise LineError("invalid_json_line", message) from error
 
 

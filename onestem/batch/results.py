@@ -29,7 +29,10 @@ from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 __all__ = [
     "NotANumberError",
     "Spelling",
+    "answer_body",
     "answer_line",
+    "chat_logprobs",
+    "completion_logprobs",
     "derived_seed",
     "error_line",
     "result_id",
@@ -105,7 +108,6 @@ def answer_line(
 ) -> bytes:
     """The result of a line whose request was answered."""
     name = _digest(job, custom_id).hex()[:24]
-    body = _chat_body if spelling.kind == "chat" else _completion_body
     return _line(
         {
             "id": result_id(job, line_number),
@@ -113,17 +115,23 @@ def answer_line(
             "response": {
                 "status_code": 200,
                 "request_id": f"req_{name}",
-                "body": body(name, output, spelling),
+                "body": answer_body(name, output, spelling),
             },
             "error": None,
         }
     )
 
 
+def answer_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
+    """The answer to a request as OpenAI's API gives it; `created` is 0."""
+    body = _chat_body if spelling.kind == "chat" else _completion_body
+    return body(name, output, spelling)
+
+
 def _chat_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
     body = _body(f"chatcmpl-{name}", "chat.completion", output, spelling)
     body["choices"] = [
-        _choice(sequence, spelling, _chat_logprobs(sequence, spelling))
+        _choice(sequence, spelling, chat_logprobs(sequence, spelling))
         | {"message": {"role": "assistant", "content": sequence.text}}
         for sequence in _in_order(output)
     ]
@@ -135,7 +143,7 @@ def _chat_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str
 def _completion_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
     body = _body(f"cmpl-{name}", "text_completion", output, spelling)
     body["choices"] = [
-        _choice(sequence, spelling, _completion_logprobs(sequence, spelling))
+        _choice(sequence, spelling, completion_logprobs(sequence, spelling))
         | {"text": sequence.text}
         for sequence in _in_order(output)
     ]
@@ -204,7 +212,8 @@ def _token_text(token: int, token_bytes: TokenBytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def _chat_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[str, Any] | None:
+def chat_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[str, Any] | None:
+    """OpenAI's list of tokens with their bytes and alternatives; None if not asked for."""
     if spelling.logprobs is None or sequence.logprobs is None:
         return None
     content = []
@@ -231,7 +240,7 @@ def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
-def _completion_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[str, Any] | None:
+def completion_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[str, Any] | None:
     """OpenAI's four lists; offsets count characters from the start of the answer."""
     if spelling.logprobs is None or sequence.logprobs is None:
         return None

@@ -1,6 +1,8 @@
 """Who owns which page of KV memory. Bookkeeping only: no torch."""
 
+from onestem.cache.modules import ModuleRun, ModuleStore
 from onestem.cache.pages import PagePool
-from onestem.cache.prefix import PrefixCache, Run
+from onestem.cache.prefix import PrefixCache
+from onestem.cache.run import Run
 
-__all__ = ["PagePool", "PrefixCache", "Run"]
+__all__ = ["ModuleRun", "ModuleStore", "PagePool", "PrefixCache", "Run"]

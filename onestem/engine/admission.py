@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from onestem.engine.grammar import GrammarCompiler
+from onestem.engine.modules import PmlPrompt
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
+from onestem.models.config import ModelConfig
+from onestem.pml import CompiledPrompt
 from onestem.request import Request
 
-__all__ = ["check_request", "choice_ids"]
+__all__ = ["check_pml", "check_request", "choice_ids"]
 
 
 def check_request(
@@ -22,6 +25,13 @@ def check_request(
 ) -> None:
     """Raise `RequestError` for a request that can never be answered."""
     _check_prompt(request, max_model_len, vocab_size)
+    if request.pml is not None and (
+        request.score_from is not None or request.params.prompt_logprobs is not None
+    ):
+        raise RequestError(
+            "prompt_logprobs and score_from are not available for prompts in PML: their modules "
+            "are not computed for each prompt"
+        )
     if request.score_from is not None and not isinstance(request.score_from, int):
         raise RequestError(f"score_from is {request.score_from!r}, expected a token's index")
     _check_ids(request, vocab_size)
@@ -33,6 +43,25 @@ def check_request(
             grammars.compile(request.params.response_format)
         except UnsupportedError as error:
             raise RequestError(str(error)) from error
+
+
+def check_pml(
+    compiled: CompiledPrompt, config: ModelConfig, num_pages: int, page_size: int
+) -> None:
+    """Raise `RequestError` for a prompt in PML that the model or the KV memory has no room for."""
+    prompt = PmlPrompt(compiled, "")
+    positions = config.max_position_embeddings
+    if compiled.next_position >= positions:
+        raise RequestError(
+            f"the answer would begin at position {compiled.next_position}, and the model has "
+            f"{positions}: shorten the prompt, or import less"
+        )
+    room = prompt.most_tokens(max_positions=positions, num_pages=num_pages, page_size=page_size)
+    if room <= len(prompt.tokens):
+        raise RequestError(
+            f"the prompt and what it imports take {prompt.num_pages(page_size)} pages of "
+            f"{page_size} tokens, KV memory has {num_pages} (and one to answer): raise kv_memory"
+        )
 
 
 def choice_ids(request: Request, tokenizer: Tokenizer) -> list[list[int]]:

@@ -7,19 +7,24 @@ import secrets
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceABC
 from typing import Any
 
 from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache, Run
-from onestem.engine.admission import check_request, choice_ids
+from onestem.engine.admission import check_pml, check_request, choice_ids
 from onestem.engine.advance import Advance
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import LogitRow, StepInputs, build_inputs
-from onestem.engine.outputs import aborted_output, request_output
-from onestem.engine.queue import FifoQueue, PlannedQueue
+from onestem.engine.jobs import Jobs
+from onestem.engine.modules import PmlPrompt
+from onestem.engine.outputs import aborted_output, refused_output, request_output
+from onestem.engine.pins import PREFIX, PinnedPrefixes, PrefixInfo
+from onestem.engine.queue import HybridQueue, PlannedQueue
 from onestem.engine.random import derive_seed
+from onestem.engine.reuse import explain
 from onestem.engine.runner import Runner, ShareMode
 from onestem.engine.sampler import (
     MaskedRowError,
@@ -30,6 +35,7 @@ from onestem.engine.sampler import (
 )
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.snapshot import snapshot
 from onestem.engine.stats import EngineStats
 from onestem.engine.streak import Streak, StreakHost, fits_streak
 from onestem.engine.tokenizer import Tokenizer
@@ -49,6 +55,10 @@ __all__ = ["Engine", "EngineStats"]
 
 # Steps that the scheduler makes after a row of a streak needed more of the sampler.
 STEPS_AFTER_UNSURE = 16
+MOST_STEPS_AFTER_UNSURE = 1024
+# Steps of a streak in which jobs run beside interactive requests, and in which they pause.
+MIXED_STEPS = 16
+REFERENCE_STEPS = 6
 
 NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
 
@@ -65,6 +75,8 @@ class Engine:
         num_pages, page_size: KV memory.
         max_model_len: most tokens of prompt and answer; None: the model's limit or what fits.
         max_step_tokens: most prompt rows of a step.
+        max_step_seconds: what a step may take, by the measured time of a prompt's row; None: no
+            limit but `max_step_tokens`.
         impl: attention implementation.
         seed: source of seeds for requests that have none; None draws from the system.
     """
@@ -80,6 +92,7 @@ class Engine:
         share: ShareMode = "full",
         max_model_len: int | None = None,
         max_step_tokens: int = 512,
+        max_step_seconds: float | None = None,
         impl: str = "auto",
         seed: int | None = None,
     ) -> None:
@@ -92,6 +105,8 @@ class Engine:
         ):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if max_step_seconds is not None and not max_step_seconds > 0:
+            raise ConfigError(f"max_step_seconds is {max_step_seconds}, expected above 0, or None")
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.defaults = defaults
@@ -103,10 +118,23 @@ class Engine:
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
-        self._fifo = FifoQueue()
+        self._queue = HybridQueue()
+        self._fifo = self._queue.interactive
         self.scheduler = Scheduler(
-            self.cache, self._fifo, self._open, max_step_tokens=max_step_tokens
+            self.cache,
+            self._queue,
+            self._open,
+            max_step_tokens=max_step_tokens,
+            max_step_seconds=max_step_seconds,
         )
+        self.scheduler.on_admitted = self._note_admitted
+        self.pins = PinnedPrefixes(
+            self.cache,
+            max_model_len=self.max_model_len,
+            bytes_per_token=decoder.kv_bytes_per_token,
+        )
+        self._jobs = Jobs()
+        self._refused: list[RequestOutput] = []  # requests of jobs that can never be answered
         self._sampler = Sampler(decoder.config.vocab_size, defaults)
         self._grammars = (
             GrammarCompiler(tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None)
@@ -120,7 +148,10 @@ class Engine:
         self._checked_at = 0
         self._streak: Streak | None = None
         self._touched: dict[RequestState, None] = {}  # had news since the last step
-        self._sure_from = 0  # the step from which streaks are tried again
+        self._streak_head: object = None  # who waited first when the streak began
+        self._streak_jobs = 0  # its rows that are jobs'
+        self._sure_from = 0  # the scheduler's step from which streaks are tried again
+        self._pause = STEPS_AFTER_UNSURE
         self._streak_host = StreakHost(
             accept=self._accept,
             append=self._append_many,
@@ -141,6 +172,9 @@ class Engine:
             tokenizer=self.tokenizer,
             grammars=self._grammars,
         )
+        if request.pml is not None:
+            pool = self.cache.pool
+            check_pml(request.pml, self.decoder.config, pool.num_pages, pool.page_size)
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`."""
@@ -155,6 +189,71 @@ class Engine:
                 f"request id {request.request_id!r} is in use: give each request its own"
             )
 
+    def add_job(self, job_id: str, requests: Iterable[Request]) -> None:
+        """Queue a job behind those that are here: its requests (in planned order, read as there is
+        room) run in what interactive requests leave free. One that can never be answered comes back
+        from `step` as an error.
+
+        Raises:
+            RequestError: the engine has a job of this name.
+        """
+        self._jobs.add(job_id)
+        self._queue.add_job(job_id, filter(None, (self._of_job(job_id, r) for r in requests)))
+
+    def _of_job(self, job_id: str, request: Request) -> Request | None:
+        try:
+            self._validated(request)
+        except RequestError as error:
+            self._refused.append(refused_output(request, str(error)))
+            return None
+        self._jobs.opened(job_id, request.request_id)
+        return request
+
+    def remove_job(self, job_id: str) -> list[RequestOutput]:
+        """Forget a job's requests that have not begun, and abort the others: their outputs."""
+        self._queue.remove_job(job_id)
+        outputs = []
+        for request_id in self._jobs.remove(job_id):
+            self._arrivals.pop(request_id, None)
+            outputs.append(self.abort(request_id))
+        return [output for output in outputs if output is not None]
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Jobs that have requests here."""
+        return self._jobs.unfinished(self._queue.job_ids)
+
+    def pin_prefix(self, name: str, token_ids: SequenceABC[int], cache_salt: str = "") -> None:
+        """Compute a prefix (through `step`) and keep it until `unpin_prefix`.
+
+        Raises:
+            RequestError: the name is taken, or too little memory would be left.
+        """
+        self.add_request(self.pins.add(name, token_ids, cache_salt))
+
+    def unpin_prefix(self, name: str) -> None:
+        """Let a prefix go: it stays cached until its memory is wanted."""
+        self.abort(PREFIX + name)
+        self.pins.remove(name)
+
+    def prefixes(self) -> list[PrefixInfo]:
+        """The pinned prefixes."""
+        return self.pins.infos(self.scheduler.running, self.scheduler.version)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state in plain values (`onestem.engine.snapshot`)."""
+        return snapshot(self)
+
+    @property
+    def num_waiting(self) -> int:
+        """Interactive requests that are not admitted, and sequences that were set back."""
+        return len(self._fifo) + len(self.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are admitted."""
+        return len(self.scheduler.running)
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""
         self._close_streak()
@@ -165,7 +264,6 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             return None
-        self._touched.pop(state, None)
         for index in range(len(state.sequences), state.request.params.n):
             # Its n sequences have not parted yet: each still ends once.
             sequence = self._sequence(state, index)
@@ -174,11 +272,12 @@ class Engine:
         for sequence in state.sequences:
             if sequence.finish_reason is None:
                 self._finish(sequence, "abort")
+        self._touched.pop(state, None)
         return request_output(state)
 
     def has_unfinished(self) -> bool:
         """Whether a step has something to do. An engine that falls idle checks its books."""
-        if not self.scheduler.idle() or self._touched:
+        if not self.scheduler.idle() or self._touched or self._refused:
             return True
         if self._checked_at != self.scheduler.step:
             self._checked_at = self.scheduler.step
@@ -194,7 +293,7 @@ class Engine:
             RequestError: the engine has other requests; or, when it is read, a request that can
                 never be answered.
         """
-        if self._runs_a_job or self._states or len(self._fifo):
+        if self._runs_a_job or self._states or self._queue.peek() is not None:
             raise RequestError(
                 "the engine has unfinished requests: let them end first, or use another engine"
             )
@@ -206,7 +305,7 @@ class Engine:
         finally:
             for request_id in list(self._states):
                 self.abort(request_id)
-            self.scheduler.queue = self._fifo
+            self.scheduler.queue = self._queue
             self.scheduler.release_groups()
             self._arrivals.clear()
             self._touched.clear()
@@ -228,6 +327,7 @@ class Engine:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 arrival_time=self._arrivals.pop(request.request_id, time.monotonic()),
             ),
+            pml=PmlPrompt(request.pml, request.cache_salt) if request.pml is not None else None,
         )
         self._states[request.request_id] = state
         self.stats.requests += 1
@@ -254,7 +354,8 @@ class Engine:
 
     def _sequence(self, state: RequestState, index: int) -> Sequence:
         request, params = state.request, state.request.params
-        sequence = Sequence(state, index, array("i", request.prompt_token_ids))
+        sequence = Sequence(state, index, array("i", state.own_prompt))
+        sequence.most_tokens = self._most_tokens(state)
         if index == 0:
             sequence.score_from = _first_scored(request)
         if self.tokenizer is not None and (params.stop or request.stream):
@@ -265,13 +366,27 @@ class Engine:
             sequence.grammar = self._grammars.compile(params.response_format)
         return sequence
 
+    def _most_tokens(self, state: RequestState) -> int:
+        """Of a sequence: what it imports takes its part of the model's length and of memory."""
+        if state.pml is None:
+            return self.max_model_len
+        config, pool = self.decoder.config, self.cache.pool
+        return min(
+            self.max_model_len - state.metrics.num_prompt_tokens + len(state.pml.tokens),
+            state.pml.most_tokens(
+                max_positions=config.max_position_embeddings,
+                num_pages=pool.num_pages,
+                page_size=pool.page_size,
+            ),
+        )
+
     def _tokenizer_for_text(self) -> Tokenizer:
         assert self.tokenizer is not None  # `validate` saw to it
         return self.tokenizer
 
     def _scoring(self, state: RequestState, index: int, ids: list[int]) -> Sequence:
-        sequence = Sequence(state, index, array("i", [*state.request.prompt_token_ids, *ids]))
-        sequence.num_prompt = len(state.request.prompt_token_ids)
+        sequence = Sequence(state, index, array("i", [*state.own_prompt, *ids]))
+        sequence.num_prompt = len(state.own_prompt)
         sequence.score_from = sequence.num_prompt
         sequence.score_only = True
         return sequence
@@ -280,13 +395,17 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; outputs of requests that finished in it or that stream."""
-        if self._streak is not None and self._newcomer():
+        if self._streak is not None and (self._newcomer() or self._streak_is_long(self._streak)):
             self._close_streak()
         if self._streak is None or not self._streak_step(self._streak):
             self._scheduled_step()
         touched, self._touched = self._touched, {}
-        return [
-            request_output(state) for state in touched if state.finished or state.request.stream
+        refused, self._refused = self._refused, []
+        return refused + [
+            request_output(state)
+            for state in touched
+            if (state.finished or state.request.stream)
+            and not state.request.request_id.startswith(PREFIX)
         ]
 
     def _scheduled_step(self) -> None:
@@ -304,8 +423,15 @@ class Engine:
             self.scheduler.undo()
             raise
         computed = time.perf_counter()
-        self._commit(chunks, inputs, logits)
-        self._count(built - started, computed - built, time.perf_counter() - computed)
+        try:
+            self._commit(chunks, inputs, logits)
+        except BaseException:
+            # On a GPU it is here that a step is waited for.
+            self.scheduler.retake()
+            raise
+        ended = time.perf_counter()
+        self.scheduler.note_step(ended - started)
+        self._count(built - started, computed - built, ended - computed)
         if inputs.decodes is not None:
             self._streak = self._new_streak(inputs)
 
@@ -318,6 +444,12 @@ class Engine:
             share=self.share != "storage",
         )
         return inputs, self._runner.prepare(inputs)
+
+    def _note_admitted(self, sequence: Sequence) -> None:
+        path = sequence.path(self.scheduler.version)
+        if self.cache.enabled and sequence.state.reuse is None:
+            sequence.state.reuse = explain(sequence, path, self.pins.deepest(path))
+        self.pins.admitted(sequence, path)
 
     def _note_scheduled(self, chunks: list[Chunk]) -> None:
         now, pool = time.monotonic(), self.cache.pool
@@ -337,7 +469,7 @@ class Engine:
     def _commit(self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor) -> None:
         """Take the step's results; `_touched` gets the requests that have news."""
         for chunk in chunks:
-            rows = max(0, min(chunk.end, chunk.sequence.num_prompt) - chunk.start)
+            rows = chunk.num_prompt_rows
             chunk.sequence.state.metrics.num_computed_tokens += rows
             self.stats.processed_prompt_tokens += rows
         self._score(inputs.wanted, logits)
@@ -349,7 +481,7 @@ class Engine:
         """Go on without the scheduler, if all who run were in this step and fit."""
         assert inputs.decodes is not None
         rows = inputs.decodes
-        everyone = len(rows.sequences) == len(self.scheduler.running)
+        everyone = len(rows.sequences) + self.scheduler.num_paused == len(self.scheduler.running)
         if not everyone or self._sure_from > self.scheduler.step:
             return None
         if not all(map(self._fits_streak, rows.sequences, rows.runs)):
@@ -359,6 +491,8 @@ class Engine:
         if drawing is None:
             return None
         advance = Advance(inputs, self.cache, self._runner.scratch_slot)
+        self._streak_head = self._head()
+        self._streak_jobs = sum(sequence.is_job for sequence in rows.sequences)
         return Streak(
             inputs, advance, self._runner, drawing, self._streak_host, waiting=self._someone_waits()
         )
@@ -375,16 +509,31 @@ class Engine:
     def _someone_waits(self) -> bool:
         return bool(self.scheduler.waiting) or self.scheduler.queue.peek() is not None
 
+    def _head(self) -> object:
+        """Who would be admitted next."""
+        waiting, first = self.scheduler.waiting, self.scheduler.queue.peek()
+        if waiting and (first is None or first.priority == "job" or not waiting[0].is_job):
+            return waiting[0]
+        return first
+
     def _newcomer(self) -> bool:
         """Whether a request came since the streak began, that might be admitted."""
-        assert self._streak is not None
-        return not self._streak.waiting and self._someone_waits()
+        head = self._head()
+        return head is not None and head is not self._streak_head
+
+    def _streak_is_long(self, streak: Streak) -> bool:
+        """Where jobs run beside interactive requests, their share is looked at now and then."""
+        mixed = 0 < self._streak_jobs < len(streak.sequences)
+        if not mixed and not self.scheduler.num_paused:
+            return False
+        return streak.num_steps >= (MIXED_STEPS if self._streak_jobs else REFERENCE_STEPS)
 
     def _streak_step(self, streak: Streak) -> bool:
         """Whether the streak computed a step; it has closed if not."""
         started, host, steps = time.perf_counter(), streak.host_seconds, streak.num_steps
         try:
-            self._note(streak.step())
+            streak.step()
+            self._note_closed()
         except BaseException:
             streak.abandon()
             self._streak = None
@@ -393,24 +542,34 @@ class Engine:
         self.scheduler.step += 1
         self.stats.steps += streak.num_steps - steps
         self.stats.host_seconds += host
-        self.stats.model_seconds += time.perf_counter() - started - host
+        seconds = time.perf_counter() - started
+        self.stats.model_seconds += seconds - host
+        launched_only = 2 * (self._streak_host.depth - 1)
+        if streak.num_steps > launched_only:
+            interactive = len(streak.sequences) - self._streak_jobs
+            self.scheduler.note_decodes(interactive, self._streak_jobs, seconds)
         pool = self.cache.pool
         self.stats.peak_kv_tokens = max(self.stats.peak_kv_tokens, pool.num_held * pool.page_size)
         return streak.num_steps > steps
 
-    def _note(self, sequences: list[Sequence]) -> None:
-        """The requests of sequences that had news in a streak; a closed streak is let go."""
-        self._touched.update((sequence.state, None) for sequence in sequences)
+    def _note_closed(self) -> None:
+        """A closed streak is let go. After one that began with an unsure row they are tried ever
+        more rarely: its rows will be unsure again."""
         assert self._streak is not None
-        if self._streak.closed:
-            if self._streak.unsure:
-                self._sure_from = self.scheduler.step + STEPS_AFTER_UNSURE
-            self._streak = None
+        if not self._streak.closed:
+            return
+        if self._streak.unsure:
+            short = self._streak.num_steps < STEPS_AFTER_UNSURE
+            longer = min(2 * self._pause, MOST_STEPS_AFTER_UNSURE)
+            self._pause = longer if short else STEPS_AFTER_UNSURE
+            self._sure_from = self.scheduler.step + self._pause
+        self._streak = None
 
     def _close_streak(self) -> None:
         """Take what a streak still computes; its news come with the next step."""
         if self._streak is not None:
-            self._note(self._streak.close())
+            self._streak.close()
+            self._note_closed()
 
     def _append_many(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Tokens of a streak, seen by nobody so far."""
@@ -468,7 +627,6 @@ class Engine:
                 rows.extend([i] * len(forks))
         if not rows:
             return
-        self._touched.update((sequence.state, None) for sequence in sequences)
         same = rows == list(range(len(wanted)))
         self._take(sequences, logits if same else logits[rows])
 
@@ -543,13 +701,14 @@ class Engine:
 
     def _num_left(self, sequence: Sequence) -> int:
         """Tokens that a sequence may still sample."""
-        room = self.max_model_len - len(sequence.tokens)
+        room = sequence.most_tokens - len(sequence.tokens)
         most = sequence.state.request.params.max_tokens
         return room if most is None else min(room, most - sequence.num_output)
 
     def _accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None = None) -> None:
         """Append a sampled token and see whether it ends the sequence."""
         metrics = sequence.state.metrics
+        self._touched[sequence.state] = None
         metrics.num_output_tokens += 1
         metrics.first_token_time = metrics.first_token_time or time.monotonic()
         self.stats.output_tokens += 1
@@ -582,6 +741,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
+        self._touched[sequence.state] = None
         ended_by_text = sequence.detokenizer is not None and sequence.detokenizer.stop_reason
         if self.tokenizer is not None and not ended_by_text:
             self._finish_text(sequence, self.tokenizer)
@@ -589,7 +749,10 @@ class Engine:
         if state.finished:
             state.metrics.finished_time = time.monotonic()
             del self._states[state.request.request_id]
+            self._jobs.ended(state.request.request_id)
         self.scheduler.finish(sequence)
+        if state.finished and reason != "abort":
+            self.pins.computed(state.request.request_id)
 
     def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
         """The rest of the text; all of it where nobody needed it before."""

@@ -7,6 +7,7 @@ which is data (`ops.triton.Workspace`): prefixes, their lengths and their number
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from onestem.engine.inputs import StepInputs
 from onestem.engine.runner import Prepared, Runner, ShareMode
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
-from onestem.ops.triton import States, Workspace
+from onestem.ops.triton import Scores, States, Workspace
 
 __all__ = ["GraphRunner"]
 
@@ -178,7 +179,8 @@ class GraphRunner(Runner):
         return self.decoder.logits(hidden)
 
     def _fixed_attend(self, slots: Tensor) -> Attend:
-        ops = self.decoder.ops
+        ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
+        scores = Scores(1 / math.sqrt(self.decoder.config.head_dim), alibi_slopes=slopes)
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             k_pages, v_pages = self.pages[layer]
@@ -186,7 +188,7 @@ class GraphRunner(Runner):
             if self.share == "no-attention":
                 return q
             out = torch.empty_like(q)
-            self._workspaces[self.windows[layer]].launch(q, k_pages, v_pages, out)
+            self._workspaces[self.windows[layer]].launch(q, k_pages, v_pages, out, scores=scores)
             return out
 
         return attend

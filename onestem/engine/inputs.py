@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.cache import Run
+from onestem.engine.modules import ImportedRun
 from onestem.engine.scheduler import Chunk
 from onestem.engine.sequence import Sequence
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
@@ -83,20 +84,33 @@ def build_inputs(
     """
 
     layout = _Layout(page_size, share)
-    decodes: list[tuple[list[int], Chunk, list[Run]]] = []
-    prompts: list[tuple[list[int], Chunk, list[Run]]] = []
+    decodes: list[_Placed] = []
+    prompts: list[_Placed] = []
+    modules: list[_Placed] = []
     for chunk in chunks:
+        if chunk.module is not None:
+            path: list[Run] = [*chunk.attends, chunk.module]
+            modules.append(([run.uid for run in path], chunk, path))
+            continue
         path = chunk.sequence.path(version)
         place = [run.uid for run in path]
+        if chunk.sequence.modules is not None:
+            # Those who import the same stand together.
+            place = [*(one.run.uid for one in chunk.sequence.imports), *place]
         (decodes if _is_decode(chunk) else prompts).append((place, chunk, path))
     for _, chunk, path in sorted(decodes, key=_place):
         layout.add_decode(chunk.sequence, path)
+    for _, chunk, path in sorted(modules, key=_place):
+        layout.add_module(chunk, path)
     for _, chunk, path in sorted(prompts, key=_place):
         layout.add_chunk(chunk, path)
     return layout.inputs(windows)
 
 
-def _place(placed: tuple[list[int], Chunk, list[Run]]) -> list[int]:
+_Placed = tuple[list[int], Chunk, list[Run]]
+
+
+def _place(placed: _Placed) -> list[int]:
     return placed[0]
 
 
@@ -135,20 +149,29 @@ class _Layout:
     def add_decode(self, sequence: Sequence, path: list[Run]) -> None:
         """One row: it sees its ancestors whole, and its own run up to itself."""
         row, run = self.num_rows, path[-1]
+        if sequence.modules is not None:
+            path = [*self._import_whole(sequence, row), *path]
         self._see_ancestors(path, row)
         index = self.builder.add_run(
-            run.page_ids(), run.offset, run.computed, run.start, slack=SLACK_PAGES
+            run.page_ids(), run.offset, run.computed, run.position, slack=SLACK_PAGES
         )
         self._runs[run] = index
         span = self.builder.add_span(row, 1, index, run.computed)
         page, place = divmod(run.offset + run.computed - 1, self.page_size)
-        position = len(sequence.tokens) - 1
+        last = len(sequence.tokens) - 1
         slot = run.pages[page] * self.page_size + place
-        self._decodes.append((sequence.tokens[-1], position, slot))
+        self._decodes.append((sequence.tokens[-1], last + run.label.shift, slot))
         self._decode_rows.append((sequence, run, index, span))
         self.logit_rows.append(row)
-        self.wanted.append(LogitRow(sequence, position, True))
+        self.wanted.append(LogitRow(sequence, last, True))
         self.num_rows += 1
+
+    def _import_whole(self, sequence: Sequence, row: int) -> list[Run]:
+        """Imported runs that a decode sees whole. What it sees a part of has a span of its own."""
+        for one in sequence.imports:
+            if not one.whole:
+                self.builder.add_span(row, 1, self._run_index(one.run), one.in_use)
+        return [one.run for one in sequence.imports if one.whole]
 
     def _see_ancestors(self, path: list[Run], row: int) -> None:
         """Runs above the last: those that the row before sees too go on, the others begin."""
@@ -173,12 +196,36 @@ class _Layout:
         self._close_above(0, self.num_rows)
         sequence, a, b = chunk.sequence, chunk.start, chunk.end
         self.ids.append(sequence.ids()[a:b].astype(np.int64))
-        self.positions.append(np.arange(a, b))
+        self.positions.append(sequence.positions(a, b))
+        for one in sequence.imports:
+            self._import(one, a, b)
         for run in path:
             if run.start >= b:
                 break
             self._add_run(run, a, b)
         self._add_logits(sequence, a, b)
+        self.num_rows += b - a
+
+    def _import(self, one: ImportedRun, a: int, b: int) -> None:
+        """Rows from the import's first on see it."""
+        rows = b - max(a, one.first)
+        if rows <= 0:
+            return
+        index, row = self._run_index(one.run), self.num_rows + b - a - rows
+        if one.whole:
+            self._see_whole(index, row, rows, one.in_use)
+        else:
+            self.builder.add_span(row, rows, index, one.in_use)
+
+    def add_module(self, chunk: Chunk, path: list[Run]) -> None:
+        """Rows of a module: they see what it attends to whole, and itself causally."""
+        self._close_above(0, self.num_rows)
+        module, a, b = path[-1], chunk.start, chunk.end
+        self.ids.append(np.array(module.tokens[a:b], np.int64))
+        self.positions.append(module.position + np.arange(a, b))
+        self._add_run(module, a, b)
+        for run in path[:-1]:
+            self._see_whole(self._run_index(run), self.num_rows, b - a, len(run.tokens))
         self.num_rows += b - a
 
     def _add_run(self, run: Run, a: int, b: int) -> None:
@@ -207,7 +254,7 @@ class _Layout:
     def _run_index(self, run: Run) -> int:
         if run not in self._runs:
             self._runs[run] = self.builder.add_run(
-                run.page_ids(), run.offset, run.computed, run.start
+                run.page_ids(), run.offset, run.computed, run.position
             )
         return self._runs[run]
 

@@ -7,13 +7,14 @@ import dataclasses
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import (
     CompletionOutput,
+    FinishReason,
     Request,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
 )
 
-__all__ = ["aborted_output", "request_output"]
+__all__ = ["aborted_output", "refused_output", "request_output"]
 
 
 def request_output(state: RequestState) -> RequestOutput:
@@ -28,13 +29,23 @@ def request_output(state: RequestState) -> RequestOutput:
         finished=state.finished,
         prompt_logprobs=_prompt_logprobs(state),
         metrics=dataclasses.replace(metrics),
+        reuse=state.reuse,
     )
 
 
 def aborted_output(request: Request) -> RequestOutput:
     """A request that ended before anything was computed for it."""
+    return _unbegun(request, "abort", None)
+
+
+def refused_output(request: Request, reason: str) -> RequestOutput:
+    """A request that can never be answered."""
+    return _unbegun(request, "error", reason)
+
+
+def _unbegun(request: Request, finish: FinishReason, reason: str | None) -> RequestOutput:
     outputs = [
-        CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort")
+        CompletionOutput(index=i, text="", token_ids=[], finish_reason=finish, stop_reason=reason)
         for i in range(request.params.n)
     ]
     return RequestOutput(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from onestem.request import Request
 
-__all__ = ["FifoQueue", "PlannedQueue", "RequestQueue"]
+__all__ = ["FifoQueue", "HybridQueue", "PlannedQueue", "RequestQueue"]
 
 
 class RequestQueue(Protocol):
@@ -92,3 +94,59 @@ class PlannedQueue:
         if self._next is not None:
             return self._next.group == group
         return not self._ended
+
+
+class HybridQueue:
+    """Interactive requests first come, first served; behind them jobs, one after the other."""
+
+    def __init__(self) -> None:
+        self.interactive = FifoQueue()
+        self._jobs: dict[str, PlannedQueue] = {}
+        self._numbers = itertools.count()
+
+    def add_job(self, job_id: str, requests: Iterable[Request]) -> None:
+        """Queue a job's requests, in planned order; they are read as there is room for them."""
+        self._jobs[job_id] = PlannedQueue(self._as_job(requests))
+
+    def remove_job(self, job_id: str) -> bool:
+        """Forget what of a job is not admitted; False if there is none of this name."""
+        return self._jobs.pop(job_id, None) is not None
+
+    def _as_job(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Groups of different jobs are different groups."""
+        numbers: dict[int, int] = {}
+        for request in requests:
+            group = request.group
+            if group is not None:
+                group = numbers.setdefault(group, next(self._numbers))
+            yield dataclasses.replace(request, group=group, priority="job")
+
+    def peek(self) -> Request | None:
+        request = self.interactive.peek()
+        return request if request is not None else self._peek_job()
+
+    def _peek_job(self) -> Request | None:
+        """The first job that has a request; those that have ended are forgotten."""
+        for job_id in list(self._jobs):
+            request = self._jobs[job_id].peek()
+            if request is not None:
+                return request
+            del self._jobs[job_id]
+        return None
+
+    def pop(self) -> Request:
+        if self.interactive.peek() is not None:
+            return self.interactive.pop()
+        if self._peek_job() is None:
+            raise IndexError("the queue is empty")
+        return next(iter(self._jobs.values())).pop()
+
+    def group_open(self, group: int) -> bool:
+        if self.interactive.group_open(group):
+            return True
+        return any(job.group_open(group) for job in self._jobs.values())
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Jobs that may still have requests here."""
+        return list(self._jobs)

@@ -99,13 +99,14 @@ class Runner:
         return self.decoder.logits(hidden)
 
     def _attend(self, prepared: Prepared, slots: Tensor) -> Attend:
-        ops = self.decoder.ops
+        ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             k_pages, v_pages = self.pages[layer]
             q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
             if not prepared:
                 return q
-            return prepared[self.windows[layer]].attend(q, k_pages, v_pages).out.to(q.dtype)
+            plan = prepared[self.windows[layer]]
+            return plan.attend(q, k_pages, v_pages, alibi_slopes=slopes).out.to(q.dtype)
 
         return attend

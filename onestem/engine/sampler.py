@@ -238,7 +238,7 @@ class Sampler:
             return None
         if any(_is_changed(row, setting) for row, setting in zip(rows, settings, strict=True)):
             return None
-        return Drawing(rows, settings, device)
+        return Drawing(rows, settings, device, self.vocab_size)
 
     def _sample_processed(
         self,
@@ -543,9 +543,13 @@ def _weights(values: Tensor, top: Tensor, draw: _Draw, vocab_size: int) -> Tenso
 
 def _total_weights(work: Tensor, top: Tensor, draw: _Draw) -> Tensor:
     """Sum of all weights of a row, int64 `[m]`; 0 where top-k makes it unnecessary."""
+    return _sum_weights(work, top, draw, (draw.top_k >= work.shape[1]).nonzero().flatten())
+
+
+def _sum_weights(work: Tensor, top: Tensor, draw: _Draw, rows: Tensor) -> Tensor:
+    """Sum of all weights of the given rows, 0 of the others; int64 `[m]`."""
     totals = torch.zeros_like(draw.top_k)
-    needed = (draw.top_k >= work.shape[1]).nonzero().flatten()
-    for part in _chunks(needed, work.shape[1]):
+    for part in _chunks(rows, work.shape[1]):
         weights = _weights(work[part], top[part], draw.rows(part), work.shape[1])
         totals[part] = weights.sum(dim=-1)
     return totals
@@ -626,10 +630,15 @@ class Drawing:
     Args:
         rows: as they are before the first step; only their `token_index` grows.
         settings: theirs.
+        device: where the logits will be.
     """
 
     def __init__(
-        self, rows: Sequence[SamplingRow], settings: Sequence[_Settings], device: torch.device
+        self,
+        rows: Sequence[SamplingRow],
+        settings: Sequence[_Settings],
+        device: torch.device,
+        vocab_size: int,
     ) -> None:
         drawn = [index for index, setting in enumerate(settings) if setting.temperature > 0.0]
         self._rows = [rows[index] for index in drawn]
@@ -640,6 +649,7 @@ class Drawing:
         self._next = np.array([row.token_index for row in self._rows], np.int64)
         if drawn:
             self._draw = _Draw.of(self._rows, self._settings, device)
+            self._weighed = (self._draw.top_k >= vocab_size).nonzero().flatten()
 
     def start(self, logits: Tensor) -> Pending:
         """Sample the next token of each row of `logits` float32 `[n, vocab]`."""
@@ -648,23 +658,16 @@ class Drawing:
         if self._rows:
             numbers = torch.from_numpy(uniform(self._seeds, self._indices, self._next))
             self._next += 1
-            draw = replace(self._draw, uniform=numbers.to(logits.device))
+            if logits.is_cuda:
+                numbers = numbers.pin_memory()  # from pageable memory a copy waits for the device
+            draw = replace(self._draw, uniform=numbers.to(logits.device, non_blocking=True))
             work = logits[self._drawn]
             top = highest[self._drawn]
-            totals = _all_weights(work, top, draw)
+            totals = _sum_weights(work, top, draw, self._weighed)
             drawn, resolved = _draw_among(work, top, totals, draw, _CANDIDATES[0])
             ids[self._drawn] = drawn
             unsure[self._drawn] |= ~resolved
         return Pending(ids, unsure)
-
-
-def _all_weights(work: Tensor, top: Tensor, draw: _Draw) -> Tensor:
-    """What `_total_weights` gives, by more arithmetic and without waiting for the device."""
-    parts = []
-    for rows in _chunks(torch.arange(len(work), device=work.device), work.shape[1]):
-        weights = _weights(work[rows], top[rows], draw.rows(rows), work.shape[1])
-        parts.append(weights.sum(dim=-1))
-    return torch.where(draw.top_k >= work.shape[1], torch.cat(parts), 0)
 
 
 # --- log-probabilities -------------------------------------------------------------------------

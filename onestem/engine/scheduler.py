@@ -6,9 +6,13 @@ import itertools
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
-from onestem.cache import PrefixCache, Run
+from onestem.cache import ModuleRun, PrefixCache, Run
+from onestem.engine.modules import SequenceModules
+from onestem.engine.pace import JobShare, StepBudget
 from onestem.engine.queue import RequestQueue
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.errors import CacheError
@@ -19,28 +23,62 @@ __all__ = ["Chunk", "Scheduler"]
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start..end-1 of a sequence are rows of this step."""
+    """Tokens start..end-1 of a sequence are rows of this step; or those of a module that it
+    imports, which see the runs that it `attends` to."""
 
     sequence: Sequence
     start: int
     end: int
+    module: ModuleRun | None = None
+    attends: Seq[ModuleRun] = ()
+
+    @property
+    def num_prompt_rows(self) -> int:
+        if self.module is not None:
+            return self.end - self.start
+        return max(0, min(self.end, self.sequence.num_prompt) - self.start)
 
 
-def _order(sequence: Sequence) -> int:
-    return sequence.order
+class ModuleTiers(Protocol):
+    """Memories behind the KV pages."""
+
+    def has(self, run: ModuleRun) -> bool:
+        """Whether a module's keys and values are kept, and copying them beats computing them."""
+        ...
+
+    def load(self, run: ModuleRun) -> bool:
+        """Copy them to the run's pages, before the next step reads them; False if they turn out to
+        be damaged."""
+        ...
+
+
+def _order(sequence: Sequence) -> tuple[bool, int]:
+    """Jobs come behind all interactive requests."""
+    return sequence.is_job, sequence.order
+
+
+def _place(sequence: Sequence) -> tuple[bool, float]:
+    """Order of those who wait; the never admitted last, as they came."""
+    return sequence.is_job, sequence.order if sequence.order >= 0 else float("inf")
+
+
+def _is_job(state: RequestState) -> bool:
+    return state.request.priority == "job"
 
 
 class Scheduler:
-    """Decodes first, then unfinished prompts, then new requests.
+    """Decodes first, then unfinished prompts, then new requests; then the same for jobs.
 
     A step is bounded by a token budget (for what is not a decode) and by KV memory, never by a
-    number of requests (BatchLLM's memory-centric batching).
+    number of requests (BatchLLM's memory-centric batching). While interactive requests run, jobs
+    have so many rows of a step as slow it down little (`engine.pace`), and their memory goes first.
 
     Args:
         cache: the runs.
         queue: where new requests wait.
         open_request: makes a request's sequences when it is admitted.
         max_step_tokens: most rows of a step beside the decodes.
+        max_step_seconds: what a step may take, by the measured time of a row; None: as it takes.
         lookahead_tokens: decodes that admission leaves room for, per sequence.
     """
 
@@ -51,22 +89,28 @@ class Scheduler:
         open_request: Callable[[Request], list[Sequence]],
         *,
         max_step_tokens: int,
+        max_step_seconds: float | None = None,
         lookahead_tokens: int = 32,
     ) -> None:
         self.cache = cache
         self.queue = queue
-        self.max_step_tokens = max_step_tokens
+        self.budget = StepBudget(most=max_step_tokens, seconds=max_step_seconds)
+        self.job_share = JobShare(most=max_step_tokens)
         self.lookahead_tokens = lookahead_tokens
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()  # opened, but not (or no longer) admitted
         self.step = 0
         self.num_set_backs = 0
+        self.num_paused = 0  # jobs' sequences that the present step leaves out
+        self.on_admitted: Callable[[Sequence], None] | None = None
         self._open_request = open_request
         self._orders = itertools.count()
         self._group_pins: dict[int, Run] = {}
         self._group_members: dict[int, set[RequestState]] = {}
         self._alone: Sequence | None = None
         self._chunks: list[Chunk] = []
+        self.tiers: ModuleTiers | None = None  # where modules' keys and values may be kept as well
+        self._promised = 0  # pages that those who run will still ask for
 
     @property
     def version(self) -> int:
@@ -80,6 +124,9 @@ class Scheduler:
         that back if the step is not computed."""
         self.step += 1
         self._chunks = []
+        for sequence in self.running:
+            if sequence.modules is not None:
+                sequence.modules.release_placeholders()
         self._fill()
         while not self._chunks and self._make_progress_possible():
             self._fill()
@@ -88,6 +135,9 @@ class Scheduler:
     def undo(self) -> None:
         """The scheduled step was not computed: its tokens have no KV."""
         for chunk in self._chunks:
+            if chunk.module is not None:
+                chunk.module.computed = min(chunk.module.computed, chunk.start)
+                continue
             if chunk.sequence.run is None:
                 continue
             for run in chunk.sequence.path(self.version):
@@ -95,29 +145,88 @@ class Scheduler:
                     run.computed = min(run.computed, max(0, chunk.start - run.start))
         self._chunks = []
 
+    def retake(self) -> None:
+        """The step was computed, but its results were not all taken: who lacks a sample or a score
+        is set back, so that its last tokens are computed again."""
+        for sequence in list(self.running):
+            scores = sequence.scheduled_step == self.step and sequence.wants_scores
+            if scores or sequence.frontier >= sequence.num_to_compute:
+                self.set_back(sequence)
+
+    def note_step(self, seconds: float) -> None:
+        """How long the scheduled step took: `pace` goes by it."""
+        decodes = jobs = prompt_rows = interactive_prompts = 0
+        for chunk in self._chunks:
+            rows = chunk.end - chunk.start
+            prompt = chunk.num_prompt_rows > 0
+            if chunk.sequence.is_job:
+                jobs += rows
+            elif prompt:
+                interactive_prompts += rows
+            else:
+                decodes += rows
+            prompt_rows += rows if prompt else 0
+        self.budget.note(prompt_rows, seconds)
+        if decodes and not interactive_prompts:
+            self.job_share.note(decodes, jobs, seconds, streak=False)
+
+    def note_decodes(self, interactive: int, jobs: int, seconds: float) -> None:
+        """How long a step of decodes took that was not scheduled here (a streak's)."""
+        if interactive:
+            self.job_share.note(interactive, jobs, seconds, streak=True)
+
     def _fill(self) -> None:
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
+        decodes: tuple[list[Sequence], list[Sequence]] = ([], [])
+        prompts: tuple[list[Sequence], list[Sequence]] = ([], [])
         for sequence in self.running:
-            (decodes if sequence.decoding else prompts).append(sequence)
+            (decodes if sequence.decoding else prompts)[sequence.is_job].append(sequence)
+        budget = self._fill_class(decodes[False], prompts[False], self.budget.rows, jobs=False)
+        if decodes[False] or prompts[False] or self._interactive_waits():
+            self._fill_jobs_beside(decodes, prompts[True], budget)
+        else:
+            self.num_paused = 0
+            self._fill_class(decodes[True], prompts[True], budget, jobs=True)
+
+    def _interactive_waits(self) -> bool:
+        return bool(self.waiting) and not self.waiting[0].is_job
+
+    def _fill_jobs_beside(
+        self, decodes: tuple[list[Sequence], list[Sequence]], prompts: list[Sequence], budget: int
+    ) -> None:
+        """So many rows for jobs as slow interactive requests down little; the others pause."""
+        rows = self.job_share.rows(len(decodes[False]))
+        first = decodes[True][:rows]
+        self.num_paused = len(decodes[True]) - len(first)
+        budget = min(budget, rows - len(first))
+        if budget <= 0:
+            self.num_paused += len(prompts)
+            prompts = []
+        self._fill_class(first, prompts, budget, jobs=True)
+
+    def _fill_class(
+        self, decodes: list[Sequence], prompts: list[Sequence], budget: int, *, jobs: bool
+    ) -> int:
+        """Schedule a class's decodes, its prompts, then new ones of it; what is left of the budget
+        for prompts."""
         for sequence in decodes:
             if sequence.run is not None:
                 self._extend_decode(sequence, sequence.run)
-        budget = self.max_step_tokens
         for sequence in prompts:
             if sequence.run is not None and budget > 0:
-                budget -= self._extend(sequence, budget)
+                budget -= self._extend_prompt(sequence, budget)
         if budget > 0 and (self.waiting or self.queue.peek() is not None):
-            self._fill_with_new(budget)
+            budget = self._fill_with_new(budget, jobs=jobs)
+        return budget
 
-    def _fill_with_new(self, budget: int) -> None:
-        promised = sum(map(self._promise, self.running))
+    def _fill_with_new(self, budget: int, *, jobs: bool) -> int:
+        self._promised = sum(map(self._promise, self.running))
         while budget > 0:
-            admitted = self._admit(promised)
+            admitted = self._admit(jobs=jobs)
             if admitted is None:
-                return
-            budget -= self._extend(admitted, budget)
-            promised += self._promise(admitted)
+                break
+            budget -= self._extend_prompt(admitted, budget)
+            self._promised += self._promise(admitted)
+        return budget
 
     def _extend_decode(self, sequence: Sequence, run: Run) -> None:
         """`_extend` by one token, in the run that the sequence alone writes: most of a step."""
@@ -133,8 +242,58 @@ class Scheduler:
         end = run.start + computed
         self._chunks.append(Chunk(sequence, end - 1, end))
 
+    def _extend_prompt(self, sequence: Sequence, budget: int) -> int:
+        """`_extend`, and before it jobs that compute what an interactive sequence waits for."""
+        left = budget
+        if not sequence.is_job:
+            imported = [one.run for one in sequence.imports]
+            for owner in {run.owner for run in [*sequence.path(self.version), *imported]}:
+                if isinstance(owner, Sequence) and owner.is_job and owner.run is not None:
+                    left -= self._extend(owner, left)
+        if left > 0 and sequence.scheduled_step != self.step:
+            left -= self._extend(sequence, left)
+        return budget - left
+
     def _extend(self, sequence: Sequence, budget: int) -> int:
-        """Schedule a sequence's next tokens: up to `budget`, up to a run that another computes."""
+        """Schedule a sequence's next tokens, and before them the modules that it imports and that
+        nobody has computed; gives their number, `budget` at most."""
+        modules, used = sequence.modules, 0
+        if modules is not None and not modules.complete:
+            used = self._extend_modules(sequence, modules, budget)
+            if not modules.complete:
+                return used
+        return used + self._extend_path(sequence, budget - used)
+
+    def _extend_modules(self, sequence: Sequence, modules: SequenceModules, budget: int) -> int:
+        used = 0
+        for index, run in modules.missing(lambda run: self._load(sequence, run)):
+            attends = modules.attended(index)
+            theirs = run.owner is not None and run.owner is not sequence
+            if theirs or not all(other.complete for other in attends):
+                continue
+            start, take = run.computed, min(budget - used, len(run.tokens) - run.computed)
+            if take <= 0 or not self._reserve(sequence, run, start + take):
+                break
+            run.owner = sequence
+            run.computed += take
+            used += take
+            sequence.scheduled_step = self.step
+            self._chunks.append(Chunk(sequence, start, start + take, run, attends))
+        return used
+
+    def _load(self, sequence: Sequence, run: ModuleRun) -> bool:
+        """Have a module's keys and values copied from another tier, if one has them."""
+        if self.tiers is None or not self.tiers.has(run):
+            return False
+        if run.owner is not None and run.owner is not sequence:
+            return False
+        if not self._reserve(sequence, run, len(run.tokens)) or not self.tiers.load(run):
+            return False
+        run.computed = len(run.tokens)
+        return True
+
+    def _extend_path(self, sequence: Sequence, budget: int) -> int:
+        """Its own tokens, up to a run that another computes."""
         start = at = sequence.frontier
         for run in sequence.path(self.version):
             if run.end <= at:
@@ -169,10 +328,12 @@ class Scheduler:
             self.release_groups()
             return True
         last = self.running[-1]
-        if len(self.running) > 1 or last is not self._alone or len(last.path(self.version)) > 1:
+        own = self._num_own_runs(last)
+        if len(self.running) > 1 or last is not self._alone or own > last.num_stretches:
             self.set_back(last)
             if not self.running:
-                # The oldest alone, in an empty cache and undisturbed, fits: its path is one run.
+                # The oldest alone, in an empty cache and undisturbed, fits: its path is one run (of
+                # each stretch).
                 self._alone = self.waiting[0]
                 self.cache.clear()
             return True
@@ -181,39 +342,76 @@ class Scheduler:
             f"{self.cache.pool.num_pages} pages of {self.cache.pool.page_size}"
         )
 
+    def _num_own_runs(self, sequence: Sequence) -> int:
+        """Runs of its path that nobody else keeps (pinned prefixes are kept)."""
+        return sum(run.pins == 1 for run in sequence.path(self.version))
+
     # ----------------------------------------------------------------------------- admission
 
-    def _admit(self, promised: int) -> Sequence | None:
-        """Admit the next sequence if memory allows; waiting ones come before new requests.
-        `promised`: pages that those who run will still ask for."""
-        if self._alone is not None and self._alone.run is not None:
+    def _admit(self, *, jobs: bool) -> Sequence | None:
+        """Admit the next sequence of a class if memory allows; waiting ones come before new
+        requests."""
+        alone = self._alone
+        if alone is not None and alone.run is not None and (jobs or not alone.is_job):
             return None
-        if not self.waiting:
-            if self.queue.peek() is None:
-                return None
-            self.waiting.extend(self._open_request(self.queue.pop()))
-            self._release_closed_groups()
-        sequence = self.waiting[0]
-        if not self._attach(sequence, promised):
+        sequence = self._next(jobs=jobs)
+        if sequence is None or not self._attach(sequence):
             return None
         self.waiting.popleft()
         return sequence
 
-    def _attach(self, sequence: Sequence, promised: int) -> bool:
+    def _next(self, *, jobs: bool) -> Sequence | None:
+        """The first who waits, if it is of the class (jobs do not pass interactive requests)."""
+        if not self.waiting or (self.waiting[0].is_job and not jobs):
+            request = self.queue.peek()
+            if request is not None and (request.priority == "job") is jobs:
+                for sequence in self._open_request(self.queue.pop()):
+                    self._wait(sequence)
+                self._release_closed_groups()
+        first = self.waiting[0] if self.waiting else None
+        return first if first is not None and first.is_job is jobs else None
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Jobs wait behind interactive requests, what was never admitted behind what was."""
+        place = _place(sequence)
+        self.waiting.insert(sum(_place(other) <= place for other in self.waiting), sequence)
+
+    def _attach(self, sequence: Sequence) -> bool:
         tokens = sequence.ids()[: sequence.num_to_compute].copy()
-        run = self.cache.attach(tokens, sequence.match_limit, sequence)
+        run = self.cache.attach(tokens, sequence.match_limit, sequence, sequence.stretches)
         sequence.run = run
+        if sequence.state.pml is not None:
+            sequence.modules = SequenceModules(
+                self.cache.modules, sequence.state.pml, sequence, private=not self.cache.enabled
+            )
         sequence.forget_path()
         needed = self._uncomputed_pages(sequence) + self._lookahead_pages(sequence)
-        if self.running and needed + promised > self.cache.pool.num_available:
-            self._detach(sequence)
-            return False
+        while self.running and needed + self._promised > self.cache.pool.num_available:
+            if sequence.is_job or not self._give_up_job():
+                self._detach(sequence)
+                return False
         if sequence.order < 0:
             sequence.order = next(self._orders)
+            if self.on_admitted is not None:
+                self.on_admitted(sequence)
         # One that was set back keeps its age, so that it is not the first to go again.
         insort(self.running, sequence, key=_order)
         self._pin_group(sequence)
         return True
+
+    def _give_up_job(self) -> bool:
+        """Take memory from jobs: the newest that has no rows in this step, then what their groups
+        keep."""
+        newest = self.running[-1]
+        if newest.is_job and newest.scheduled_step != self.step:
+            self._alone = None
+            self._promised -= self._promise(newest)
+            self.set_back(newest)
+            return True
+        groups = [g for g, left in self._group_members.items() if any(_is_job(m) for m in left)]
+        pinned = [group for group in groups if group in self._group_pins]
+        self._release_pins(pinned)
+        return bool(pinned)
 
     def _promise(self, sequence: Sequence) -> int:
         """Pages that an admitted sequence will still ask for soon."""
@@ -224,7 +422,8 @@ class Scheduler:
     def _uncomputed_pages(self, sequence: Sequence) -> int:
         """Pages still to be allocated on its path, for runs that it is to compute itself."""
         size = self.cache.pool.page_size
-        return sum(
+        imported = sequence.modules.missing_pages() if sequence.modules is not None else 0
+        return imported + sum(
             max(0, -(-(run.offset + len(run.tokens)) // size) - len(run.pages))
             for run in sequence.path(self.version)
             if run.owner is sequence or run.owner is None
@@ -244,6 +443,7 @@ class Scheduler:
         assert parent.run is not None
         self.cache.pin(parent.run)
         child.run = parent.run
+        child.modules = parent.modules.fork(child) if parent.modules is not None else None
         child.forget_path()
         child.order = next(self._orders)
         insort(self.running, child, key=_order)
@@ -253,10 +453,11 @@ class Scheduler:
         sequence.tokens.append(token)
         run = sequence.run
         assert run is not None
-        if self.cache.may_grow(run) and run.end == len(sequence.tokens) - 1:
+        at_its_end = run.end == len(sequence.tokens) - 1 and run.label == sequence.last_label
+        if at_its_end and self.cache.may_grow(run):
             run.tokens.append(token)
             return
-        branch = self.cache.branch(run, [token], sequence)
+        branch = self.cache.branch(run, [token], sequence, sequence.last_label)
         # The branch pinned the path for itself; the sequence's old pin on it goes.
         self.cache.unpin(run)
         sequence.run = branch
@@ -281,8 +482,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.num_set_backs += 1
         sequence.state.metrics.num_set_backs += 1
-        older = sum(0 <= other.order < sequence.order for other in self.waiting)
-        self.waiting.insert(older, sequence)
+        self._wait(sequence)
 
     def _detach(self, sequence: Sequence) -> None:
         assert sequence.run is not None
@@ -290,6 +490,9 @@ class Scheduler:
         self.cache.unpin(sequence.run)
         sequence.run = None
         sequence.forget_path()
+        if sequence.modules is not None:
+            sequence.modules.release()
+            sequence.modules = None
 
     # ----------------------------------------------------------------------------- planned groups
 
@@ -303,7 +506,8 @@ class Scheduler:
         if group in self._group_pins or request.group_prefix_tokens <= 0:
             return
         limit = min(request.group_prefix_tokens, len(request.prompt_token_ids) - 1)
-        node, matched = self.cache.tree.match(sequence.ids()[:limit].copy(), limit)
+        ids = sequence.ids()[:limit].copy()
+        node, matched = self.cache.tree.match(ids, limit, sequence.stretches)
         if matched == limit > 0:
             self.cache.pin(node)
             self._group_pins[group] = node
@@ -331,6 +535,10 @@ class Scheduler:
     def _release_groups(self, groups: list[int]) -> None:
         for group in groups:
             self._group_members.pop(group, None)
+        self._release_pins(groups)
+
+    def _release_pins(self, groups: list[int]) -> None:
+        for group in groups:
             node = self._group_pins.pop(group, None)
             if node is not None:
                 self.cache.unpin(node)

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from onestem.cache import Run
-from onestem.request import FinishReason, Request, RequestMetrics, TokenLogprobs
+from onestem.engine.modules import ImportedRun, PmlPrompt, SequenceModules
+from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
+from onestem.tree import PLAIN, Label, Stretch, cut
 
 __all__ = ["RequestState", "Sequence"]
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in the engine and its sequences."""
+    """A request in the engine and its sequences; `pml` is its prompt if it imports modules."""
 
     request: Request
     seed: int
     metrics: RequestMetrics
+    pml: PmlPrompt | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     forked: bool = False
+    reuse: Reuse | None = None
+
+    @property
+    def own_prompt(self) -> Seq[int]:
+        """Ids of the prompt that its sequences compute (or match) as their own tokens."""
+        return self.pml.tokens if self.pml is not None else self.request.prompt_token_ids
 
     @property
     def finished(self) -> bool:
@@ -34,13 +44,17 @@ class Sequence:
     """Tokens of one continuation.
 
     Attributes:
-        tokens: prompt and sampled ids.
+        tokens: prompt and sampled ids; of a prompt in PML those that it computes itself.
         num_prompt: how many of them are the prompt.
+        most_tokens: how many there may be.
+        modules: what it imports, while it is admitted.
+        stretches: whose runs its tokens may match, and where they stand.
         score_from: log-probabilities of tokens from this index on are wanted (None: of none).
         score_only: nothing is sampled; done once the last token but one is computed (`choices`).
         scores: log-probability of each token that was scored, by its index.
         run: the deepest run of its path, which it writes; None while it is not admitted.
         order: number of admission; the newest is set back first.
+        is_job: whether it runs in what interactive requests leave free.
     """
 
     __slots__ = (
@@ -51,7 +65,10 @@ class Sequence:
         "finish_reason",
         "grammar",
         "index",
+        "is_job",
         "logprobs",
+        "modules",
+        "most_tokens",
         "num_prompt",
         "order",
         "run",
@@ -62,6 +79,7 @@ class Sequence:
         "scores",
         "state",
         "stop_reason",
+        "stretches",
         "text",
         "tokens",
     )
@@ -71,11 +89,15 @@ class Sequence:
         self.index = index
         self.tokens = tokens
         self.num_prompt = len(tokens)
+        self.most_tokens = 2**31
+        self.stretches = state.pml.stretches if state.pml else _stretches_of(state.request)
+        self.modules: SequenceModules | None = None
         self.score_from: int | None = None
         self.score_only = False
         self.scores: dict[int, float] = {}
         self.run: Run | None = None
         self.order = -1
+        self.is_job = state.request.priority == "job"
         self.scheduled_step = -1
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -97,6 +119,31 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
+    def last_label(self) -> Label:
+        """Of sampled tokens."""
+        return self.stretches[-1].label
+
+    @property
+    def imports(self) -> tuple[ImportedRun, ...]:
+        """Module runs that its tokens see."""
+        return self.modules.seen if self.modules is not None else ()
+
+    def position(self, index: int) -> int:
+        """Position id of a token."""
+        start, label = self.stretches[-1]
+        return index + label.shift if index >= start else int(self.positions(index, index + 1)[0])
+
+    def positions(self, first: int, end: int) -> np.ndarray:
+        """int64 `[end - first]`: position ids of tokens first..end-1."""
+        parts = [np.arange(a, b) + label.shift for a, b, label in cut(self.stretches, end, first)]
+        return np.concatenate(parts)
+
+    @property
+    def num_stretches(self) -> int:
+        """The fewest runs that its path can have."""
+        return sum(stretch.start < len(self.tokens) for stretch in self.stretches)
+
+    @property
     def num_to_compute(self) -> int:
         """Tokens whose KV is needed before the next sample (all), or before the score is known."""
         return len(self.tokens) - 1 if self.score_only else len(self.tokens)
@@ -106,14 +153,17 @@ class Sequence:
         """Most leading tokens whose KV may come from others: the last token's row is always
         computed, and so are the rows that score the tokens that follow them."""
         last = self.num_to_compute - 1
-        if self.score_from is None or self._all_scored():
+        if not self.wants_scores:
             return last
+        assert self.score_from is not None
         return min(last, self.score_from - 1)
 
-    def _all_scored(self) -> bool:
-        """Whether a prompt's log-probabilities are known, so that its KV may come from others."""
-        assert self.score_from is not None
-        return not self.score_only and len(self.scores) >= self.num_prompt - self.score_from
+    @property
+    def wants_scores(self) -> bool:
+        """Whether tokens' log-probabilities are still wanted: their rows must be computed."""
+        if self.score_from is None:
+            return False
+        return self.score_only or len(self.scores) < self.num_prompt - self.score_from
 
     @property
     def frontier(self) -> int:
@@ -129,6 +179,8 @@ class Sequence:
         """Whether one row more gives its next sample."""
         run = self.run
         if len(self.tokens) == self.num_prompt or run is None:
+            return False
+        if self.modules is not None and not self.modules.complete:
             return False
         if run.computed:
             return len(run.tokens) - run.computed <= 1
@@ -148,3 +200,11 @@ class Sequence:
     def ids(self) -> np.ndarray:
         """int32 `[len(tokens)]`, a view: drop it before the sequence grows."""
         return np.frombuffer(self.tokens, dtype=np.int32)
+
+
+def _stretches_of(request: Request) -> tuple[Stretch, ...]:
+    """A salted prompt begins in the common space where it begins with a prefix meant for all."""
+    if not request.cache_salt:
+        return PLAIN
+    own = Stretch(request.common_prefix_tokens, Label(request.cache_salt))
+    return (*PLAIN, own) if own.start else (own,)

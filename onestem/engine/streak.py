@@ -127,26 +127,22 @@ class Streak:
 
     # ----------------------------------------------------------------------------- steps
 
-    def step(self) -> list[Sequence]:
-        """Launch a step, and take the ids of the oldest one in flight, or close; gives the
-        sequences that ended or whose tokens are watched."""
+    def step(self) -> None:
+        """Launch a step, and take the ids of the oldest one in flight, or close."""
         if self._closing or not self._launch():
-            return self.close()
-        touched: list[Sequence] = []
+            self.close()
+            return
         if len(self._flights) >= self._host.depth:
-            touched = self._commit()
+            self._commit()
         if self._closing and not self._flights:
             self._end()
-        return touched
 
-    def close(self) -> list[Sequence]:
-        """Take what is in flight, and end."""
+    def close(self) -> None:
+        """Take what is in flight, and end. Where that is interrupted, it can be called again."""
         self._closing = True
-        touched: list[Sequence] = []
         while self._flights:
-            touched += self._commit()
+            self._commit()
         self._end()
-        return touched
 
     def abandon(self) -> None:
         """End without what is in flight: it will be computed again."""
@@ -176,16 +172,17 @@ class Streak:
 
     # ----------------------------------------------------------------------------- results
 
-    def _commit(self) -> list[Sequence]:
-        """Take the oldest step in flight. An interrupt while it is waited for leaves it there."""
-        ids, unsure = self._flights[0].pending.take()
-        flight = self._flights.pop(0)
+    def _commit(self) -> None:
+        """Take the oldest step in flight; it stays in flight until its ids are here."""
+        flight = self._flights[0]
+        ids, unsure = flight.pending.take()
+        self._flights.pop(0)
         rows = flight.rows & self._live
         if bool((unsure & rows).any()):
             # The scheduler's next step computes these rows again, and samples with all its means.
             self._flights.clear()
             self._closing = self.unsure = True
-            return []
+            return
         self._tokens.append(ids)
         self._last_ids = ids
         stops = rows & self._heeds_eos & np.isin(ids, self._eos)
@@ -196,7 +193,6 @@ class Streak:
             if ends[row]:
                 self._host.finish(self.sequences[row], "stop" if stops[row] else "length")
         self._leave([r for r in looked_at if self.sequences[r].finish_reason is not None])
-        return [self.sequences[row] for row in looked_at]
 
     def _leave(self, rows: list[int]) -> None:
         """Rows that have ended are empty from now on."""

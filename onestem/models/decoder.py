@@ -13,73 +13,97 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onestem.models.config import ModelConfig
+from onestem.models.config import Alibi, ModelConfig
 from onestem.models.linear import Head, Linear
 from onestem.models.rope import Rope
-from onestem.ops import Angles, Heads, LayerOps, resolve_layers
+from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
-__all__ = ["Attend", "Decoder", "Layer"]
+__all__ = ["Attend", "Decoder", "Layer", "Norm"]
 
 # attend(layer, qkv, heads, angles) -> out
 #   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
 #   out [num_rows, num_q_heads, head_dim].
+# With ALiBi, `Decoder.alibi_slopes` are for the caller to add.
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """weight and bias: [hidden_size]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """The weights of one layer.
 
     Attributes:
-        input_norm, post_norm: [hidden_size], before attention and before the MLP.
+        input_norm: before attention.
         qkv: hidden_size -> (num_q_heads + 2 * num_kv_heads) * head_dim, in the order q, k, v.
         heads: how its result divides, and the norms over heads.
-        gate_up: hidden_size -> 2 * intermediate_size, in the order gate, up.
+        post_norm: before the MLP; None: it reads what attention reads.
+        up: hidden_size -> intermediate_size; a gated MLP's twice that, in the order gate, up.
     """
 
-    input_norm: Tensor
+    input_norm: Norm
     qkv: Linear
     heads: Heads
     output: Linear
-    post_norm: Tensor
-    gate_up: Linear
+    post_norm: Norm | None
+    up: Linear
     down: Linear
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
-        norms = [self.input_norm, self.heads.q_norm, self.heads.k_norm, self.post_norm]
-        linears = (self.qkv, self.output, self.gate_up, self.down)
-        held = [tensor for tensor in norms if tensor is not None]
+        held = self.input_norm.tensors() + (self.post_norm.tensors() if self.post_norm else [])
+        held += [norm for norm in (self.heads.q_norm, self.heads.k_norm) if norm is not None]
+        linears = (self.qkv, self.output, self.up, self.down)
         return held + [tensor for linear in linears for tensor in linear.tensors()]
 
 
 class Decoder:
-    """A decoder-only transformer whose attention is the caller's."""
+    """A decoder-only transformer whose attention is the caller's.
+
+    Attributes:
+        alibi_slopes: float32 [num_q_heads], for attention; None: no biases on scores.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         embedding: Tensor,
         layers: Sequence[Layer],
-        norm: Tensor,
+        norm: Norm,
         head: Head,
         num_parameters: int,
+        *,
+        positions: Tensor | None = None,
         ops: LayerOps | None = None,
     ) -> None:
-        """embedding [vocab_size, hidden_size] and norm [hidden_size] give dtype and device.
+        """embedding [vocab_size, hidden_size] gives dtype and device.
 
-        `ops` is what runs between the products; None: the fastest that the device has.
+        `positions` [max_position_embeddings, hidden_size] are learned ones. `ops` is what runs
+        between the products; None: the fastest that the device has.
         """
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.num_parameters = num_parameters
         self.embedding = embedding
+        self.positions = positions
         self.layers = tuple(layers)
         self.norm = norm
         self.head = head
         self.rope = Rope(config, embedding.device)
         self.ops = ops or resolve_layers(embedding.device)
+        self.alibi_slopes = _alibi_slopes(config, embedding.device)
+        self._add_norm = _add_norm(config, self.ops)
+        self._activation = _activation(config, self.ops)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -87,15 +111,32 @@ class Decoder:
 
         The result is what `logits` takes: the final norm has been applied.
         """
-        angles, ops, eps = self.rope.angles(positions), self.ops, self.config.rms_norm_eps
-        hidden = F.embedding(token_ids, self.embedding)
+        angles, add_norm = self.rope.angles(positions), self._add_norm
+        sequential = self.config.block == "sequential"
+        hidden = self._embed(token_ids, positions)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(ops.add_rms_norm(hidden, delta, layer.input_norm, eps))
-            delta = layer.output(attend(index, qkv, layer.heads, angles).flatten(1))
-            gate_up = layer.gate_up(ops.add_rms_norm(hidden, delta, layer.post_norm, eps))
-            delta = layer.down(ops.silu_mul(gate_up))
-        return ops.add_rms_norm(hidden, delta, self.norm, eps)
+            normed = add_norm(hidden, delta, layer.input_norm)
+            out = attend(index, self._qkv(layer, normed), layer.heads, angles)
+            delta = layer.output(out.flatten(1))
+            if sequential:
+                assert layer.post_norm is not None
+                delta = self._mlp(layer, add_norm(hidden, delta, layer.post_norm))
+            else:
+                beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
+                delta += self._mlp(layer, beside)
+        return add_norm(hidden, delta, self.norm)
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = F.embedding(token_ids, self.embedding)
+        return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
+
+    def _qkv(self, layer: Layer, normed: Tensor) -> Tensor:
+        qkv, clip = layer.qkv(normed), self.config.qkv_clip
+        return qkv if clip is None else qkv.clamp_(-clip, clip)
+
+    def _mlp(self, layer: Layer, normed: Tensor) -> Tensor:
+        return layer.down(self._activation(layer.up(normed)))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,7 +146,8 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take, packed copies included and shared tensors counted once."""
-        held = [self.embedding, self.norm, *self.head.tensors()]
+        held = [self.embedding, *self.norm.tensors(), *self.head.tensors()]
+        held += [] if self.positions is None else [self.positions]
         held += [tensor for layer in self.layers for tensor in layer.tensors()]
         distinct = {id(tensor): tensor for tensor in held}
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in distinct.values())
@@ -116,3 +158,27 @@ class Decoder:
         config = self.config
         elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return elements * self.dtype.itemsize
+
+
+# (hidden, delta, norm) -> the norm of hidden + delta, which becomes hidden.
+AddNorm = Callable[[Tensor, Tensor | None, Norm], Tensor]
+
+
+def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
+    eps = config.norm_eps
+    if config.norm == "rms":
+        return lambda hidden, delta, norm: ops.add_rms_norm(hidden, delta, norm.weight, eps)
+    return lambda hidden, delta, norm: add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
+
+
+def _activation(config: ModelConfig, ops: LayerOps) -> Callable[[Tensor], Tensor]:
+    if config.mlp == "silu_gated":
+        return ops.silu_mul
+    kind = "tanh" if config.mlp == "gelu_tanh" else "none"
+    return lambda up: F.gelu(up, approximate=kind)
+
+
+def _alibi_slopes(config: ModelConfig, device: torch.device) -> Tensor | None:
+    if not isinstance(config.positions, Alibi):
+        return None
+    return torch.tensor(config.positions.slopes, dtype=torch.float32, device=device)

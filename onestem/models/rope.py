@@ -1,4 +1,9 @@
-"""Rotary position embedding in the half-split layout: pair i of a head is (x[i], x[i + d/2])."""
+"""Rotary position embedding in the half-split layout: pair i of a head is (x[i], x[i + d/2]).
+
+A head that turns in part, or not at all, turns its other pairs by an angle of zero, so that one
+operation serves all families. For that the pairs of a partial rotation are brought half a head
+apart when weights are read (`rotary_order`); scores do not depend on the order of dimensions.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,34 @@ import math
 import torch
 from torch import Tensor
 
-from onestem.models.config import ModelConfig, RopeScaling
+from onestem.models.description import Description, RopeScaling, Rotary
 from onestem.ops import Angles
 
-__all__ = ["Rope", "inverse_frequencies"]
+__all__ = ["Rope", "inverse_frequencies", "rotary_order"]
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of each pair: [head_dim / 2] float32, on the CPU."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """Which dimension of a checkpoint's head stands at each place: pair i of the `rotary_dim` that
+    turn, (x[i], x[i + rotary_dim / 2]) there, comes to (x[i], x[i + head_dim / 2])."""
+    turned, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    first, second = range(turned), range(turned, rotary_dim)
+    rest = range(rotary_dim, head_dim)
+    return [*first, *rest[:still], *second, *rest[still:]]
+
+
+def inverse_frequencies(config: Description) -> Tensor:
+    """Angle per position of each pair: [head_dim / 2] float32, on the CPU; 0: it stays."""
+    frequencies = torch.zeros(config.head_dim // 2)
+    if isinstance(config.positions, Rotary):
+        frequencies[: config.positions.dim // 2] = _turning_frequencies(config.positions)
+    return frequencies
+
+
+def _turning_frequencies(rotary: Rotary) -> Tensor:
+    """[rotary.dim / 2] float32."""
+    exponents = torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim
+    frequencies = 1.0 / (rotary.theta**exponents)
+    scaling = rotary.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -41,7 +63,7 @@ class Rope:
     table for 131,072 positions would take 128 MiB.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: Description, device: torch.device) -> None:
         self.frequencies = inverse_frequencies(config).to(device)  # [head_dim / 2] float32
 
     def angles(self, positions: Tensor) -> Angles:

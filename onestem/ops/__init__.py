@@ -9,7 +9,7 @@ from onestem.ops.dispatch import (
     resolve_layers,
 )
 from onestem.ops.kv import allocate_pages, read_kv, slot_index, write_kv
-from onestem.ops.layers import Angles, Heads, LayerOps, TorchLayers
+from onestem.ops.layers import Angles, Heads, LayerOps, TorchLayers, add_layer_norm
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.state import State, merge_states
 
@@ -23,6 +23,7 @@ __all__ = [
     "PreparedAttention",
     "State",
     "TorchLayers",
+    "add_layer_norm",
     "allocate_pages",
     "attention",
     "available",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onestem.ops.kv import write_kv
 
-__all__ = ["Angles", "Heads", "LayerOps", "TorchLayers"]
+__all__ = ["Angles", "Heads", "LayerOps", "TorchLayers", "add_layer_norm"]
 
 
 class Angles(NamedTuple):
@@ -116,6 +116,17 @@ class TorchLayers:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def add_layer_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Add `delta` to `hidden` `[n, hidden_size]` in place; give its LayerNorm, `[n, hidden_size]`.
+
+    In PyTorch on every device: no device has a kernel for it."""
+    if delta is not None:
+        hidden += delta
+    return F.layer_norm(hidden, weight.shape, weight, bias, eps)
 
 
 def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

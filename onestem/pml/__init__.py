@@ -8,6 +8,7 @@ segments, `visible` says who sees what. `docs/pml.md` is the language.
 from onestem.pml.binding import bind, find_schema
 from onestem.pml.compile import compile_prompt
 from onestem.pml.layout import Block, Layout, Slot, Span, lay_out
+from onestem.pml.library import Library
 from onestem.pml.markup import to_markup
 from onestem.pml.mask import computed_spans, visible
 from onestem.pml.nodes import (
@@ -44,6 +45,7 @@ __all__ = [
     "Import",
     "Isolation",
     "Layout",
+    "Library",
     "Module",
     "Parameter",
     "Place",

@@ -111,6 +111,14 @@ class CompiledPrompt:
         return _joined([np.arange(s.position, s.end, dtype=np.int32) for s in self.segments])
 
     @cached_property
+    def ordered_token_ids(self) -> np.ndarray:
+        """int32: tokens in use but placeholders, in the order of their positions."""
+        shown = [index for index, one in enumerate(self.segments) if one.kind != "placeholder"]
+        kept = np.isin(self.segment_of, shown)
+        order = np.argsort(self.positions[kept], kind="stable")
+        return self.token_ids[kept][order]
+
+    @cached_property
     def segment_of(self) -> np.ndarray:
         """int32 `[num_tokens]`: index of each token's segment."""
         counts = [segment.in_use for segment in self.segments]

@@ -14,6 +14,7 @@ from onestem.engine.engine import Engine
 from onestem.models.config import GenerationDefaults
 from onestem.models.weights import load_decoder
 from onestem.request import Request, RequestOutput, SamplingParams
+from tests.models.tiny import oracle_attention
 
 NO_DEFAULTS = GenerationDefaults()
 TOLERANCE = 1e-4  # of log-probabilities in float32; hiding one key moves them by more than 1e-2
@@ -22,7 +23,7 @@ TOLERANCE = 1e-4  # of log-probabilities in float32; hiding one key moves them b
 @lru_cache(maxsize=32)
 def oracle_model(path: Path) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=torch.float32, attn_implementation=oracle_attention(path)
     )
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end of sequence
     return model.eval()

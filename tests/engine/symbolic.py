@@ -88,7 +88,9 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
         num_q_heads=1, num_kv_heads=1, head_dim=1, num_layers=0, sliding_windows=(None,),
         vocab_size=VOCAB, max_position_embeddings=100_000,
     )  # fmt: skip
-    decoder = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"))
+    decoder = SimpleNamespace(
+        config=config, dtype=torch.float32, device=torch.device("cpu"), kv_bytes_per_token=8
+    )
     engine = Engine(
         decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options
     )
@@ -97,7 +99,9 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
 
 
 def request(name: object, ids: list[int], **fields) -> Request:
-    own = ("group", "group_prefix_tokens", "score_from", "stream")
+    own = (
+        "cache_salt", "common_prefix_tokens", "group", "group_prefix_tokens", "score_from", "stream"
+    )  # fmt: skip
     extra = {key: fields.pop(key) for key in own if key in fields}
     fields.setdefault("ignore_eos", True)
     fields.setdefault("temperature", 0)

@@ -6,11 +6,13 @@ import random
 
 import pytest
 
+from onestem.errors import ConfigError, RequestError
 from tests.engine.harness import (
     TOLERANCE,
     answer,
     check,
     make_engine,
+    oracle_greedy,
     oracle_logprobs,
     record_logprobs,
     requests_for,
@@ -79,6 +81,27 @@ def test_set_back_happens_and_changes_nothing(tiny):
         assert output.outputs[0].token_ids == outputs[12][0][key].outputs[0].token_ids
     for key, values in outputs[4096][1].items():
         assert (values - outputs[12][1][key]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("family", ["mpt_clip", "falcon_40b"])
+def test_alibi_and_groups_in_other_implementations(tiny, expected, family, impl):
+    check(tiny(family), expected(family), impl=impl)
+
+
+def test_learned_positions_to_their_end(tiny):
+    """The tiny GPT-2 has 128 positions: a sequence fills them, none goes past."""
+    path = tiny("gpt2")
+    prompt = shared_prompts()[1][:50] + shared_prompts()[4][:60]
+    engine = make_engine(path)
+    assert engine.max_model_len == 128
+    output = answer(engine, requests_for([prompt], max_tokens=100))["0"].outputs[0]
+    assert output.finish_reason == "length"
+    assert output.token_ids == oracle_greedy(path, prompt, 128 - len(prompt))
+    with pytest.raises(RequestError, match="prompt has 128 tokens, limit is 127"):
+        engine.add_request(requests_for([[5] * 128])[0])
+    with pytest.raises(ConfigError, match=r"max_model_len is 129, expected 2 to 128"):
+        make_engine(path, max_model_len=129)
 
 
 def test_reference_attention_runs_the_engine_too(tiny, expected):

@@ -11,6 +11,8 @@ from tests.engine.harness import NO_DEFAULTS, answer, requests_for, shared_promp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
+GPU_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "falcon_40b", "mpt", "phi", "gpt2"]
+
 
 def engine_on(device: str, path, **options) -> Engine:
     decoder = load_decoder(path, dtype=torch.float32, device=device)
@@ -18,7 +20,7 @@ def engine_on(device: str, path, **options) -> Engine:
 
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_tokens_are_those_of_the_cpu(tiny, family: str, share: str) -> None:
     path = tiny(family)
     requests = requests_for(shared_prompts(), max_tokens=24)

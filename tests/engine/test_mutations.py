@@ -84,6 +84,17 @@ def position_shifted(inputs):
     return dataclasses.replace(inputs, positions=inputs.positions + (inputs.positions > 30))
 
 
+def run_position_shifted(inputs):
+    """What ALiBi goes by: every run but the first stands one position further."""
+
+    def one(plan):
+        runs = plan.runs.copy()
+        runs[1:, 3] += 1
+        return dataclasses.replace(plan, runs=runs)
+
+    return _plans(inputs, one)
+
+
 def slot_shifted(inputs):
     """The last row of a step writes its K and V over its neighbour's."""
     slots = inputs.slots.copy()
@@ -100,16 +111,21 @@ MUTATIONS = {
     **{f.__name__: f for f in (pages_swapped, offset_ignored, position_shifted, slot_shifted)},
 }
 
+OF_SOME = {"window": window_off_by_one, "run_position_shifted": run_position_shifted}
+
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         *((family, name) for family in ("llama", "mistral") for name in MUTATIONS),
         ("mistral", "window"),
+        ("gpt2", "position_shifted"),
+        ("mpt", "run_position_shifted"),
+        ("falcon_rw", "run_position_shifted"),
     ],
 )
 def test_the_exactness_check_sees(tiny, expected, monkeypatch, family, name):
-    mutate = window_off_by_one if name == "window" else MUTATIONS[name]
+    mutate = {**MUTATIONS, **OF_SOME}[name]
     monkeypatch.setattr(
         engine_module, "build_inputs", lambda *args, **kw: mutate(build_inputs(*args, **kw))
     )

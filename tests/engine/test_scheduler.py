@@ -179,7 +179,7 @@ def test_a_waiting_request_takes_over_from_one_that_left():
     simulation.step()
     owner = simulation.scheduler.running[0]
     # A step of 30 tokens leaves the second request out; admit it by hand, as a larger step would.
-    simulation.scheduler._admit(0)
+    simulation.scheduler._admit(jobs=False)
     waiter = simulation.scheduler.running[1]
     owner.finish_reason = "abort"
     simulation.scheduler.finish(owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 
@@ -96,9 +97,8 @@ def test_random_traffic(seed):
                 assert all(o.finish_reason for o in output.outputs)
                 assert len(output.outputs) == requests[int(name)].params.n
         if interrupts and rng.random() < 0.1 and engine.has_unfinished():
-            engine._runner.fail = KeyboardInterrupt()
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
+            ended = interrupted_step(engine, late=rng.random() < 0.5)
+            outputs.update({one.request_id: one for one in ended if one.finished})
 
     outputs = drain(engine, each_step=disturb)
     assert_idle(engine)
@@ -108,6 +108,26 @@ def test_random_traffic(seed):
     for one in requests:
         if one.request_id not in aborted:
             same_as_alone(one, outputs[one.request_id], limit)
+
+
+def interrupted_step(engine, *, late: bool) -> list:
+    """Ctrl-C while a step is computed, or (`late`) while its results are taken, if the scheduler
+    makes it; the outputs of a step that was not interrupted."""
+    if not late:
+        engine._runner.fail = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        return []
+    sample, outputs = engine._sampler.sample, []
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    engine._sampler.sample = fail
+    with contextlib.suppress(KeyboardInterrupt):  # a step of prompts alone samples nothing
+        outputs = engine.step()
+    engine._sampler.sample = sample
+    return outputs
 
 
 def same_as_alone(one, output, limit: int) -> None:
@@ -129,6 +149,19 @@ def test_a_step_that_was_not_computed_leaves_no_kv_behind():
     assert_idle(engine)
     assert engine.cache.cached_tokens() == 0
     assert len(list(engine.run([request("b", [1, 2, 3, 4, 5, 6], max_tokens=2)]))) == 1
+
+
+def test_an_interrupt_while_results_are_taken_costs_one_step():
+    engine = make_symbolic(num_pages=400)
+    engine._new_streak = lambda inputs: None
+    for i in range(8):
+        engine.add_request(request(i, [1, 2, i], max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    interrupted_step(engine, late=True)
+    before = engine.scheduler.step
+    assert len(drain(engine)) == 8
+    assert engine.scheduler.step - before == 17
 
 
 def test_a_bad_request_in_a_job_does_not_spoil_the_cache():

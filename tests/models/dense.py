@@ -9,9 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from onestem.models.config import ModelConfig
+from onestem.models.config import Alibi, ModelConfig
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, Heads, TorchLayers
+from tests.models.tiny import oracle_attention
 
 __all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
 
@@ -41,6 +42,10 @@ def dense_attend(
     """
     copies, rows = len(hidden), len(positions)
     group = config.num_q_heads // config.num_kv_heads
+    biases = torch.zeros(config.num_q_heads, 1, 1)
+    if isinstance(config.positions, Alibi):
+        slopes = torch.tensor(config.positions.slopes)[:, None, None]
+        biases = slopes * (positions[None, :] - positions[:, None])
 
     def mask_of(layer: int) -> Tensor:
         """[copies, 1, rows, rows] bool."""
@@ -57,6 +62,7 @@ def dense_attend(
         queries, keys, values = (x.float().unflatten(0, (copies, rows)) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
         scores = torch.einsum("crhd,ckhd->chrk", queries, keys) * config.head_dim**-0.5
+        scores += biases
         weights = scores.masked_fill(~mask_of(layer), float("-inf")).softmax(dim=-1)
         return torch.einsum("chrk,ckhd->crhd", weights, values).flatten(0, 1).to(q.dtype)
 
@@ -79,7 +85,7 @@ def log_probabilities(
 def oracle(path: Path, token_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same of transformers' model in that directory."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
+        path, dtype=dtype, attn_implementation=oracle_attention(path)
     )
     logits: Tensor = model(token_ids[None]).logits[0].float()
     return logits.log_softmax(dim=-1)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from onestem.models import linear
+from onestem.models.config import Alibi, Learned, Rotary
 from onestem.models.decoder import Decoder
 from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder
@@ -28,8 +31,8 @@ def test_log_probabilities_equal_transformers(directory: Path, decoder: Decoder)
 
 
 def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:
-    """RoPE at the end of the model's range, for every kind of scaling."""
-    for family in ("llama", "llama_llama3_rope", "llama_linear_rope"):
+    """RoPE at the end of the model's range, for every kind of scaling; learned positions."""
+    for family in ("llama", "llama_llama3_rope", "llama_linear_rope", "gpt2"):
         path = make_tiny(family, tmp_path / family)
         decoder = load_decoder(path, dtype=torch.float32, device="cpu")
         limit = decoder.config.max_position_embeddings
@@ -101,6 +104,52 @@ def test_sixteen_bits_err_no_more_than_transformers(
     assert (log_probabilities(decoder, ids)[0] - exact).square().mean() <= allowed
 
 
+@pytest.mark.parametrize("family", ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2"])
+def test_every_kind_of_block_in_sixteen_bits(family: str, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path)
+    decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
+    ids = prompt(LENGTH, decoder.config.vocab_size)
+    exact = oracle(path, ids)
+    allowed = 1.5 * (oracle(path, ids, torch.bfloat16) - exact).square().mean()
+    assert (log_probabilities(decoder, ids)[0] - exact).square().mean() <= allowed
+
+
+# What a family does and others do not, and the same left out or done in another way.
+MUTATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no clipping": ("mpt_clip", {"qkv_clip": None}),
+    "gelu for its tanh form": ("gpt2", {"mlp": "gelu"}),
+    "tanh form for gelu": ("falcon", {"mlp": "gelu_tanh"}),
+    "MLP behind attention": ("falcon_40b", {"block": "sequential"}),
+    "MLP beside attention": ("falcon_rw", {"block": "parallel_two_norms"}),
+    "all of a head turned": ("phi", {"positions": Rotary(32)}),
+    "nothing turned": ("phi", {"positions": Learned()}),
+    "biases twice": ("falcon_rw", {"positions": Alibi((0.25, 0.0625, 2.0**-6, 2.0**-8))}),
+    "biases of more heads": ("mpt_clip", {"positions": Alibi(Alibi.of_heads(8).slopes[:6])}),
+    "another epsilon": ("gpt2", {"norm_eps": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_what_a_family_does_shows(mutation: str, tmp_path: Path) -> None:
+    """The check against transformers would fail without it."""
+    family, changes = MUTATIONS[mutation]
+    path = make_tiny(family, tmp_path)
+    right = load_decoder(path, dtype=torch.float32, device="cpu")
+    config = dataclasses.replace(right.config, **changes)
+    parts = (right.embedding, right.layers, right.norm, right.head, right.num_parameters)
+    wrong = Decoder(config, *parts, positions=right.positions)
+    ids = prompt(LENGTH, config.vocab_size)
+    assert (log_probabilities(wrong, ids)[0] - oracle(path, ids)).abs().max() > 2e-4
+
+
+def test_learned_positions_count(tmp_path: Path) -> None:
+    path = make_tiny("gpt2", tmp_path)
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    decoder.positions = decoder.positions.roll(1, dims=0)
+    ids = prompt(40, decoder.config.vocab_size)
+    assert (log_probabilities(decoder, ids)[0] - oracle(path, ids)).abs().max() > SENSITIVITY
+
+
 def test_logits_are_float32_in_every_dtype(llama: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         decoder = load_decoder(llama, dtype=dtype, device="cpu")
@@ -116,7 +165,7 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
     copies = config.tie_embeddings and decoder.head.packed is not None
     extra = config.vocab_size * config.hidden_size if copies else 0
     if decoder.layers[0].qkv.layout is linear.Layout.PACKED_AND_PLAIN:
-        products = ("qkv", "output", "gate_up", "down")
+        products = ("qkv", "output", "up", "down")
         extra += sum(
             getattr(layer, name).in_features * getattr(layer, name).out_features
             for layer in decoder.layers

@@ -59,15 +59,16 @@ def test_linear_is_the_product(dtype: torch.dtype, layout: Layout, bias: bool) -
 
 
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
-def test_head_gives_float32(dtype: torch.dtype, layout: Layout) -> None:
-    weight, _ = _weights(dtype, False)
-    head = Head(weight, layout)
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_gives_float32(dtype: torch.dtype, layout: Layout, bias: bool) -> None:
+    weight, offset = _weights(dtype, bias)
+    head = Head(weight, layout, offset)
     for rows in ROWS:
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
         y = head(x)
         assert y.dtype == torch.float32
         tolerance = _tolerance(dtype)
-        torch.testing.assert_close(y.double(), _exact(x, weight, None), atol=tolerance, rtol=0)
+        torch.testing.assert_close(y.double(), _exact(x, weight, offset), atol=tolerance, rtol=0)
 
 
 def test_packed_float32_copy_keeps_the_bits_of_logits() -> None:

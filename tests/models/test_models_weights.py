@@ -83,6 +83,36 @@ def test_a_tied_model_may_carry_a_head_of_the_right_shape(tmp_path: Path) -> Non
         _answers(other)
 
 
+def test_other_families_name_what_is_wrong(tmp_path: Path) -> None:
+    gpt2 = make_tiny("gpt2", tmp_path / "gpt2")
+    name = "transformer.h.1.attn.c_attn.weight"
+    with pytest.raises(WeightsError, match=f"lacks .*GPT2LMHeadModel.*{name}$"):
+        _answers(_edited(gpt2, tmp_path / "lacking", **{name: None}))
+    with pytest.raises(WeightsError, match=rf"{name} is \[192, 64\], expected \[64, 192\]"):
+        _answers(_edited(gpt2, tmp_path / "turned", **{name: torch.zeros(192, 64)}))
+    mpt = make_tiny("mpt", tmp_path / "mpt")
+    bias = "transformer.blocks.0.norm_1.bias"
+    with pytest.raises(WeightsError, match=f"MptForCausalLM has no place for: {bias}"):
+        _answers(_edited(mpt, tmp_path / "bias", **{bias: torch.zeros(64)}))
+    phi = make_tiny("phi", tmp_path / "phi")
+    with pytest.raises(WeightsError, match=r"lacks .*PhiForCausalLM.*lm_head\.bias$"):
+        _answers(_edited(phi, tmp_path / "head", **{"lm_head.bias": None}))
+
+
+def test_a_checkpoint_without_its_head_has_no_prefix(tmp_path: Path) -> None:
+    """As GPT-2 was published: no `transformer.` before names, and masks among the tensors."""
+    gpt2 = make_tiny("gpt2", tmp_path / "gpt2")
+    held = load_file(gpt2 / "model.safetensors")
+    renamed: dict[str, Tensor | None] = dict.fromkeys(held)
+    for name, tensor in held.items():
+        renamed[name.removeprefix("transformer.")] = tensor
+    renamed["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    base = _edited(gpt2, tmp_path / "base", **renamed)
+    assert torch.equal(_answers(base), _answers(gpt2))
+    with pytest.raises(WeightsError, match=r"lacks .*transformer\.wpe\.weight$"):
+        _answers(_edited(base, tmp_path / "lacking", **{"wpe.weight": None}))
+
+
 def test_directories_without_readable_weights(llama: Path, tmp_path: Path) -> None:
     shutil.copy(llama / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
@@ -123,4 +153,4 @@ def test_random_weights_have_the_config_s_spread(llama: Path) -> None:
     decoder = load_decoder(llama, dtype=torch.float32, device="cpu", random_weights=True)
     assert decoder.embedding.std().item() == pytest.approx(0.02, rel=0.05)
     assert decoder.embedding.mean().abs() < 1e-3
-    assert torch.equal(decoder.norm, torch.ones(64))
+    assert torch.equal(decoder.norm.weight, torch.ones(64))

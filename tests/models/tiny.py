@@ -8,13 +8,14 @@ or shown to the wrong row. (Greedy tokens of a random model would hardly react.)
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "SENSITIVITY", "VOCAB_SIZE", "make_tiny"]
+__all__ = ["FAMILIES", "SENSITIVITY", "VOCAB_SIZE", "make_tiny", "oracle_attention"]
 
 VOCAB_SIZE = 288
 
@@ -44,6 +45,15 @@ _LLAMA3_ROPE = {
     # Short, so that all three branches of the scaling differ within a test's context.
     "original_max_position_embeddings": 64,
 }
+
+_FALCON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_MPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_heads": 4, "n_layers": 2}
 
 # family -> (architecture, what differs from `_BASE`)
 _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,23 +96,65 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi": (
+        "Phi",
+        {"hidden_size": 128, "num_key_value_heads": 4, "partial_rotary_factor": 0.4},
+    ),
+    "phi_tied": ("Phi", {"hidden_act": "gelu", "tie_word_embeddings": True}),
 }
 
-FAMILIES: tuple[str, ...] = tuple(_SPECS)
+# Those whose configurations share no names with `_BASE`: (architecture, all of it).
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": ("Falcon", _FALCON),
+    "falcon_40b": (
+        "Falcon",
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_attention_heads": 8,
+            "num_kv_heads": 2,
+            "bias": True,
+        },
+    ),
+    "falcon_11b": (
+        "Falcon",
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 1,
+            "num_kv_heads": 2,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500042.0},
+        },
+    ),
+    "falcon_rw": (
+        "Falcon",
+        {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "mpt": ("Mpt", _MPT),
+    "mpt_clip": ("Mpt", {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 3.0}}),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128},
+    ),
+}
+
+FAMILIES: tuple[str, ...] = (*_SPECS, *_OTHERS)
 
 # Standard deviations by the end of a parameter's module name. Queries and keys are small enough
 # that no key's share of a softmax vanishes, values and outputs large enough that a small share of
 # them is felt, and the head steep enough to show it.
+_QUERY_KEY, _VALUE = 0.09, 0.5
+_FUSED = ("query_key_value", "Wqkv", "c_attn")
+_OUTPUT = ("o_proj", "dense", "out_proj", "attn.c_proj")
 _SCALES = {
-    "q_proj": 0.09,
-    "k_proj": 0.09,
-    "v_proj": 0.5,
-    "o_proj": 0.3,
-    "gate_proj": 0.1,
-    "up_proj": 0.1,
-    "down_proj": 0.1,
-    "embed_tokens": 0.5,
-    "lm_head": 0.5,
+    **dict.fromkeys(("q_proj", "k_proj"), _QUERY_KEY),
+    "v_proj": _VALUE,
+    **dict.fromkeys(_OUTPUT, 0.3),
+    **dict.fromkeys(("gate_proj", "up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
+    **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"), 0.1),
+    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "lm_head"), 0.5),
+    "wpe": 0.3,
 }
 
 
@@ -113,32 +165,69 @@ def make_tiny(
 
     `max_shard_size` ("50KB") splits the weights over several files with an index.
     """
-    architecture, changes = _SPECS[family]
-    config = getattr(transformers, f"{architecture}Config")(**{**_BASE, **changes})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    model = _model(family, seed)
     _scale(model, seed)
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(path, **options)
     return Path(path)
 
 
+def oracle_attention(path: str | Path) -> str:
+    """The attention of transformers' that computes the model of a directory.
+
+    Its eager attention adds Falcon's ALiBi twice (once more in the mask).
+    """
+    architecture = json.loads((Path(path) / "config.json").read_text())["architectures"][0]
+    return "sdpa" if architecture.startswith("Falcon") else "eager"
+
+
+def _model(family: str, seed: int) -> Any:
+    if family in _OTHERS:
+        architecture, fields = _OTHERS[family]
+        fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **fields}
+    else:
+        architecture, changes = _SPECS[family]
+        fields = {**_BASE, **changes}
+    config = getattr(transformers, f"{architecture}Config")(**fields)
+    suffix = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{architecture}{suffix}")(config)
+
+
 @torch.no_grad()
-def _scale(model: torch.nn.Module, seed: int) -> None:
+def _scale(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        module = name.split(".")[-2]
-        if name.endswith(".bias"):
+        module, _, part = name.rpartition(".")
+        last = module.rpartition(".")[2]
+        if part == "bias":
             parameter.normal_(0.0, 0.1, generator=generator)
-        elif "norm" in module:
+        elif "norm" in last or last.startswith("ln_"):
             parameter.uniform_(0.7, 1.3, generator=generator)
+        elif last in _FUSED:
+            parameter.normal_(0.0, 1.0, generator=generator)
+            rows = _fused_deviations(model.config)
+            parameter *= rows if last == "c_attn" else rows[:, None]
         else:
-            scale = _SCALES[module] * _depth_factor(name)
-            parameter.normal_(0.0, scale, generator=generator)
+            parameter.normal_(0.0, _deviation(module), generator=generator)
 
 
-def _depth_factor(name: str) -> float:
+def _deviation(module: str) -> float:
     """Later attention outputs stand against a larger residual and are scaled up with it."""
-    parts = name.split(".")
-    return 1.0 + 0.5 * int(parts[2]) if parts[-2] == "o_proj" else 1.0
+    own = next(scale for end, scale in _SCALES.items() if f".{module}".endswith(f".{end}"))
+    depth = next((int(part) for part in module.split(".") if part.isdigit()), 0)
+    return own * (1.0 + 0.5 * depth if module.endswith(_OUTPUT) else 1.0)
+
+
+def _fused_deviations(config: Any) -> torch.Tensor:
+    """Of each row of a projection that holds q, k and v: by KV head in Falcon, else in turn."""
+    heads, groups = config.num_attention_heads, 1
+    if isinstance(config, transformers.FalconConfig):
+        multi_query = config.multi_query and not config.new_decoder_architecture
+        groups = 1 if multi_query else config.num_kv_heads
+        small = heads // groups + 1
+        line = [_QUERY_KEY] * small + [_VALUE]
+    else:
+        line = [_QUERY_KEY] * 2 * heads + [_VALUE] * heads
+    return torch.tensor(line * groups).repeat_interleave(config.hidden_size // heads)

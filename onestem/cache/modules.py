@@ -1,0 +1,110 @@
+"""Runs that are not part of a sequence: modules of prompts in PML, found by key.
+
+A module run's keys and values are a function of its key (`onestem.pml.segments`), so whoever names
+the key may read them. Its pages are of the same pool as the tree's, and go by the same clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+
+from onestem.cache.idle import IdleRuns
+from onestem.cache.pages import PagePool
+from onestem.cache.run import Run
+from onestem.tree import Label
+
+__all__ = ["ModuleRun", "ModuleStore"]
+
+
+class ModuleRun(Run):
+    """Tokens of a module at consecutive positions.
+
+    Attributes:
+        name: by which it is found.
+        kept: False: it goes as soon as nobody holds it (placeholders; `share="off"`).
+    """
+
+    __slots__ = ("kept", "name")
+
+    def __init__(self, name: Hashable, tokens: np.ndarray, position: int, kept: bool) -> None:
+        super().__init__(tokens.tolist(), None, 0, Label(shift=position))
+        self.name = name
+        self.kept = kept
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is computed, or will be in the present step."""
+        return self.computed == len(self.tokens)
+
+
+class ModuleStore:
+    """Module runs by name.
+
+    Args:
+        pool: the KV pages.
+        idle: what may be evicted, here and in the tree.
+    """
+
+    def __init__(self, pool: PagePool, idle: IdleRuns) -> None:
+        self.pool = pool
+        self._idle = idle
+        self._runs: dict[Hashable, ModuleRun] = {}
+
+    def get(self, name: Hashable) -> ModuleRun | None:
+        return self._runs.get(name)
+
+    def attach(
+        self, name: Hashable, tokens: np.ndarray, position: int, owner: object, *, kept: bool = True
+    ) -> ModuleRun:
+        """The run of a name, pinned; if it is new, `owner` is to compute it.
+
+        Args:
+            tokens: int32 `[n]`.
+            position: of the first.
+        """
+        run = self._runs.get(name)
+        if run is None:
+            run = self._runs[name] = ModuleRun(name, tokens, position, kept)
+            run.pool, run.owner = self.pool, owner
+        self.pin(run)
+        return run
+
+    def pin(self, run: ModuleRun) -> None:
+        run.pins += 1
+        if run.pins == 1:
+            self.pool.hold(run.pages)
+
+    def unpin(self, run: ModuleRun) -> None:
+        """Let go of a run. What nobody holds stays until its pages are wanted."""
+        run.pins -= 1
+        if run.pins:
+            return
+        self._idle.clock += 1
+        self.pool.unhold(run.pages)
+        run.owner, run.last_used = None, self._idle.clock
+        if run.kept and run.computed:
+            self._idle.note(run, self)
+        else:
+            self._drop(run)
+
+    def evict(self, run: Run, last_used: int) -> bool:
+        """Free a run that nobody has held since `last_used`."""
+        assert isinstance(run, ModuleRun)
+        current = run.pins == 0 and run.last_used == last_used
+        if not current or self._runs.get(run.name) is not run:
+            return False
+        self._drop(run)
+        return True
+
+    def _drop(self, run: ModuleRun) -> None:
+        del self._runs[run.name]
+        self.pool.release(run.pages)
+        run.pages = []
+
+    def __iter__(self) -> Iterator[ModuleRun]:
+        return iter(list(self._runs.values()))
+
+    def __len__(self) -> int:
+        return len(self._runs)

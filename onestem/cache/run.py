@@ -1,0 +1,91 @@
+"""A run: tokens whose keys and values are stored once, and the pages that they stand in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from onestem.cache.pages import PagePool
+from onestem.tree import PLAIN, Label, Node
+
+__all__ = ["Run"]
+
+
+class Run(Node):
+    """Tokens whose keys and values are (or will be) stored once.
+
+    Attributes:
+        pages: page ids of the first tokens; allocated as the tokens are computed.
+        offset: slot of the first token in its first page.
+        computed: leading tokens whose KV is written, or scheduled to be in the present step.
+        pins: sequences (and groups) whose path holds this run.
+        owner: who computes what is not yet computed (any object), or None.
+        last_used: the cache's clock when it was last let go.
+        uid: number of creation; orders rows so that a run's rows are neighbours.
+    """
+
+    __slots__ = (
+        "computed",
+        "last_used",
+        "offset",
+        "owner",
+        "pages",
+        "pages_array",
+        "pins",
+        "pool",
+        "uid",
+    )
+    _uids = itertools.count()
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        parent: Run | None,
+        start: int,
+        label: Label = PLAIN[0].label,
+    ) -> None:
+        super().__init__(tokens, parent, start, label)
+        self.pages: list[int] = []
+        self.pages_array: np.ndarray | None = None
+        self.offset = 0
+        self.computed = 0
+        self.pins = 0
+        self.owner: object | None = None
+        self.last_used = 0
+        self.uid = next(Run._uids)
+        self.pool: PagePool | None = None
+
+    def split_off(self, at: int) -> Run:
+        """Nothing is copied: where the cut falls inside a page, both parts refer to it."""
+        upper = super().split_off(at)
+        upper.pool, upper.owner = self.pool, self.owner
+        upper.pins, upper.last_used = self.pins, self.last_used
+        upper.offset = self.offset
+        upper.computed = min(self.computed, at)
+        self.computed -= upper.computed
+        assert self.pool is not None
+        cut = self.offset + at
+        whole, inside = divmod(cut, self.pool.page_size)
+        upper.pages = self.pages[: whole + (inside > 0)]
+        if inside and len(self.pages) > whole:
+            self.pool.share(self.pages[whole], held=self.pins > 0)
+            self.pages, self.offset = self.pages[whole:], inside
+        else:
+            self.pages, self.offset = self.pages[whole:], 0
+        self.pages_array = upper.pages_array = None
+        return upper
+
+    def page_ids(self) -> np.ndarray:
+        """int32 `[len(pages)]`."""
+        if self.pages_array is None or len(self.pages_array) != len(self.pages):
+            self.pages_array = np.array(self.pages, dtype=np.int32)
+        return self.pages_array
+
+    def slots(self, first: int, end: int) -> np.ndarray:
+        """int64: where tokens first..end-1 of this run stand."""
+        assert self.pool is not None
+        index = np.arange(self.offset + first, self.offset + end)
+        size = self.pool.page_size
+        return self.page_ids()[index // size].astype(np.int64) * size + index % size

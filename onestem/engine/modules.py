@@ -1,0 +1,191 @@
+"""A prompt in PML as the engine runs it: which module runs it imports, and what it computes itself.
+
+What a prompt computes (arguments, new text, the answer) is a sequence like any other, with jumps of
+positions; what it imports are runs beside it, each seen by the rows behind it (`anchored`) or by
+all (`isolated`). `docs/pml.md` has the rules, `onestem.pml.visible` defines them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from onestem.cache import ModuleRun, ModuleStore
+from onestem.pml import CompiledPrompt, Segment
+from onestem.tree import Label, Stretch
+
+__all__ = ["Import", "ImportedRun", "PmlPrompt", "SequenceModules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Tokens 0..in_use-1 of an encoded segment are seen by a sequence's tokens from `first` on."""
+
+    segment: int
+    first: int
+    in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRun:
+    """The same of the segment's run."""
+
+    run: ModuleRun
+    first: int
+    in_use: int
+
+    @property
+    def whole(self) -> bool:
+        return self.in_use == len(self.run.tokens)
+
+
+class PmlPrompt:
+    """A compiled prompt, taken apart for the engine.
+
+    Attributes:
+        tokens: ids that are computed for the prompt, in the order of their positions.
+        stretches: where they and the answer stand, and which runs they may share: those of prompts
+            that see the same modules.
+        encoded: segments that are computed once for all prompts, and their placeholders, each
+            behind those that it attends to.
+        imports: what the tokens see of these.
+    """
+
+    def __init__(self, compiled: CompiledPrompt, salt: str) -> None:
+        own = [segment for segment in compiled.segments if not segment.is_encoded]
+        self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
+        self.tokens = array("i", np.concatenate([segment.token_ids for segment in own]).tolist())
+        self.salt = salt
+        positions = np.concatenate([np.arange(s.position, s.end) for s in own])
+        self.imports = tuple(_imports(compiled, positions))
+        self.stretches = tuple(self._stretches(positions, compiled.next_position))
+
+    def _stretches(self, positions: np.ndarray, next_position: int) -> Iterator[Stretch]:
+        shifts = np.append(positions, next_position) - np.arange(len(positions) + 1)
+        starts = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist()]
+        space = self._space()
+        return (Stretch(start, Label(space, int(shifts[start]))) for start in starts)
+
+    def _space(self) -> Hashable:
+        """Names what the tokens see that is not on their path."""
+        if not self.imports:
+            return self.salt
+        digest = hashlib.blake2b(digest_size=16)
+        for one in self.imports:
+            digest.update(f"{self.encoded[one.segment].key} {one.in_use} ".encode())
+        return self.salt, digest.hexdigest()
+
+    def num_pages(self, page_size: int) -> int:
+        """Pages that it takes in an empty cache before its answer begins, at most."""
+        bounds = [stretch.start for stretch in self.stretches if stretch.start < len(self.tokens)]
+        own = np.diff([*bounds, len(self.tokens)]).tolist()
+        lengths = [len(segment.token_ids) for segment in self.encoded] + own
+        return sum(-(-length // page_size) for length in lengths)
+
+    def most_tokens(self, *, max_positions: int, num_pages: int, page_size: int) -> int:
+        """Own tokens, those of the answer included, that the model's positions and an otherwise
+        empty cache have room for."""
+        start, label = self.stretches[-1]
+        own = len(self.tokens)
+        free = (num_pages - self.num_pages(page_size)) * page_size
+        # The answer fills the last page first, unless it begins a run of its own.
+        slack = (start - own) % page_size if start < own else 0
+        return min(max_positions - label.shift, own + slack + free)
+
+
+def _imports(compiled: CompiledPrompt, positions: np.ndarray) -> Iterator[Import]:
+    isolated = compiled.isolation == "isolated"
+    encoded = [segment for segment in compiled.segments if segment.is_encoded]
+    for index, segment in enumerate(encoded):
+        if segment.kind == "cached":
+            first = 0 if isolated else int(np.searchsorted(positions, segment.position))
+            yield Import(index, first, segment.in_use)
+
+
+class SequenceModules:
+    """The module runs of an admitted sequence, pinned.
+
+    Args:
+        store: of the runs.
+        prompt: what the sequence imports.
+        owner: the sequence: it computes what is not there.
+        private: nobody else may use them (`share="off"`).
+
+    Attributes:
+        seen: what the sequence's tokens see of them.
+    """
+
+    def __init__(
+        self, store: ModuleStore, prompt: PmlPrompt, owner: object, *, private: bool
+    ) -> None:
+        self.prompt = prompt
+        self._store = store
+        self._owner = owner
+        self._private = private
+        self._runs: dict[int, ModuleRun] = {}
+        for index, segment in enumerate(prompt.encoded):
+            if segment.kind == "cached":
+                self._attach(index, segment)
+        self.seen = tuple(
+            ImportedRun(self._runs[one.segment], one.first, one.in_use) for one in prompt.imports
+        )
+
+    def _attach(self, index: int, segment: Segment) -> None:
+        name = (self.prompt.salt, segment.key, id(self._owner) if self._private else None)
+        kept = not self._private and segment.kind == "cached"
+        self._runs[index] = self._store.attach(
+            name, segment.token_ids, segment.position, self._owner, kept=kept
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether what the sequence sees is computed, or will be in the present step."""
+        return all(one.run.complete for one in self.seen)
+
+    def missing(self, load: Callable[[ModuleRun], bool]) -> Iterator[tuple[int, ModuleRun]]:
+        """Runs that are still to be computed, with the placeholders that they attend to, in their
+        order. `load` may find a run elsewhere: it is complete then."""
+        needed: set[int] = set()
+        for one in self.prompt.imports:
+            run = self._runs[one.segment]
+            if not run.complete and not (run.computed == 0 and load(run)):
+                needed.update((one.segment, *self.prompt.encoded[one.segment].attends))
+        for index in sorted(needed):
+            if index not in self._runs:
+                self._attach(index, self.prompt.encoded[index])
+            if not self._runs[index].complete:
+                yield index, self._runs[index]
+
+    def attended(self, index: int) -> list[ModuleRun]:
+        """Runs that the tokens of a run see whole."""
+        return [self._runs[other] for other in self.prompt.encoded[index].attends]
+
+    def missing_pages(self) -> int:
+        """Pages still to be allocated, for runs that this sequence is to compute."""
+        return sum(
+            max(0, self._store.pool.pages_for(len(run.tokens)) - len(run.pages))
+            for run in self._runs.values()
+            if not run.complete and run.owner in (None, self._owner)
+        )
+
+    def release_placeholders(self) -> None:
+        """Once what attends to them is computed, nobody sees them any more."""
+        if len(self._runs) > len(self.seen) and self.complete:
+            for index in self._runs.keys() - {one.segment for one in self.prompt.imports}:
+                self._store.unpin(self._runs.pop(index))
+
+    def fork(self, owner: object) -> SequenceModules:
+        """The same for a sequence that goes on beside this one."""
+        return SequenceModules(self._store, self.prompt, owner, private=False)
+
+    def release(self) -> None:
+        """Let go; whoever else holds unfinished runs may take them over."""
+        for run in self._runs.values():
+            if run.owner is self._owner:
+                run.owner = None
+            self._store.unpin(run)
+        self._runs.clear()

@@ -1,0 +1,103 @@
+"""An engine's state in plain values: the tree of runs, who holds KV memory, what runs and waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from onestem.cache import Run
+
+if TYPE_CHECKING:
+    from onestem.engine.engine import Engine
+
+__all__ = ["snapshot"]
+
+MOST_RUNS = 400
+FIRST_TOKENS = 12
+
+
+def snapshot(engine: Engine) -> dict[str, Any]:
+    """Plain values, for JSON.
+
+    `runs`: the largest by tokens, each after its parent: id, parent (None at the top), start,
+    tokens, computed, readers (running sequences), owner (`prefix`, `interactive`, `job`, `cached`)
+    and first token ids; `num_runs` counts all. `pages` by owner: a page that several hold is
+    counted for the first of prefix, interactive, job, cached.
+    """
+    scheduler, pool = engine.scheduler, engine.cache.pool
+    readers = _readers(engine)
+    pinned = engine.pins.runs
+    owners = {run: _owner(run, readers, pinned) for run in engine.cache.runs()}
+    return {
+        "pages": {
+            "size": pool.page_size,
+            "total": pool.num_pages,
+            "free": pool.num_free,
+            "held": pool.num_held,
+            "cached": pool.num_pages - pool.num_free - pool.num_held,
+            **_pages_by_owner(owners),
+        },
+        "running": sum(not sequence.is_job for sequence in scheduler.running),
+        "running_jobs": sum(sequence.is_job for sequence in scheduler.running),
+        "paused_jobs": scheduler.num_paused,
+        "waiting": engine.num_waiting,
+        "jobs": engine.job_ids,
+        "prefixes": [dataclasses.asdict(info) for info in engine.prefixes()],
+        "stats": engine.stats.to_dict(),
+        "num_runs": len(owners),
+        "runs": [_run(run, readers, owners) for run in _largest(owners)],
+    }
+
+
+def _readers(engine: Engine) -> dict[Run, list[int]]:
+    """By run, how many interactive sequences and sequences of jobs read it."""
+    readers: dict[Run, list[int]] = {}
+    for sequence in engine.scheduler.running:
+        for run in sequence.path(engine.scheduler.version):
+            readers.setdefault(run, [0, 0])[sequence.is_job] += 1
+    return readers
+
+
+def _owner(run: Run, readers: dict[Run, list[int]], pinned: set[Run]) -> str:
+    if run in pinned:
+        return "prefix"
+    interactive, jobs = readers.get(run, (0, 0))
+    return "interactive" if interactive else "job" if jobs else "cached"
+
+
+def _pages_by_owner(owners: dict[Run, str]) -> dict[str, int]:
+    pages: dict[int, str] = {}
+    for name in ("cached", "job", "interactive", "prefix"):
+        for run, owner in owners.items():
+            if owner == name:
+                pages.update(dict.fromkeys(run.pages, name))
+    counts = dict.fromkeys(("prefix", "interactive", "job"), 0)
+    for owner in pages.values():
+        if owner != "cached":
+            counts[owner] += 1
+    return counts
+
+
+def _largest(owners: dict[Run, str]) -> list[Run]:
+    """The largest runs, those above them with them, from the top down."""
+    chosen: dict[Run, None] = {}
+    for run in sorted(owners, key=lambda run: len(run.tokens), reverse=True):
+        path = [node for node in run.path() if node not in chosen]
+        if len(chosen) + len(path) <= MOST_RUNS:
+            chosen.update(dict.fromkeys(path))
+    return sorted(chosen, key=lambda run: (run.start, run.uid))
+
+
+def _run(run: Run, readers: dict[Run, list[int]], owners: dict[Run, str]) -> dict[str, Any]:
+    parent = run.parent
+    return {
+        "id": run.uid,
+        "parent": parent.uid if parent is not None and parent.parent is not None else None,
+        "start": run.start,
+        "tokens": len(run.tokens),
+        "computed": run.computed,
+        "readers": sum(readers.get(run, (0, 0))),
+        "owner": owners.get(run, "cached"),
+        "salted": run.label.space != "",
+        "first": run.tokens[:FIRST_TOKENS].tolist(),
+    }

@@ -1,0 +1,159 @@
+"""What a decoder is made of, and what its tensors are called: values, no torch.
+
+Each module of `onestem.models.families` reads them off its family's `config.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from onestem.errors import ConfigError
+
+__all__ = ["Alibi", "Description", "Learned", "RopeScaling", "Rotary", "TensorNames"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE frequencies are stretched for long contexts, independent of the prompt's length.
+
+    `linear` divides every frequency by `factor`. `llama3` divides those whose wavelength is longer
+    than `original_max_position_embeddings / low_freq_factor`, keeps those shorter than
+    `original_max_position_embeddings / high_freq_factor` and interpolates between the two.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """RoPE (arXiv 2104.09864) over the first `dim` dimensions of each head; the others stay."""
+
+    dim: int
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Linear biases (arXiv 2108.12409): `slopes[head] * (p_key - p_row)` on the scores."""
+
+    slopes: tuple[float, ...]
+
+    @staticmethod
+    def of_heads(num_heads: int, bias_max: float = 8.0) -> Alibi:
+        """The paper's slopes (section 3): with a power of two of heads `2 ** (-bias_max i / heads)`
+        for i from 1; with others those of the power of two below, then every second one of the
+        power above."""
+        power = 2 ** int(math.log2(num_heads))
+        slopes = [2 ** (-bias_max * i / power) for i in range(1, power + 1)]
+        between = [2 ** (-bias_max * i / (2 * power)) for i in range(1, 2 * power, 2)]
+        return Alibi(tuple((slopes + between)[:num_heads]))
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A vector per position, added to the token's embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A decoder-only transformer.
+
+    Attributes:
+        architecture: its name in `config.json`.
+        norm: RMSNorm, or LayerNorm; `norm_bias`: it has a bias.
+        block: `sequential`: the MLP reads what attention has added to. `parallel`: both read the
+            same normed rows. `parallel_two_norms`: the same rows, each through a norm of its own.
+        mlp: `silu_gated`: down(silu(gate) * up). Others: down(gelu(up)), by the error function or
+            its approximation with tanh.
+        qkv_clip: what q, k and v are clamped to, in size.
+        qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
+        max_position_embeddings: position ids are lower.
+        sliding_windows: per layer, how many positions back a row sees, itself included
+            (0 <= p_row - p_key < window); `None`: all.
+        initializer_range: standard deviation of random weights.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    positions: Rotary | Alibi | Learned
+    max_position_embeddings: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_bias: bool = False
+    block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
+    mlp: Literal["silu_gated", "gelu", "gelu_tanh"] = "silu_gated"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    qkv_clip: float | None = None
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...]
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads is {self.num_q_heads}, expected a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}, expected an even number (RoPE pairs)")
+        if isinstance(self.positions, Rotary) and self.positions.dim % 2:
+            raise ConfigError(
+                f"partial_rotary_factor turns {self.positions.dim} of {self.head_dim} dimensions, "
+                "expected an even number (RoPE pairs)"
+            )
+        if len(self.sliding_windows) != self.num_layers:
+            raise ConfigError(
+                f"layer_types gives {len(self.sliding_windows)} layers, expected {self.num_layers}"
+            )
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of modules in a checkpoint; a module's tensors are `.weight` and `.bias`.
+
+    Attributes:
+        layer: with a place for the layer's index; the names below it go behind.
+        qkv: three projections, or one that holds them all.
+        up: gate and up, or up alone.
+        post_norm: before the MLP; None: it reads what attention reads.
+        positions: of learned positions.
+        prefix: a checkpoint of the model without its head leaves it out everywhere.
+        transposed: weights of linear layers are `[in_features, out_features]`.
+        grouped: rows of the one projection stand by KV head: its query heads, its k, its v;
+            otherwise all q, all k, all v.
+        ignored: ends of names of buffers that follow from the configuration.
+    """
+
+    embedding: str
+    layer: str
+    input_norm: str
+    qkv: tuple[str, ...]
+    output: str
+    post_norm: str | None
+    up: tuple[str, ...]
+    down: str
+    norm: str
+    prefix: str
+    head: str = "lm_head"
+    qk_norm: tuple[str, ...] = ()
+    positions: str | None = None
+    transposed: bool = False
+    grouped: bool = False
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)

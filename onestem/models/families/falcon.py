@@ -1,0 +1,113 @@
+"""Falcon (arXiv 2311.16867): LayerNorm, few KV heads, attention and MLP side by side.
+
+Three forms: 7B (one KV head, one norm), 40B and 11B (`new_decoder_architecture`: a KV head per
+group, two norms or one), and RW (ALiBi, biases, one after the other).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+from onestem.models.description import Alibi, Description, Rotary, TensorNames
+from onestem.models.families.shared import gelu, rotary
+from onestem.models.fields import Fields
+
+__all__ = ["names", "read"]
+
+Block = Literal["sequential", "parallel", "parallel_two_norms"]
+
+_NORMS: dict[Block, tuple[str, str | None]] = {
+    "sequential": ("input_layernorm", "post_attention_layernorm"),
+    "parallel": ("input_layernorm", None),
+    "parallel_two_norms": ("ln_attn", "ln_mlp"),
+}
+
+
+def read(fields: Fields, architecture: str) -> Description:
+    hidden_size = fields.positive("hidden_size")
+    num_layers = fields.positive("num_hidden_layers")
+    max_position_embeddings = fields.positive("max_position_embeddings", 2048)
+    bias = fields.boolean("bias", False)
+    head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    return Description(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("ffn_hidden_size", 4 * hidden_size),
+        num_layers=num_layers,
+        num_q_heads=fields.positive("num_attention_heads"),
+        num_kv_heads=_num_kv_heads(fields),
+        head_dim=head_dim,
+        positions=_positions(fields, head_dim, max_position_embeddings),
+        max_position_embeddings=max_position_embeddings,
+        norm="layer",
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_bias=True,
+        block=_block(fields),
+        mlp=gelu(fields, "activation", "gelu"),
+        tie_embeddings=fields.boolean("tie_word_embeddings", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        sliding_windows=(None,) * num_layers,
+        initializer_range=fields.number("initializer_range", 0.02),
+    )
+
+
+def names(description: Description) -> TensorNames:
+    input_norm, post_norm = _NORMS[description.block]
+    return TensorNames(
+        embedding="transformer.word_embeddings",
+        layer="transformer.h.{}.",
+        input_norm=input_norm,
+        qkv=("self_attention.query_key_value",),
+        output="self_attention.dense",
+        post_norm=post_norm,
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        norm="transformer.ln_f",
+        prefix="transformer.",
+        grouped=True,
+    )
+
+
+def _num_kv_heads(fields: Fields) -> int:
+    """`num_kv_heads` counts in the new form alone; files of the 7B give it, and mean one."""
+    num_q_heads = fields.positive("num_attention_heads")
+    if fields.boolean("new_decoder_architecture", False):
+        return fields.positive("num_kv_heads", num_q_heads)
+    if fields.boolean("multi_query", True):
+        return 1
+    fields.refuse_others(num_kv_heads=num_q_heads)
+    return num_q_heads
+
+
+def _block(fields: Fields) -> Block:
+    parallel = fields.boolean("parallel_attn", True)
+    if not fields.boolean("new_decoder_architecture", False):
+        if parallel:
+            fields.refuse_others(num_ln_in_parallel_attn=1)
+        return "parallel" if parallel else "sequential"
+    fields.refuse_others(parallel_attn=True)
+    norms = fields.positive("num_ln_in_parallel_attn", 2)
+    if norms not in (1, 2):
+        raise fields.unsupported("num_ln_in_parallel_attn", "1, 2")
+    return "parallel_two_norms" if norms == 2 else "parallel"
+
+
+def _positions(fields: Fields, head_dim: int, max_position_embeddings: int) -> Rotary | Alibi:
+    if not fields.boolean("alibi", False):
+        return rotary(fields, head_dim, max_position_embeddings)
+    slopes = Alibi.of_heads(fields.positive("num_attention_heads")).slopes
+    # Falcon scales scores and biases together. Its slopes are bfloat16 numbers; their products with
+    # positions, which its own code rounds to bfloat16 too, are kept exact here.
+    return Alibi(tuple(_bfloat16(slope) / head_dim**0.5 for slope in slopes))
+
+
+def _bfloat16(value: float) -> float:
+    """Rounded to bfloat16, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    (rounded,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
+    return float(rounded)

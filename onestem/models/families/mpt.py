@@ -1,0 +1,74 @@
+"""MPT: LayerNorm without bias, ALiBi, one head of keys and values per query head."""
+
+from __future__ import annotations
+
+from onestem.models.description import Alibi, Description, TensorNames
+from onestem.models.families.shared import gelu
+from onestem.models.fields import Fields
+
+__all__ = ["names", "read"]
+
+
+def read(fields: Fields, architecture: str) -> Description:
+    attention = Fields(fields.mapping("attn_config"), f"{fields.source}: attn_config")
+    _refuse_what_changes_the_model(fields, attention)
+    hidden_size = fields.positive("d_model")
+    num_heads = fields.positive("n_heads")
+    num_layers = fields.positive("n_layers")
+    clip = attention.optional_number("clip_qkv")
+    return Description(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("expansion_ratio", 4) * hidden_size,
+        num_layers=num_layers,
+        num_q_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=fields.head_dim("d_model", "n_heads"),
+        positions=Alibi.of_heads(num_heads, attention.number("alibi_bias_max", 8.0)),
+        max_position_embeddings=fields.positive("max_seq_len"),
+        norm="layer",
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        mlp=gelu(fields, "activation", "gelu"),
+        tie_embeddings=fields.boolean("tie_word_embeddings", True),
+        qkv_clip=None if not clip else attention.number("clip_qkv"),
+        sliding_windows=(None,) * num_layers,
+        initializer_range=fields.number("initializer_range", 0.02),
+    )
+
+
+def names(description: Description) -> TensorNames:
+    return TensorNames(
+        embedding="transformer.wte",
+        layer="transformer.blocks.{}.",
+        input_norm="norm_1",
+        qkv=("attn.Wqkv",),
+        output="attn.out_proj",
+        post_norm="norm_2",
+        up=("ffn.up_proj",),
+        down="ffn.down_proj",
+        norm="transformer.norm_f",
+        prefix="transformer.",
+    )
+
+
+def _refuse_what_changes_the_model(fields: Fields, attention: Fields) -> None:
+    """`learned_pos_emb` is true in files of models that have no such tensor: ALiBi overrides it."""
+    fields.refuse_others(no_bias=True)
+    if fields.values.get("logit_scale") is not None:
+        raise fields.unsupported("logit_scale", "null")
+    norm = fields.values.get("norm_type")
+    if norm not in (None, "layernorm", "low_precision_layernorm"):
+        raise fields.unsupported("norm_type", "layernorm, low_precision_layernorm")
+    if attention.values.get("softmax_scale") is not None:
+        raise attention.unsupported("softmax_scale", "null")
+    attention.refuse_others(
+        attn_type="multihead_attention",
+        alibi=True,
+        prefix_lm=False,
+        qk_ln=False,
+        qk_gn=False,
+        rope=False,
+        attn_uses_sequence_id=False,
+        sliding_window_size=-1,
+    )

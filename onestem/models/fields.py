@@ -1,0 +1,105 @@
+"""The fields of a JSON file; errors name the file, the field and what is expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onestem.errors import ConfigError, UnsupportedError
+
+__all__ = ["Fields", "is_integer", "read_json"]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object. A field that is null counts as absent."""
+
+    values: Mapping[str, Any]
+    source: Path | str
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        given = repr(self.values[name]) if name in self.values else "missing"
+        return ConfigError(f"{self.source}: {name} is {given}, expected {expected}")
+
+    def unsupported(self, name: str, supported: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.source}: {name} is {self.values.get(name)!r}, supported: {supported}"
+        )
+
+    def refuse_others(self, **supported: object) -> None:
+        """Each of these fields is absent or has the one value that is computed."""
+        for name, value in supported.items():
+            if self.values.get(name) not in (None, value):
+                raise self.unsupported(name, repr(value))
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self.values.get(name)
+        if value is None or is_integer(value):
+            return value
+        raise self.wrong(name, "an integer")
+
+    def optional_number(self, name: str) -> float | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if is_integer(value) or isinstance(value, float):
+            return float(value)
+        raise self.wrong(name, "a number")
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        value: Any = self.values.get(name)
+        value = default if value is None else value
+        if not is_integer(value) or value <= 0:
+            raise self.wrong(name, "a positive integer")
+        return int(value)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.optional_number(name)
+        value = default if value is None else value
+        if value is None or value <= 0:
+            raise self.wrong(name, "a positive number")
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise self.wrong(name, "true or false")
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value = self.values.get(name)
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return value
+        raise self.wrong(name, "an object or null")
+
+    def head_dim(self, size: str, heads: str) -> int:
+        """What the field `size` gives each of `heads`."""
+        if self.positive(size) % self.positive(heads):
+            raise self.wrong(size, f"a multiple of {heads} ({self.positive(heads)})")
+        return self.positive(size) // self.positive(heads)
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file of a model directory holds."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} does not exist: expected a Hugging Face model directory"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds {type(value).__name__}, expected a JSON object")
+    return value

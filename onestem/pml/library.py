@@ -1,0 +1,88 @@
+"""Schemas at hand, laid out for one tokenizer, and prompts compiled against them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from onestem.pml.binding import find_schema
+from onestem.pml.compile import compile_prompt
+from onestem.pml.layout import Layout, lay_out
+from onestem.pml.nodes import Prompt, Schema
+from onestem.pml.parser import parse_prompt, parse_schema, read_prompt, read_schema
+from onestem.pml.place import PmlError
+from onestem.pml.segments import CompiledPrompt, Encoding, Isolation, parse_isolation
+from onestem.pml.tokens import Tokenizer
+
+__all__ = ["Library"]
+
+# Markup, or the file that it is in.
+Source = str | os.PathLike[str]
+
+
+class Library:
+    """Schemas by name.
+
+    Args:
+        max_positions: that the model has; None: not checked.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_positions: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_positions = max_positions
+        self.layouts: dict[str, Layout] = {}
+        self._encodings: dict[tuple[str, Isolation], Encoding] = {}
+
+    def add(self, source: Schema | Source) -> Layout:
+        """Lay a schema out. The same one may be added again.
+
+        Args:
+            source: nodes, markup (text that begins with `<`), or a file.
+
+        Raises:
+            PmlError: what is wrong with it; another schema has its name.
+        """
+        schema = source if isinstance(source, Schema) else _schema(source)
+        known = self.layouts.get(schema.name)
+        if known is None:
+            layout = lay_out(schema, self.tokenizer, max_positions=self.max_positions)
+            self.layouts[schema.name] = layout
+            return layout
+        if known.schema != schema:
+            raise PmlError(
+                f"another schema is named {schema.name!r}: rename one of them", schema.at
+            )
+        return known
+
+    def compile(self, source: Prompt | Source, isolation: str = "anchored") -> CompiledPrompt:
+        """A prompt's segments.
+
+        Raises:
+            PmlError: what is wrong with it; its schema is not here.
+        """
+        prompt = source if isinstance(source, Prompt) else _prompt(source)
+        layout = find_schema(prompt, self.layouts)
+        encoding = self.encoding(prompt.schema, isolation)
+        return compile_prompt(layout, prompt, encoding.isolation, encoding=encoding)
+
+    def encoding(self, name: str, isolation: str) -> Encoding:
+        """What of a schema is computed once."""
+        key = (name, parse_isolation(isolation))
+        if key not in self._encodings:
+            self._encodings[key] = Encoding(self.layouts[name], key[1])
+        return self._encodings[key]
+
+
+def _schema(source: Source) -> Schema:
+    markup = _markup(source)
+    return read_schema(Path(source)) if markup is None else parse_schema(markup)
+
+
+def _prompt(source: Source) -> Prompt:
+    markup = _markup(source)
+    return read_prompt(Path(source)) if markup is None else parse_prompt(markup)
+
+
+def _markup(source: Source) -> str | None:
+    begins = isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("<")
+    return source if isinstance(source, str) and begins else None

@@ -1,0 +1,237 @@
+"""Jobs beside interactive requests, pinned prefixes, salts: on the symbolic model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from onestem.errors import RequestError
+from onestem.request import Reuse
+from tests.engine.harness import assert_idle
+from tests.engine.symbolic import drain, make_symbolic, request, run_all
+from tests.engine.test_symbolic import grouped, interrupted_step, random_requests, same_as_alone
+
+
+def fast(engine):
+    """An engine whose steps all take a second, so that its decisions do not depend on the clock."""
+    scheduler = engine.scheduler
+    step, decodes = scheduler.note_step, scheduler.note_decodes
+    scheduler.note_step = lambda seconds: step(1.0)
+    scheduler.note_decodes = lambda interactive, jobs, seconds: decodes(interactive, jobs, 1.0)
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_traffic_of_both_kinds(seed):
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4])
+    pages = max(3, rng.choice([12, 16, 24, 40]) // page_size) if rng.random() < 0.7 else 400
+    limit = min(60, pages * page_size)
+    engine = fast(
+        make_symbolic(
+            num_pages=pages, page_size=page_size, max_model_len=limit,
+            share=rng.choice(["full", "full", "storage"]),
+            max_step_tokens=rng.choice([2, 3, 7, 16, 64]),
+        )
+    )  # fmt: skip
+    interactive = random_requests(rng, limit)
+    jobs = [random_requests(rng, limit) for _ in range(2)]
+    everything = {one.request_id: one for one in interactive}
+    for number, job in enumerate(jobs):
+        job[:] = [
+            request(f"job{number}-{one.request_id}", one.prompt_token_ids, **fields_of(one))
+            for one in job
+        ]
+        everything |= {one.request_id: one for one in job}
+        engine.add_job(str(number), grouped(rng, job))
+    left = list(interactive)
+
+    def arrive(outputs: dict) -> None:
+        if left and rng.random() < 0.3:
+            engine.add_request(left.pop(0))
+        if rng.random() < 0.05 and engine.has_unfinished():
+            ended = interrupted_step(engine, late=rng.random() < 0.5)
+            outputs.update({one.request_id: one for one in ended if one.finished})
+
+    outputs: dict = {}
+    while left or engine.has_unfinished():
+        arrive(outputs)
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+        engine.check()
+    assert_idle(engine)
+    assert outputs.keys() == everything.keys()
+    assert engine.job_ids == []
+    for name, one in everything.items():
+        same_as_alone(one, outputs[name], limit)
+
+
+def fields_of(one) -> dict:
+    params = one.params
+    names = ("max_tokens", "n", "seed", "temperature", "logprobs", "prompt_logprobs", "logit_bias")
+    return {name: getattr(params, name) for name in names} | {"score_from": one.score_from}
+
+
+def test_a_job_gives_way_before_an_interactive_request_waits():
+    engine = fast(make_symbolic(num_pages=16, page_size=4, max_step_tokens=64))
+    engine.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
+    for _ in range(3):
+        engine.step()
+    assert engine.cache.pool.num_available < 8
+    engine.add_request(request("a", [7, 6, 5] * 9, max_tokens=3, stream=True))
+    engine.step()
+    assert [s.state.request.request_id for s in engine.scheduler.running if not s.is_job] == ["a"]
+    assert engine.scheduler.num_set_backs > 0
+    outputs = drain(engine)
+    assert len(outputs) == 9
+    assert outputs["a"].metrics.num_set_backs == 0
+
+
+def test_a_job_computes_what_an_interactive_request_waits_for():
+    engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
+    shared = [1, 2, 3] * 20
+    engine.add_job("j", [request("j", shared, max_tokens=2)])
+    engine.step()
+    engine.add_request(request("other", [4, 5], max_tokens=40))
+    engine.step()
+    engine.add_request(request("a", [*shared, 7], max_tokens=1))
+    outputs = drain(engine)
+    assert outputs["a"].metrics.num_computed_tokens == 1
+    assert outputs["a"].metrics.finished_time < outputs["other"].metrics.finished_time
+    assert engine.stats.processed_prompt_tokens == len(shared) + 2 + 1
+
+
+def test_jobs_run_one_after_the_other_and_can_be_removed():
+    engine = make_symbolic(num_pages=8, page_size=4)
+    engine.add_job("x", [request(f"x{i}", [i] * 4, max_tokens=9) for i in range(6)])
+    engine.add_job("y", [request("y", [1] * 4, max_tokens=2)])
+    with pytest.raises(RequestError, match="'x' is in use"):
+        engine.add_job("x", [])
+    engine.step()
+    assert engine.job_ids == ["x", "y"]
+    removed = engine.remove_job("x")
+    assert 0 < len(removed) < 6
+    assert {o.outputs[0].finish_reason for o in removed} == {"abort"}
+    assert list(drain(engine)) == ["y"]
+    assert engine.job_ids == []
+    assert_idle(engine)
+
+
+def test_a_request_of_a_job_that_can_never_be_answered():
+    engine = make_symbolic()
+    engine.add_job("j", [request("bad", [99]), request("good", [1], max_tokens=1)])
+    outputs = drain(engine)
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert "token id 99" in outputs["bad"].outputs[0].stop_reason
+    assert outputs["good"].outputs[0].finish_reason == "length"
+
+
+# ----------------------------------------------------------------------------- prefixes
+
+
+def test_a_pinned_prefix_is_computed_ahead_and_stays():
+    engine = make_symbolic(num_pages=24, page_size=4, max_model_len=40)
+    prefix = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
+    engine.pin_prefix("support", prefix)
+    (before,) = engine.prefixes()
+    assert (before.ready, before.num_computed_tokens, before.readers) == (False, 0, 0)
+    assert drain(engine) == {}
+    (info,) = engine.prefixes()
+    assert (info.ready, info.num_tokens, info.hits, info.bytes) == (True, 10, 0, 80)
+    for i in range(6):  # as much as KV memory holds, several times
+        run_all(engine, [request(i, [i, 7] * 17, max_tokens=5)])
+    output = run_all(engine, [request("a", [*prefix, 3, 3], max_tokens=2)])["a"]
+    assert output.metrics.num_cached_tokens == 10
+    assert output.reuse == Reuse(matched_tokens=10, prefix="support", ended="new", here=3, there=())
+    assert engine.prefixes()[0].hits == 1
+    engine.check()
+    engine.unpin_prefix("support")
+    engine.cache.clear()
+    assert_idle(engine)
+    assert engine.cache.pool.num_free == engine.cache.pool.num_pages
+
+
+def test_prefixes_that_cannot_be_pinned():
+    engine = make_symbolic(num_pages=24, page_size=4, max_model_len=40)
+    with pytest.raises(RequestError, match="'long' has 60 tokens; KV memory of 96 tokens holds"):
+        engine.pin_prefix("long", [1] * 60)
+    engine.pin_prefix("a", [1, 2, 3])
+    with pytest.raises(RequestError, match="'a' is pinned already"):
+        engine.pin_prefix("a", [1])
+    with pytest.raises(RequestError, match="'b' is not pinned"):
+        engine.unpin_prefix("b")
+    with pytest.raises(RequestError, match="share off"):
+        make_symbolic(share="off").pin_prefix("a", [1])
+    engine.unpin_prefix("a")
+    assert drain(engine) == {}
+    assert_idle(engine)
+
+
+def test_the_longest_request_fits_beside_pinned_prefixes():
+    engine = make_symbolic(num_pages=20, page_size=4, max_model_len=40)
+    engine.pin_prefix("a", [1, 2, 3, 4, 5, 6])
+    engine.pin_prefix("b", [1, 2, 3, 7])
+    drain(engine)
+    longest = [[1, 2, 3, 4, 5, 6, *[i] * 30] for i in range(3)] + [[7 - i] * 36 for i in range(3)]
+    outputs = run_all(engine, [request(i, ids, max_tokens=None) for i, ids in enumerate(longest)])
+    assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(6)] == [4] * 6
+    assert [info.ready for info in engine.prefixes()] == [True, True]
+
+
+def test_a_common_prefix_serves_all_salts_and_nothing_else_is_shared():
+    engine = make_symbolic(num_pages=100, max_model_len=50)
+    prefix, own = [1, 2, 3, 4, 5], [6, 6, 6, 6]
+    engine.pin_prefix("app", prefix)
+    drain(engine)
+    cached = []
+    for i, salt in enumerate(["x", "y", "x"]):
+        one = request(
+            i, [*prefix, *own], max_tokens=1, cache_salt=salt, common_prefix_tokens=len(prefix)
+        )
+        output = run_all(engine, [one])[str(i)]
+        cached.append(output.metrics.num_cached_tokens)
+        assert output.reuse.prefix == "app"
+        assert output.reuse.there == ()
+    assert cached == [5, 5, 8]
+
+
+# ----------------------------------------------------------------------------- what is told
+
+
+def test_reuse_says_where_a_match_ended():
+    engine = make_symbolic(num_pages=100)
+    run_all(engine, [request("a", [1, 2, 3, 4], max_tokens=1)])
+    reuse = {
+        name: run_all(engine, [request(name, ids, max_tokens=1)])[name].reuse
+        for name, ids in {"differs": [1, 2, 5, 5], "prompt": [1, 2, 3, 4], "new": [0, 0]}.items()
+    }
+    assert reuse["differs"] == Reuse(
+        matched_tokens=2, prefix=None, ended="differs", here=5, there=(3,)
+    )
+    assert reuse["prompt"] == Reuse(matched_tokens=3, prefix=None, ended="prompt", here=4, there=())
+    assert (reuse["new"].matched_tokens, reuse["new"].ended) == (0, "differs")
+    assert run_all(make_symbolic(share="off"), [request("x", [1, 2])])["x"].reuse is None
+
+
+def test_a_snapshot_adds_up():
+    engine = make_symbolic(num_pages=100, page_size=4, max_model_len=50)
+    engine.pin_prefix("p", [1, 2, 3, 4, 5])
+    drain(engine)
+    run_all(engine, [request("gone", [7, 7, 7, 7, 7], max_tokens=1)])
+    engine.add_request(request("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
+    engine.add_job("j", [request("b", [2, 2, 2], max_tokens=9)])
+    engine.step()
+    state = engine.snapshot()
+    pages = state["pages"]
+    assert pages["free"] + pages["held"] + pages["cached"] == pages["total"] == 100
+    assert pages["prefix"] + pages["interactive"] + pages["job"] == pages["held"]
+    assert min(pages["prefix"], pages["interactive"], pages["cached"]) > 0
+    runs = {run["id"]: run for run in state["runs"]}
+    assert len(runs) == state["num_runs"]
+    for run in runs.values():
+        above = runs.get(run["parent"])
+        assert run["start"] == (above["start"] + above["tokens"] if above else 0)
+    assert {run["owner"] for run in runs.values()} >= {"prefix", "interactive", "cached"}
+    assert [prefix["readers"] for prefix in state["prefixes"]] == [1]

@@ -1,0 +1,67 @@
+"""How many rows jobs get beside interactive requests, and how many a prompt gets in a step."""
+
+from __future__ import annotations
+
+from onestem.engine.pace import CYCLE, FEWEST_ROWS, SAMPLES, SLOWDOWN, JobShare, StepBudget
+
+
+def run(
+    share: JobShare, seconds, interactive: int = 8, steps: int = 400
+) -> list[tuple[int, float]]:
+    """Jobs' rows and slowdown of each step, where a step of so many rows takes `seconds(rows)`."""
+    seen = []
+    for _ in range(steps):
+        jobs = share.rows(interactive)
+        took = seconds(interactive + jobs)
+        share.note(interactive, jobs, took, streak=False)
+        seen.append((jobs, took / seconds(interactive)))
+    return seen
+
+
+def test_jobs_take_what_slows_down_little():
+    linear = run(JobShare(most=1000), lambda rows: 1 + rows / 100)
+    late = linear[200:]
+    assert max(slowdown for _, slowdown in late) < 1.25
+    assert max(jobs for jobs, _ in late) >= 12  # 1.08 s alone; 16 rows more are 15%
+
+
+def test_jobs_take_all_where_rows_cost_nothing():
+    free = run(JobShare(most=256), lambda rows: 1.0)
+    assert max(jobs for jobs, _ in free) == 256
+
+
+def test_jobs_are_hardly_ever_tried_where_each_row_is_dear():
+    dear = run(JobShare(most=256), lambda rows: float(rows), interactive=4, steps=20 * CYCLE)
+    slow = [slowdown for _, slowdown in dear if slowdown > 1.25 - 1e-9]
+    assert 0 < len(slow) <= 0.01 * len(dear)
+
+
+def test_the_reference_is_measured_again_and_again():
+    share = JobShare(most=64)
+    without = [jobs == 0 for jobs, _ in run(share, lambda rows: 1.0, steps=10 * CYCLE)]
+    assert sum(without) == 10 * SAMPLES
+    # A device that has become slower is not taken for jobs' doing for ever.
+    run(share, lambda rows: 2.0, steps=10 * CYCLE)
+    assert share.limit == 64
+    assert SLOWDOWN < 2
+
+
+def test_a_size_that_was_never_seen_runs_alone_first():
+    share = JobShare(most=64)
+    run(share, lambda rows: 1.0, interactive=8, steps=CYCLE + SAMPLES)
+    assert share.rows(8) > 0
+    assert share.rows(100) == 0
+    share.note(100, 0, 1.0, streak=False)
+    assert share.rows(100) == share.rows(8)
+
+
+def test_a_step_takes_about_the_time_it_may():
+    budget = StepBudget(most=1000, seconds=0.1)
+    assert budget.rows == 1000
+    for _ in range(20):
+        budget.note(budget.rows, 0.001 * budget.rows)
+    assert budget.rows == 100
+    for _ in range(40):
+        budget.note(budget.rows, 1.0 * budget.rows)
+    assert budget.rows == FEWEST_ROWS
+    assert StepBudget(most=1000).rows == 1000
