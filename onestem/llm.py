@@ -58,6 +58,8 @@ class LLM:
         share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
         page_size: tokens in a page of KV memory.
         max_step_tokens: most prompt tokens of a step; None: 1024 on a CPU, 8192 on a GPU.
+        max_step_ms: about what a step may take, in milliseconds (what a new request may have to
+            wait for); None: as it takes, for the largest throughput.
         impl: attention implementation, `auto` for the fastest there is.
         random_weights: make the weights up (a directory with only a config will do).
         seed: where seeds of requests without one come from.
@@ -77,6 +79,7 @@ class LLM:
         share: ShareMode = "full",
         page_size: int = 16,
         max_step_tokens: int | None = None,
+        max_step_ms: float | None = None,
         impl: str = "auto",
         random_weights: bool = False,
         seed: int | None = None,
@@ -112,6 +115,7 @@ class LLM:
             share=share,
             max_model_len=max_model_len,
             max_step_tokens=max_step_tokens,
+            max_step_seconds=None if max_step_ms is None else max_step_ms / 1000,
             impl=impl,
             seed=seed,
         )

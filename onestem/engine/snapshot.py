@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from onestem.cache import Run
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["snapshot"]
 
 MOST_RUNS = 400
+MOST_MODULES = 200
 FIRST_TOKENS = 12
 
 
@@ -21,13 +23,17 @@ def snapshot(engine: Engine) -> dict[str, Any]:
 
     `runs`: the largest by tokens, each after its parent: id, parent (None at the top), start,
     tokens, computed, readers (running sequences), owner (`prefix`, `interactive`, `job`, `cached`)
-    and first token ids; `num_runs` counts all. `pages` by owner: a page that several hold is
-    counted for the first of prefix, interactive, job, cached.
+    and first token ids; `num_runs` counts all. `modules` are the runs of PML modules, alike, with
+    `start` their position.
+    `pages` by owner: a page that several hold is counted for the first of prefix, interactive, job,
+    cached.
     """
     scheduler, pool = engine.scheduler, engine.cache.pool
     readers = _readers(engine)
     pinned = engine.pins.runs
     owners = {run: _owner(run, readers, pinned) for run in engine.cache.runs()}
+    modules = set(engine.cache.modules)
+    tree = {run: owner for run, owner in owners.items() if run not in modules}
     return {
         "pages": {
             "size": pool.page_size,
@@ -44,8 +50,10 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "jobs": engine.job_ids,
         "prefixes": [dataclasses.asdict(info) for info in engine.prefixes()],
         "stats": engine.stats.to_dict(),
-        "num_runs": len(owners),
-        "runs": [_run(run, readers, owners) for run in _largest(owners)],
+        "num_runs": len(tree),
+        "runs": [_run(run, readers, owners) for run in _largest(tree)],
+        "num_modules": len(modules),
+        "modules": [_run(run, readers, owners) for run in _by_size(modules)[:MOST_MODULES]],
     }
 
 
@@ -53,7 +61,8 @@ def _readers(engine: Engine) -> dict[Run, list[int]]:
     """By run, how many interactive sequences and sequences of jobs read it."""
     readers: dict[Run, list[int]] = {}
     for sequence in engine.scheduler.running:
-        for run in sequence.path(engine.scheduler.version):
+        imported = {one.run: None for one in sequence.imports}
+        for run in (*sequence.path(engine.scheduler.version), *imported):
             readers.setdefault(run, [0, 0])[sequence.is_job] += 1
     return readers
 
@@ -81,11 +90,15 @@ def _pages_by_owner(owners: dict[Run, str]) -> dict[str, int]:
 def _largest(owners: dict[Run, str]) -> list[Run]:
     """The largest runs, those above them with them, from the top down."""
     chosen: dict[Run, None] = {}
-    for run in sorted(owners, key=lambda run: len(run.tokens), reverse=True):
+    for run in _by_size(owners):
         path = [node for node in run.path() if node not in chosen]
         if len(chosen) + len(path) <= MOST_RUNS:
             chosen.update(dict.fromkeys(path))
     return sorted(chosen, key=lambda run: (run.start, run.uid))
+
+
+def _by_size(runs: Iterable[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: len(run.tokens), reverse=True)
 
 
 def _run(run: Run, readers: dict[Run, list[int]], owners: dict[Run, str]) -> dict[str, Any]:
@@ -93,7 +106,7 @@ def _run(run: Run, readers: dict[Run, list[int]], owners: dict[Run, str]) -> dic
     return {
         "id": run.uid,
         "parent": parent.uid if parent is not None and parent.parent is not None else None,
-        "start": run.start,
+        "start": run.position if parent is None else run.start,
         "tokens": len(run.tokens),
         "computed": run.computed,
         "readers": sum(readers.get(run, (0, 0))),
