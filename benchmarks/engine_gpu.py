@@ -239,7 +239,7 @@ def step_times(engine: Engine, prefix: int, batch: int, own: int, steps: int = 3
     while engine.has_unfinished():
         started = time.perf_counter()
         engine.step()
-        if engine._streak is not None:
+        if engine._streaks.present is not None:
             times.append(time.perf_counter() - started)
     engine.cache.clear()
     return times[4 : steps + 4]
@@ -297,7 +297,7 @@ def measure_host(decoder: Decoder) -> list[dict[str, float]]:
         while engine.has_unfinished():
             before = engine.stats.host_seconds
             engine.step()
-            if engine._streak is not None:
+            if engine._streaks.present is not None:
                 hosts.append(engine.stats.host_seconds - before)
         engine.cache.clear()
         found.append({"batch": batch, "host_ms": 1e3 * statistics.median(hosts)})

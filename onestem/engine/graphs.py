@@ -188,7 +188,8 @@ class GraphRunner(Runner):
             if self.share == "no-attention":
                 return q
             out = torch.empty_like(q)
-            self._workspaces[self.windows[layer]].launch(q, k_pages, v_pages, out, scores=scores)
+            workspace = self._workspaces[self.windows[layer]]
+            workspace.launch(q, k_pages, v_pages, out, scores=scores, num_rows=len(q))
             return out
 
         return attend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -52,12 +53,8 @@ class Runner:
         # One page more than the pool knows of: rows that stand for nobody write there.
         self.scratch_slot = num_pages * page_size
         shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
-        self.pages = [
-            tuple(
-                allocate_pages(*shape, dtype=decoder.dtype, device=decoder.device) for _ in range(2)
-            )
-            for _ in range(config.num_layers)
-        ]
+        allocate = partial(allocate_pages, *shape, dtype=decoder.dtype, device=decoder.device)
+        self.pages = [(allocate(), allocate()) for _ in range(config.num_layers)]
 
     def prepare(self, inputs: StepInputs) -> Any:
         """Make the step's plans ready; the same for all layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 __all__ = ["EngineStats"]
 
@@ -33,6 +33,10 @@ class EngineStats:
         if self.logical_prompt_tokens == 0:
             return 0.0
         return 1 - self.processed_prompt_tokens / self.logical_prompt_tokens
+
+    def reset(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, field.default)
 
     def to_dict(self) -> dict[str, float]:
         return {**asdict(self), "saving": self.saving}

@@ -94,7 +94,7 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
     engine = Engine(
         decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options
     )
-    engine._runner = SymbolicRunner(num_pages * page_size)
+    engine._runner = engine._streaks.runner = SymbolicRunner(num_pages * page_size)
     return engine
 
 

@@ -19,7 +19,9 @@ from tests.engine.pml_harness import (
     transformers_logprobs,
 )
 
-FAMILIES = ["llama", "llama_linear_rope", "mistral", "qwen2", "qwen3"]
+# RoPE, whole and partial, windows; ALiBi (falcon_rw, mpt); learned positions (gpt2).
+FAMILIES = ["llama", "llama_linear_rope", "mistral", "qwen2_windows", "qwen3"]
+FAMILIES += ["phi", "falcon", "falcon_40b", "falcon_rw", "mpt", "gpt2"]
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

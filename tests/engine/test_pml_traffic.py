@@ -148,8 +148,8 @@ def test_decodes_run_as_streaks(tiny, decoder, isolation):
     compiled = compiled_prompts(isolation)
     requests = [pml_request(i, one, max_tokens=40) for i, one in enumerate(compiled)]
     steps = []
-    step = engine._streak_step
-    engine._streak_step = lambda streak: steps.append(step(streak)) or steps[-1]
+    step = engine._streaks.step
+    engine._streaks.step = lambda: steps.append(step()) or steps[-1]
     outputs = answer(engine, requests)
     assert sum(steps) > 30
     for number, one in enumerate(compiled):

@@ -18,12 +18,12 @@ from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
 
 
 def at_depth(engine: Engine, depth: int) -> Engine:
-    engine._streak_host = replace(engine._streak_host, depth=depth)
+    engine._streaks.host = replace(engine._streaks.host, depth=depth)
     return engine
 
 
 def without_streaks(engine: Engine) -> Engine:
-    engine._new_streak = lambda inputs: None
+    engine._streaks.begin = lambda inputs: None
     return engine
 
 
@@ -135,7 +135,7 @@ def test_a_newcomer_is_admitted_at_once(streaks: list) -> None:
     engine.add_request(request(0, [1, 2, 3], max_tokens=30))
     for _ in range(5):
         engine.step()
-    assert engine._streak is not None
+    assert engine._streaks.present is not None
     engine.add_request(request(1, [1, 2, 4], max_tokens=2))
     engine.step()
     assert len(engine.scheduler.running) == 2

@@ -1,0 +1,131 @@
+"""From a request to its sequences."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+
+from onestem.cache import PagePool
+from onestem.engine.admission import choice_ids
+from onestem.engine.detokenize import IncrementalDetokenizer
+from onestem.engine.grammar import GrammarCompiler
+from onestem.engine.modules import PmlPrompt
+from onestem.engine.random import derive_seed
+from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.tokenizer import Tokenizer
+from onestem.models.config import ModelConfig
+from onestem.request import Request, RequestMetrics
+
+__all__ = ["Opening"]
+
+
+class Opening:
+    """Makes the sequences of requests that are admitted.
+
+    Args:
+        config: the model's.
+        pool: the KV pages.
+        tokenizer, grammars: None for a model without tokenizer.
+        max_model_len: most tokens of prompt and answer.
+        together: a prompt's n sequences are one until the prompt is computed (prefixes are shared).
+        seed: source of seeds for requests that have none; None draws from the system.
+
+    Attributes:
+        arrivals: when requests came that are not open yet, by id.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: PagePool,
+        *,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarCompiler | None,
+        max_model_len: int,
+        together: bool,
+        seed: int | None,
+    ) -> None:
+        self.arrivals: dict[str, float] = {}
+        self._config = config
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._max_model_len = max_model_len
+        self._together = together
+        self._seed = seed
+
+    def open(self, request: Request) -> RequestState:
+        """A request's sequences: one that computes the prompt for all n, unless nothing is shared;
+        one for each choice."""
+        state = RequestState(
+            request,
+            self._seed_of(request),
+            RequestMetrics(
+                num_prompt_tokens=len(request.prompt_token_ids),
+                arrival_time=self.arrivals.pop(request.request_id, time.monotonic()),
+            ),
+            pml=PmlPrompt(request.pml, request.cache_salt) if request.pml is not None else None,
+        )
+        if request.params.choices:
+            assert self._tokenizer is not None  # `Engine.validate` saw to it
+            state.sequences = [
+                self._scoring(state, i, ids)
+                for i, ids in enumerate(choice_ids(request, self._tokenizer))
+            ]
+        else:
+            count = 1 if self._together else request.params.n
+            state.sequences = [self.sequence(state, i) for i in range(count)]
+            state.forked = count == request.params.n
+        return state
+
+    def _seed_of(self, request: Request) -> int:
+        if request.params.seed is not None:
+            return request.params.seed
+        if self._seed is None:
+            return secrets.randbits(63)
+        return derive_seed(self._seed, request.request_id)
+
+    def sequence(self, state: RequestState, index: int) -> Sequence:
+        """One continuation of a request."""
+        request, params = state.request, state.request.params
+        sequence = Sequence(state, index, array("i", state.own_prompt))
+        sequence.most_tokens = self._most_tokens(state)
+        if index == 0:
+            sequence.score_from = _first_scored(request)
+        if self._tokenizer is not None and (params.stop or request.stream):
+            sequence.detokenizer = IncrementalDetokenizer(
+                self._tokenizer, params, request.prompt_token_ids
+            )
+        if params.response_format is not None and self._grammars is not None:
+            sequence.grammar = self._grammars.compile(params.response_format)
+        return sequence
+
+    def _most_tokens(self, state: RequestState) -> int:
+        """Of a sequence: what it imports takes its part of the model's length and of memory."""
+        if state.pml is None:
+            return self._max_model_len
+        config, pool = self._config, self._pool
+        return min(
+            self._max_model_len - state.metrics.num_prompt_tokens + len(state.pml.tokens),
+            state.pml.most_tokens(
+                max_positions=config.max_position_embeddings,
+                num_pages=pool.num_pages,
+                page_size=pool.page_size,
+            ),
+        )
+
+    def _scoring(self, state: RequestState, index: int, ids: list[int]) -> Sequence:
+        sequence = Sequence(state, index, array("i", [*state.own_prompt, *ids]))
+        sequence.num_prompt = len(state.own_prompt)
+        sequence.score_from = sequence.num_prompt
+        sequence.score_only = True
+        return sequence
+
+
+def _first_scored(request: Request) -> int | None:
+    """The first prompt token whose log-probability is wanted; the very first has none."""
+    wanted = [] if request.score_from is None else [max(1, request.score_from)]
+    if request.params.prompt_logprobs is not None:
+        wanted.append(1)
+    return min(wanted, default=None)

@@ -1,0 +1,273 @@
+"""What becomes of a step's logits: scores, sampled tokens, texts, ends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from onestem.engine.detokenize import IncrementalDetokenizer
+from onestem.engine.inputs import LogitRow
+from onestem.engine.sampler import (
+    MaskedRowError,
+    NonFiniteLogitsError,
+    Sampler,
+    SamplingRow,
+    logprobs_of,
+)
+from onestem.engine.scheduler import Scheduler
+from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.stats import EngineStats
+from onestem.engine.tokenizer import Tokenizer
+from onestem.request import FinishReason, TokenLogprobs
+
+__all__ = ["Results"]
+
+NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
+
+
+class Results:
+    """Takes what steps computed.
+
+    Args:
+        scheduler: told of sampled tokens, forks and ends.
+        sampler: draws tokens.
+        tokenizer: None: there is no text.
+        eos_token_ids: tokens that end a sequence.
+        stats: output tokens are counted there.
+        new_sequence: makes a request's sequence of an index (n > 1).
+        on_finished: told when a request's last sequence has ended, and how.
+
+    Attributes:
+        touched: requests that had news, in order; whoever hands them on empties it.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        stats: EngineStats,
+        new_sequence: Callable[[RequestState, int], Sequence],
+        on_finished: Callable[[RequestState, FinishReason], None],
+    ) -> None:
+        self.touched: dict[RequestState, None] = {}
+        self._scheduler = scheduler
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids
+        self._stats = stats
+        self._new_sequence = new_sequence
+        self._on_finished = on_finished
+
+    def append_many(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Tokens of a streak, seen by nobody so far."""
+        run = sequence.run
+        assert run is not None
+        sequence.tokens.extend(token_ids)
+        run.tokens.extend(token_ids)
+        sequence.state.metrics.num_output_tokens += len(token_ids)
+        self._stats.output_tokens += len(token_ids)
+
+    def score(self, wanted: list[LogitRow], logits: Tensor) -> None:
+        """Note the log-probabilities of given tokens."""
+        rows = [i for i, row in enumerate(wanted) if not row.samples]
+        if not rows:
+            return
+        targets = [wanted[i].sequence.tokens[wanted[i].index + 1] for i in rows]
+        most = max(self._num_alternatives(wanted[i].sequence) for i in rows)
+        for i, target, entry in zip(
+            rows, targets, logprobs_of(logits[rows], targets, most), strict=True
+        ):
+            sequence = wanted[i].sequence
+            if sequence.finish_reason is not None:
+                continue
+            self.touched[sequence.state] = None
+            if not math.isfinite(entry[target]):
+                sequence.stop_reason = NOT_FINITE
+                self.finish(sequence, "error")
+                continue
+            self._note_score(wanted[i], target, entry)
+            if sequence.score_only and wanted[i].index + 2 == len(sequence.tokens):
+                self.finish(sequence, "stop")
+
+    def _num_alternatives(self, sequence: Sequence) -> int:
+        params = sequence.state.request.params
+        if sequence.score_only:
+            return params.logprobs or 0
+        return params.prompt_logprobs or 0
+
+    def _note_score(self, row: LogitRow, target: int, entry: TokenLogprobs) -> None:
+        most = self._num_alternatives(row.sequence)
+        kept = {t: p for rank, (t, p) in enumerate(entry.items()) if rank < most or t == target}
+        known = row.index + 1 in row.sequence.scores  # computed again after a set-back
+        row.sequence.scores[row.index + 1] = entry[target]
+        if not row.sequence.score_only:
+            row.sequence.state.prompt_logprobs[row.index + 1] = kept
+        elif not known:
+            row.sequence.logprobs.append(kept)
+
+    def sample(self, wanted: list[LogitRow], logits: Tensor) -> None:
+        """Sample behind the rows that want it."""
+        rows: list[int] = []
+        sequences: list[Sequence] = []
+        for i, row in enumerate(wanted):
+            if row.samples and row.sequence.finish_reason is None:
+                forks = self._fork(row.sequence)
+                sequences.extend(forks)
+                rows.extend([i] * len(forks))
+        if not rows:
+            return
+        same = rows == list(range(len(wanted)))
+        self._take(sequences, logits if same else logits[rows])
+
+    def _take(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """Sample a token for each sequence from its row of the logits, and append it."""
+        try:
+            sampled = self._sampler.sample(logits, [self.row(sequence) for sequence in sequences])
+        except (MaskedRowError, NonFiniteLogitsError) as error:
+            self._sample_others(error, sequences, logits)
+            return
+        for sequence, token, entry in zip(
+            sequences, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            self.accept(sequence, token, entry)
+
+    def _sample_others(
+        self,
+        error: MaskedRowError | NonFiniteLogitsError,
+        sequences: list[Sequence],
+        logits: Tensor,
+    ) -> None:
+        """Sequences that cannot be continued (a grammar at its end before min_tokens, weights that
+        overflow) end with an error; the others sample."""
+        reason = (
+            "no token may follow: response_format (with min_tokens, if set) forbids all of them"
+            if isinstance(error, MaskedRowError)
+            else NOT_FINITE
+        )
+        bad = set(error.rows)
+        good = [row for row in range(len(sequences)) if row not in bad]
+        for row in error.rows:
+            sequences[row].stop_reason = reason
+            self.finish(sequences[row], "error")
+        if good:
+            self._take([sequences[row] for row in good], logits[good])
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The sequences that sample from this row: at the prompt's end all n of a request."""
+        state = sequence.state
+        if state.forked:
+            return [sequence]
+        state.forked = True
+        for index in range(1, state.request.params.n):
+            child = self._new_sequence(state, index)
+            child.score_from = None
+            self._scheduler.fork(sequence, child)
+            state.sequences.append(child)
+        # The parent last: its run may grow again once the others have branched off and ended.
+        return [*state.sequences[1:], sequence]
+
+    def row(self, sequence: Sequence) -> SamplingRow:
+        """What the sampler needs of a sequence; one object per sequence, brought up to date."""
+        row = sequence.sampling
+        if row is None:
+            params = sequence.state.request.params
+            eos = () if params.ignore_eos else self._eos
+            row = sequence.sampling = SamplingRow(
+                params=params,
+                seed=sequence.state.seed,
+                sequence_index=sequence.index,
+                token_index=0,
+                prompt_token_ids=sequence.state.request.prompt_token_ids,
+                output_token_ids=(),
+                stop_ids=frozenset((*eos, *params.stop_token_ids)),
+                allowed_mask=None,
+            )
+        row.token_index = sequence.num_output
+        if self._sampler.reads_output(row.params):
+            row.output_token_ids = sequence.output_ids
+        row.allowed_mask = sequence.grammar.fill_mask() if sequence.grammar is not None else None
+        return row
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Tokens that a sequence may still sample."""
+        room = sequence.most_tokens - len(sequence.tokens)
+        most = sequence.state.request.params.max_tokens
+        return room if most is None else min(room, most - sequence.num_output)
+
+    def accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None = None) -> None:
+        """Append a sampled token and see whether it ends the sequence."""
+        metrics = sequence.state.metrics
+        self.touched[sequence.state] = None
+        metrics.num_output_tokens += 1
+        metrics.first_token_time = metrics.first_token_time or time.monotonic()
+        self._stats.output_tokens += 1
+        self._scheduler.append(sequence, token)
+        if entry is not None:
+            sequence.logprobs.append(entry)
+            sequence.cumulative_logprob += entry[token]
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token)
+        reason = self._ending(sequence, token)
+        if reason is not None:
+            self.finish(sequence, reason)
+
+    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.state.request.params
+        may_stop = sequence.num_output >= params.min_tokens
+        if may_stop and not params.ignore_eos and token in self._eos:
+            return "stop"
+        if may_stop and token in params.stop_token_ids:
+            sequence.stop_reason = token
+            return "stop"
+        if sequence.detokenizer is not None:
+            sequence.text += sequence.detokenizer.append(token, check_stop=may_stop)
+            if sequence.detokenizer.stop_reason is not None:
+                sequence.stop_reason = sequence.detokenizer.stop_reason
+                return "stop"
+        if sequence.grammar is not None and sequence.grammar.is_finished:
+            return "stop"
+        return "length" if self.num_left(sequence) <= 0 else None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence: its text is completed, its runs are let go."""
+        sequence.finish_reason = reason
+        self.touched[sequence.state] = None
+        ended_by_text = sequence.detokenizer is not None and sequence.detokenizer.stop_reason
+        if self._tokenizer is not None and not ended_by_text:
+            self._finish_text(sequence, self._tokenizer)
+        state = sequence.state
+        if state.finished:
+            state.metrics.finished_time = time.monotonic()
+        self._scheduler.finish(sequence)
+        if state.finished:
+            self._on_finished(state, reason)
+
+    def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        """The rest of the text; all of it where nobody needed it before."""
+        detokenizer = sequence.detokenizer
+        if detokenizer is None:
+            request = sequence.state.request
+            detokenizer = IncrementalDetokenizer(
+                tokenizer, request.params, request.prompt_token_ids
+            )
+            sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
+        sequence.text += detokenizer.finish()
+        if detokenizer.stop_reason is not None and sequence.finish_reason != "abort":
+            # An unfinished character's replacement completed a stop string.
+            sequence.stop_reason, sequence.finish_reason = detokenizer.stop_reason, "stop"
+
+    def _visible_ids(self, sequence: Sequence) -> list[int]:
+        """Ids that make the text: not the one that ended it."""
+        ids = sequence.output_ids.tolist()
+        ended = sequence.finish_reason == "stop" and not sequence.score_only and ids
+        return ids[:-1] if ended and self._ends(sequence, ids[-1]) else ids
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        params = sequence.state.request.params
+        return token in params.stop_token_ids or (not params.ignore_eos and token in self._eos)

@@ -1,0 +1,248 @@
+"""Modules behind the KV pages: copied out when they are computed, copied back instead of computed.
+
+On a GPU copies go over pinned memory on a stream of their own: those out wait for the step that
+computed them, the next step waits for those in. Files are read and written by a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.cache import ModuleRun
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.ops.kv import read_kv, slot_index, write_kv
+
+__all__ = ["ModuleTiers", "TierStats"]
+
+Name = Hashable
+KvPages = Sequence[tuple[Tensor, Tensor]]
+FEW_STRETCHES = 4  # so many copies straight into the pages are no slower than one and a scatter
+
+
+@dataclass
+class TierStats:
+    """Tokens of modules copied so far; modules whose files were damaged, or not written."""
+
+    saved_tokens: int = 0
+    from_host_tokens: int = 0
+    from_disk_tokens: int = 0
+    damaged: int = 0
+    not_written: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class ModuleTiers:
+    """Host memory and disk for the modules of one engine.
+
+    Args:
+        pages: K and V pages of each layer.
+        host, disk: None: there is no such tier.
+        row_seconds: what computing a token takes, as measured so far; None: not known yet.
+    """
+
+    def __init__(
+        self,
+        pages: KvPages,
+        *,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        row_seconds: Callable[[], float | None],
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.stats = TierStats()
+        self._pages = pages
+        self._row_seconds = row_seconds
+        self._device, self._dtype = pages[0][0].device, pages[0][0].dtype
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "onestem-modules")
+        self._reading: dict[Name, Future[Tensor | None]] = {}
+        self._writing: dict[Name, Future[bool]] = {}
+        self._damaged: set[Name] = set()
+        self._bytes_per_second: float | None = None  # of the disk, with checksums
+
+    # ----------------------------------------------------------------------------- in
+
+    def has(self, run: ModuleRun) -> bool:
+        """Whether a module is kept, and copying it beats computing it."""
+        name = _name(run)
+        if not run.kept:
+            return False
+        if name in self._reading or (self.host is not None and name in self.host):
+            return True
+        return self._on_disk(name) and self._disk_pays(name, len(run.tokens))
+
+    def _on_disk(self, name: Name) -> bool:
+        return self.disk is not None and name not in self._damaged and name in self.disk
+
+    def _disk_pays(self, name: Name, num_tokens: int) -> bool:
+        """On a GPU only where both rates were measured and say so; a file whose rate is not known
+        is read on the side, for the next time."""
+        if self._device.type == "cpu":
+            return True
+        row = self._row_seconds()
+        if self._bytes_per_second is None:
+            self._read(name, num_tokens)
+            return False
+        copy = num_tokens * self._bytes_per_token / self._bytes_per_second
+        return row is not None and copy < num_tokens * row
+
+    @property
+    def _bytes_per_token(self) -> int:
+        k_pages = self._pages[0][0]
+        return 2 * len(self._pages) * k_pages[0, 0].numel() * k_pages.element_size()
+
+    def prefetch(self, modules: Iterable[tuple[Name, int]]) -> None:
+        """Begin to read modules (name, tokens) from the disk that will be wanted."""
+        for name, num_tokens in modules:
+            here = name in self._reading or (self.host is not None and name in self.host)
+            if not here and self._on_disk(name) and self._disk_pays(name, num_tokens):
+                self._read(name, num_tokens)
+
+    def _read(self, name: Name, num_tokens: int) -> None:
+        if name not in self._reading:
+            self._reading[name] = self._thread.submit(self._timed_read, name, num_tokens)
+
+    def _timed_read(self, name: Name, num_tokens: int) -> Tensor | None:
+        assert self.disk is not None
+        started = time.perf_counter()
+        module = self.disk.get(name, self._shape(num_tokens), self._dtype)
+        if module is not None:
+            module = module.pin_memory() if self._stream is not None else module
+            self._bytes_per_second = module.nbytes / (time.perf_counter() - started)
+        return module
+
+    def _shape(self, num_tokens: int) -> tuple[int, ...]:
+        return len(self._pages), 2, num_tokens, *self._pages[0][0].shape[2:]
+
+    def load(self, run: ModuleRun) -> bool:
+        """Copy a module to its run's pages before the next step; False if no tier has it whole."""
+        name, num_tokens = _name(run), len(run.tokens)
+        module = self.host.get(name) if self.host is not None else None
+        if module is not None:
+            self.stats.from_host_tokens += num_tokens
+        else:
+            module = self._from_disk(name, num_tokens)
+            if module is None:
+                return False
+            self.stats.from_disk_tokens += num_tokens
+        self._copy_in(run, module)
+        return True
+
+    def _from_disk(self, name: Name, num_tokens: int) -> Tensor | None:
+        self._read(name, num_tokens)
+        module = self._reading.pop(name).result()
+        if module is None:
+            self._damaged.add(name)
+            self.stats.damaged += 1
+        elif self.host is not None:
+            self.host.put(name, module)
+        return module
+
+    def _copy_in(self, run: ModuleRun, module: Tensor) -> None:
+        slots = run.slots(0, len(run.tokens))
+        if self._stream is None:
+            where = slot_index(slots, self._device)
+            for pair, values in zip(self._pages, module, strict=True):
+                for pages, value in zip(pair, values, strict=True):
+                    write_kv(pages, where, value)
+            return
+        self._copy_in_aside(slots, module)
+
+    @torch.inference_mode()
+    def _copy_in_aside(self, slots: np.ndarray, module: Tensor) -> None:
+        """The copy waits for the steps that may still read these pages, the next step for it."""
+        assert self._stream is not None
+        main = torch.cuda.current_stream(self._device)
+        cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+        scattered = len(cuts) - 1 > FEW_STRETCHES
+        where = torch.from_numpy(slots).pin_memory() if scattered else None
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            index = None if where is None else where.to(self._device, non_blocking=True)
+            for pair, values in zip(self._pages, module, strict=True):
+                for pages, value in zip(pair, values, strict=True):
+                    flat = pages.view(-1, *pages.shape[2:])
+                    if index is not None:
+                        flat.index_copy_(0, index, value.to(self._device, non_blocking=True))
+                        continue
+                    for a, b in pairwise(cuts):
+                        first = int(slots[a])
+                        flat[first : first + b - a].copy_(value[a:b], non_blocking=True)
+        main.wait_stream(self._stream)
+
+    # ----------------------------------------------------------------------------- out
+
+    def save(self, run: ModuleRun) -> None:
+        """Keep a module that has just been computed."""
+        name = _name(run)
+        if not run.pages:
+            return
+        to_host = self.host is not None and name not in self.host
+        to_disk = self.disk is not None and not self._on_disk(name) and name not in self._writing
+        if not run.kept or not (to_host or to_disk):
+            return
+        module, copied = self._copy_out(run)
+        self.stats.saved_tokens += len(run.tokens)
+        if to_host:
+            assert self.host is not None
+            self.host.put(name, module)
+        if to_disk:
+            self._writing[name] = self._thread.submit(self._write, name, module, copied)
+
+    def _copy_out(self, run: ModuleRun) -> tuple[Tensor, torch.cuda.Event | None]:
+        num_tokens = len(run.tokens)
+        aside = self._stream is not None
+        module = torch.empty(self._shape(num_tokens), dtype=self._dtype, pin_memory=aside)
+        slots = torch.from_numpy(run.slots(0, num_tokens)).to(self._device)
+        for pair, values in zip(self._pages, module, strict=True):
+            for pages, value in zip(pair, values, strict=True):
+                self._copy_layer_out(read_kv(pages, slots), value)
+        if self._stream is None:
+            return module, None
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return module, copied
+
+    def _copy_layer_out(self, found: Tensor, value: Tensor) -> None:
+        if self._stream is None:
+            value.copy_(found)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            value.copy_(found, non_blocking=True)
+        found.record_stream(self._stream)
+
+    def _write(self, name: Name, module: Tensor, copied: torch.cuda.Event | None) -> bool:
+        assert self.disk is not None
+        if copied is not None:
+            copied.synchronize()
+        written = self.disk.put(name, module)
+        self.stats.not_written += not written
+        self._damaged.discard(name)
+        self._writing.pop(name, None)
+        return written
+
+    def flush(self) -> None:
+        """Wait until all that was saved is written."""
+        for future in list(self._writing.values()):
+            future.result()
+
+    def close(self) -> None:
+        self.flush()
+        self._thread.shutdown()
+
+
+def _name(run: ModuleRun) -> Name:
+    """Salt and key; the rest of a run's name is of one process."""
+    return run.name[:2] if isinstance(run.name, tuple) else run.name

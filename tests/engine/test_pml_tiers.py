@@ -1,0 +1,201 @@
+"""Modules in host memory and on a disk: the same answers; damaged or foreign files are not used."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.errors import ConfigError
+from tests.engine.harness import TOLERANCE, answer, make_engine, requests_for, shared_prompts
+from tests.engine.pml_harness import check_pml, compiled_prompts, pml_request, record
+
+MIB = 1 << 20
+
+
+def engine_with(path, folder=None, *, host=0, disk=16 * MIB, identity="model", **options):
+    engine = make_engine(path, **options)
+    engine.keep_modules(
+        host=HostStore(host) if host else None,
+        disk=DiskStore(folder, disk, identity) if folder is not None else None,
+    )
+    return engine
+
+
+def run(engine, compiled):
+    """Answers, what was seen, and how many module rows were computed."""
+    seen = record(engine)
+    outputs = answer(engine, [pml_request(i, one) for i, one in enumerate(compiled)])
+    if engine.tiers is not None:
+        engine.tiers.flush()
+    tokens = [outputs[str(i)].outputs[0].token_ids for i in range(len(compiled))]
+    return tokens, seen, sum(o.metrics.num_computed_tokens for o in outputs.values())
+
+
+def same(first, second) -> bool:
+    return first[0] == second[0] and all(
+        (values - second[1][key]).abs().max() < TOLERANCE for key, values in first[1].items()
+    )
+
+
+@pytest.mark.parametrize("isolation", ["anchored", "isolated"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_restart_finds_modules_on_the_disk(tiny, tmp_path, isolation, page_size):
+    compiled = compiled_prompts(isolation)
+    engine = engine_with(tiny("llama"), tmp_path, page_size=page_size)
+    first = run(engine, compiled)
+    cached = {s.key: len(s.token_ids) for c in compiled for s in c.segments if s.kind == "cached"}
+    assert engine.tiers.stats.saved_tokens == sum(cached.values())
+    again = engine_with(tiny("llama"), tmp_path, page_size=page_size)
+    second = run(again, compiled)
+    assert same(first, second)
+    assert again.tiers.stats.from_disk_tokens == sum(cached.values())
+    assert second[2] <= sum(one.num_computed_tokens for one in compiled)
+    assert len(again.cache.modules) == len(cached)
+
+
+@pytest.mark.parametrize("isolation", ["anchored", "isolated"])
+def test_what_was_evicted_comes_back_from_host_memory(tiny, isolation):
+    engine = engine_with(tiny("llama"), host=16 * MIB, num_pages=24, page_size=16)
+    compiled = compiled_prompts(isolation)
+    first = run(engine, compiled)
+    engine.cache.clear()
+    assert len(engine.cache.modules) == 0
+    second = run(engine, compiled)
+    assert same(first, second)
+    assert engine.tiers.stats.from_host_tokens > 0
+    assert second[2] <= sum(one.num_computed_tokens for one in compiled)
+
+
+def test_every_check_holds_with_modules_from_the_disk(tiny, tmp_path):
+    for _ in range(2):
+        engine = engine_with(tiny("llama"), tmp_path, num_pages=24, page_size=16)
+        check_pml(tiny("llama"), "isolated", engine=engine)
+    assert engine.tiers.stats.from_disk_tokens > 0
+
+
+def flip(path):
+    """One bit of the last value."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def no_header(path):
+    path.write_bytes(b"\xff" * 4096)
+
+
+def other_module(path):
+    """The file of another module under this one's name."""
+    others = sorted(p for p in path.parent.iterdir() if p != path)
+    path.write_bytes(others[0].read_bytes())
+
+
+def other_shape(path):
+    """A header that tells another shape of as many bytes."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    header["kv"]["shape"][2:4] = header["kv"]["shape"][3:1:-1]
+    text = json.dumps(header).encode().ljust(size)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, no_header, other_module, other_shape])
+def test_a_damaged_file_is_computed_again(tiny, tmp_path, damage):
+    compiled = compiled_prompts("anchored")[:3]
+    first = run(engine_with(tiny("llama"), tmp_path), compiled)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for path in sorted(before):
+        damage(path)
+    engine = engine_with(tiny("llama"), tmp_path)
+    second = run(engine, compiled)
+    assert same(first, second)
+    assert engine.tiers.stats.damaged > 0
+    again = engine_with(tiny("llama"), tmp_path)
+    assert same(first, run(again, compiled))
+    assert again.tiers.stats.damaged == 0
+
+
+def test_a_file_of_another_model_is_not_used(tiny, tmp_path):
+    compiled = compiled_prompts("anchored")[:2]
+    run(engine_with(tiny("llama"), tmp_path, identity="one"), compiled)
+    for path in list(tmp_path.iterdir()):  # under the name that it would have for the other
+        store = DiskStore(tmp_path, MIB, "two")
+        for segment in (s for c in compiled for s in c.segments if s.key):
+            other = store.path(("", segment.key))
+            if not other.exists():
+                other.write_bytes(path.read_bytes())
+                break
+    engine = engine_with(tiny("llama"), tmp_path, identity="two")
+    run(engine, compiled)
+    assert engine.tiers.stats.from_disk_tokens == 0
+    assert engine.tiers.stats.damaged > 0
+
+
+def test_salts_have_files_of_their_own(tiny, tmp_path):
+    one = compiled_prompts("anchored")[0]
+    for salt, hits in (("a", 0), ("b", 0), ("a", one.num_cached_tokens)):
+        engine = engine_with(tiny("llama"), tmp_path)
+        answer(engine, [pml_request("0", one, cache_salt=salt)])
+        engine.tiers.flush()
+        assert engine.tiers.stats.from_disk_tokens == hits
+
+
+def test_host_budget_lets_the_oldest_go():
+    store = HostStore(100)
+    parts = [torch.zeros(40, dtype=torch.uint8) for _ in range(3)]
+    assert store.put("a", parts[0])
+    assert store.put("b", parts[1])
+    assert store.get("a") is parts[0]
+    assert store.put("c", parts[2])
+    assert ("a" in store, "b" in store, "c" in store) == (True, False, True)
+    assert store.num_bytes == 80
+    assert store.put("a", parts[1])
+    assert store.num_bytes == 80
+    assert not store.put("d", torch.zeros(101, dtype=torch.uint8))
+    assert len(store) == 2
+
+
+def test_disk_budget_lets_the_oldest_go(tmp_path):
+    module = torch.zeros(1, 2, 16, 2, 4)
+    size = 2 * module.nbytes + 1024
+    store = DiskStore(tmp_path, size, "m")
+    (tmp_path / "notes.txt").write_text("x" * 4096)
+    for name, age in (("a", 300), ("b", 200)):
+        assert store.put(name, module)
+        stamp = 1e9 - age
+        os.utime(store.path(name), (stamp, stamp))
+    assert store.get("a", module.shape, module.dtype) is not None  # used: now the youngest
+    assert store.put("c", module)
+    assert ("a" in store, "b" in store, "c" in store) == (True, False, True)
+    assert (tmp_path / "notes.txt").exists()
+    assert not store.put("d", torch.zeros(1, 2, 999, 2, 4))
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"module_disk .* cannot be made"):
+        DiskStore(tmp_path / "file" / "x", MIB, "m")
+
+
+def test_plain_requests_know_nothing_of_it(tiny, tmp_path):
+    engine = engine_with(tiny("llama"), tmp_path, host=MIB)
+    answer(engine, requests_for(shared_prompts()[:2]))
+    assert engine.tiers.stats.saved_tokens == 0
+    off = make_engine(tiny("llama"), share="off")
+    off.keep_modules(host=HostStore(MIB), disk=None)
+    assert off.tiers is None
