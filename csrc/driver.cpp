@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -39,7 +38,9 @@ class Arena {
 
 thread_local Arena t_workspace, t_scratch;
 
-constexpr double kThreadWork = 10'000;  // nanoseconds of work that make another thread worth waking
+// Work from which other threads are worth waking: all of them or none, since an OpenMP runtime ends
+// the threads that a smaller team leaves over and makes them anew for the next.
+constexpr double kThreadWork = 10'000;  // nanoseconds
 constexpr int64_t kThreadBytes = 64 << 10;
 
 size_t state_bytes(const AttentionCall& call, const WorkList& work) {
@@ -156,18 +157,16 @@ void attend(AttentionCall call, PreparedPlan& prepared, Dtype dtype, int32_t thr
     new (left + i) std::atomic<int32_t>(work.merges[i / call.kv_heads].count);
   }
   Team team(call, work, kernels, scratch_bytes(call, work, kernels), left);
-  const double useful = std::min<double>(std::ceil(work.cost / kThreadWork),
-                                         static_cast<double>(work.items.size()));
-  run_on_threads(std::min(threads, static_cast<int32_t>(useful)), team);
+  const bool alone = work.cost < kThreadWork || work.items.size() < 2;
+  run_on_threads(alone ? 1 : threads, team);
 }
 
 void over_rows(int64_t rows, int64_t bytes, int32_t threads,
                const std::function<void(int64_t, int64_t)>& run) {
-  const int64_t useful = std::min<int64_t>({threads, rows, bytes / kThreadBytes});
-  if (useful <= 1) return run(0, rows);
+  if (threads == 1 || rows < 2 || bytes < kThreadBytes) return run(0, rows);
   std::atomic<int64_t> next{0};
-  const int64_t pieces = useful * 4, step = (rows + pieces - 1) / pieces;
-  run_on_threads(static_cast<int32_t>(useful), [&] {
+  const int64_t pieces = int64_t{threads} * 4, step = (rows + pieces - 1) / pieces;
+  run_on_threads(threads, [&] {
     for (int64_t at; (at = next.fetch_add(step)) < rows;) run(at, std::min(rows, at + step));
   });
 }

@@ -61,6 +61,14 @@ bool has_avx2() {
   return saves(0x6) && bit(ecx, 12) && bit(ecx, 29) && bit(cpuid(7, 0).ebx, 5);  // FMA, F16C
 }
 
+#ifdef ONESTEM_EMULATED
+
+bool has_avx512() { return has_avx2(); }
+bool has_avx512_bf16() { return has_avx2(); }
+bool has_amx_bf16() { return has_avx2(); }
+
+#else
+
 bool has_avx512() {
   const uint32_t ebx = cpuid(7, 0).ebx;
   return has_avx2() && saves(0xe6) && bit(ebx, 16) && bit(ebx, 17) && bit(ebx, 30) && bit(ebx, 31);
@@ -84,6 +92,8 @@ bool has_amx_bf16() {
                               bit(edx, 24) && may_use_tiles();
   return allowed;
 }
+
+#endif
 
 #else
 

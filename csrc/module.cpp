@@ -9,6 +9,13 @@
 #include "isa.h"
 #include "threads.h"
 
+#ifdef ONESTEM_EMULATED
+#include "emulate/instructions.h"
+#define ONESTEM_MODULE _emulated
+#else
+#define ONESTEM_MODULE _native
+#endif
+
 namespace nb = nanobind;
 
 namespace onestem {
@@ -131,7 +138,7 @@ void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t ou
 
 }  // namespace
 
-NB_MODULE(_native, m) {
+NB_MODULE(ONESTEM_MODULE, m) {
   m.def("compiled_isas", compiled_isas);
   m.def("has_isa", has_isa);
   m.def("default_rates", default_rates);
@@ -145,6 +152,9 @@ NB_MODULE(_native, m) {
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);
+#ifdef ONESTEM_EMULATED
+  add_instructions(m);
+#endif
 }
 
 }  // namespace onestem

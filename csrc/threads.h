@@ -9,8 +9,9 @@ namespace onestem {
 
 using Task = void (*)(void*);
 
-// Calls task(argument) on up to `threads` threads at once, the caller's among them, and returns when
-// all are done. The task shares out its work itself and must be right on any number of threads.
+// Calls task(argument) on `threads` threads at once, the caller's among them, and returns when
+// all are done. The task shares out its work itself and must be right on any number of threads, since
+// there may be fewer.
 void run_on_threads(int32_t threads, Task task, void* argument);
 
 template <class F>

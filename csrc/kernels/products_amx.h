@@ -33,7 +33,9 @@ struct AmxProducts {
   static constexpr int64_t weight_elements() { return kTileKeys / 2 * kMaxVecs * kLanes; }
 
   static void begin_item() {
-    const TileConfig config;
+    // Static: to GCC the instruction reads the configuration's first bytes only, and it might leave
+    // the others of a local one unwritten.
+    static constexpr TileConfig config;
     _tile_loadconfig(&config);
   }
   static void end_item() { _tile_release(); }

@@ -1,4 +1,4 @@
-"""Fused layer operations in C++, in every instruction set of this machine, against float64."""
+"""Fused layer operations in C++, in every instruction set, against float64."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops import Angles, Heads, TorchLayers
-from onestem.ops.cpu import CpuLayers, is_built, isas
+from onestem.ops.cpu import CpuLayers, is_built
+from tests.ops.cpu_isas import EVERY_ISA
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
 
-OPS = [CpuLayers(isa=isa) for isa in isas()] if is_built() else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-every_ops = pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.isa)
+every_ops = pytest.mark.parametrize(
+    "ops", [isa.layers() for isa in EVERY_ISA], ids=map(str, EVERY_ISA)
+)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

@@ -1,14 +1,17 @@
 """The compiled module: whether it is there, and which instruction set it uses.
 
 An installation without a compiler lacks it; everything then runs with PyTorch (`onestem env` says
-so). `ONESTEM_CPU_ISA` names an instruction set to use instead of the best.
+so). `ONESTEM_CPU_ISA` names an instruction set to use instead of the best. One that computes
+wrongly here (`check.py`) is not used, with a warning.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -16,12 +19,15 @@ import torch
 
 from onestem.errors import UnsupportedError
 
-__all__ = ["DTYPES", "chosen_isa", "is_built", "isas", "native", "status"]
+__all__ = ["DTYPES", "chosen_isa", "fault_of", "is_built", "isas", "native", "status"]
 
 # The numbers by which the module knows the types of q, k and v.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 ISA_VARIABLE = "ONESTEM_CPU_ISA"
+
+# They run on every machine where this is developed and tested; others are checked before use.
+UNCHECKED = ("avx2", "portable")
 
 
 @functools.cache
@@ -66,12 +72,41 @@ def checked_isa(name: str) -> str:
 
 
 @functools.cache
+def fault_of(isa: str) -> str | None:
+    """What an instruction set computes wrongly on this machine; None where all is right."""
+    from onestem.ops.cpu.check import find_fault  # which needs this module
+
+    return None if isa in UNCHECKED else find_fault(isa)
+
+
+@functools.cache
 def _best_isa(wanted: str) -> str:
-    return checked_isa(wanted) if wanted else isas()[0]
+    if wanted:
+        return _without_fault(checked_isa(wanted))
+    names = isas()
+    faulty = list(itertools.takewhile(fault_of, names))  # never the last, `portable`
+    for name in faulty:
+        warnings.warn(
+            f"instruction set {name!r} computes {fault_of(name)} wrongly on this machine and is "
+            "not used: please report it, with the output of `onestem env`",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return names[len(faulty)]
+
+
+def _without_fault(isa: str) -> str:
+    fault = fault_of(isa)
+    if fault is None:
+        return isa
+    raise UnsupportedError(
+        f"instruction set {isa!r} computes {fault} wrongly on this machine: unset {ISA_VARIABLE}"
+    )
 
 
 def chosen_isa() -> str:
-    """The instruction set in use: that of `ONESTEM_CPU_ISA`, or the best that the machine has."""
+    """The instruction set in use: that of `ONESTEM_CPU_ISA`, or the best that the machine has and
+    that computes rightly there."""
     return _best_isa(os.environ.get(ISA_VARIABLE, ""))
 
 
@@ -80,4 +115,8 @@ def status() -> str:
     module, reason = _load()
     if module is None:
         return reason
-    return f"built, {chosen_isa()} (of {', '.join(isas())}), threads of {module.thread_source()}"
+    chosen = chosen_isa()
+    faults = [f"{name} computes {fault} wrongly" for name in isas() if (fault := fault_of(name))]
+    return "; ".join(
+        [f"built, {chosen} (of {', '.join(isas())}), threads of {module.thread_source()}", *faults]
+    )

@@ -1,0 +1,117 @@
+"""Whether an instruction set's kernels compute here what the portable ones do.
+
+Kernels for AVX-512 and AMX run on few machines; a compiler's or a kernel's mistake there must not
+become a wrong answer. So the first use of one compares it with code of no special instructions, on
+a plan and rows that reach every kernel: a few milliseconds, once in a process.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.ops.cpu.attention import CpuAttention
+from onestem.ops.cpu.extension import DTYPES
+from onestem.ops.cpu.layers import CpuLayers
+from onestem.ops.layers import Angles, Heads
+from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
+
+__all__ = ["find_fault"]
+
+TRUSTED = "portable"
+KV_HEADS, GROUP, PAGE_SIZE = 2, 3, 16
+
+
+def find_fault(isa: str) -> str | None:
+    """What an instruction set computes wrongly, for a person; None where all is right."""
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            if not _attention_agrees(isa, dtype, generator):
+                return f"attention in {name}"
+            if not _layers_agree(isa, dtype, generator):
+                return f"layer operations in {name}"
+    return None
+
+
+def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
+    """One wide item, one that is masked and padded, and vectors; plain scores and adjusted ones."""
+    for head_dim, window in ((64, None), (80, 30)):
+        plan, pages = _plan(window)
+        shape = (pages, PAGE_SIZE, KV_HEADS, head_dim)
+        q = torch.randn(plan.num_rows, KV_HEADS * GROUP, head_dim, generator=generator).to(dtype)
+        k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        slopes = None if window is None else torch.linspace(0.01, 0.1, KV_HEADS * GROUP)
+        softcap = None if window is None else 20.0
+        got, want = (
+            CpuAttention(isa=name)
+            .prepare(plan)
+            .attend(q, k, v, alibi_slopes=slopes, softcap=softcap)
+            for name in (isa, TRUSTED)
+        )
+        if not (_close(got.out, want.out) and _close(got.lse, want.lse, dtype)):
+            return False
+    return True
+
+
+def _plan(window: int | None) -> tuple[AttentionPlan, int]:
+    """Eleven decodes behind 300 shared tokens, with own runs of 1 to 31 tokens; a chunk of 37 rows
+    behind 12 others. The plan and its number of pages."""
+    builder, taken, positions = PlanBuilder(PAGE_SIZE), 0, []
+
+    def run(tokens: int, position: int) -> int:
+        nonlocal taken
+        count = -(-tokens // PAGE_SIZE)
+        taken += count
+        ids = np.arange(taken - 1, taken - 1 - count, -1, dtype=np.int32)
+        return builder.add_run(ids, 0, tokens, position)
+
+    builder.add_span(0, 11, run(300, 0), 300)
+    for row in range(11):
+        own = 1 + 3 * row
+        builder.add_span(row, 1, run(own, 300), own)
+        positions.append(299 + own)
+    builder.add_span(11, 37, run(49, 0), 13, step=1)
+    positions.extend(range(12, 49))
+    return windowed(builder.build(np.array(positions)), window), taken
+
+
+def _layers_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    hidden, delta, weight, gate_up = drawn(3, 50), drawn(3, 50), drawn(50), drawn(3, 76)
+    qkv, norms = drawn(3, 4 * 48), (drawn(48), drawn(48))
+    turn = torch.randn(3, 24, generator=generator, dtype=torch.float32)
+
+    def results(name: str) -> list[Tensor]:
+        ops, residual = CpuLayers(isa=name), hidden.clone()
+        pages = [torch.zeros(2, 2, 1, 48, dtype=dtype) for _ in range(2)]
+        return [
+            ops.add_rms_norm(residual, delta, weight, 1e-5),
+            residual,
+            ops.silu_mul(gate_up),
+            ops.rope_write(
+                qkv,
+                Heads(2, 1, 48, *norms, 1e-6),
+                Angles(turn.cos(), turn.sin()),
+                torch.tensor([3, 0, 2]),
+                *pages,
+            ),
+            *pages,
+        ]
+
+    return all(_close(a, b) for a, b in zip(results(isa), results(TRUSTED), strict=True))
+
+
+def _close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Within some units in the last place of the largest value: what rounding weights to bf16 and
+    another order of sums leave. A mistake in a kernel is far larger. False for NaN."""
+    unit = torch.finfo(dtype or got.dtype).eps
+    largest = float(want.abs().max())
+    error = float((got.double() - want.double()).abs().max())
+    return math.isfinite(error) and error <= 8 * unit * max(largest, 1.0)
