@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from onestem.batch.spool import Spool, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import JobError
 from onestem.planner import plan_job
+from onestem.pml import to_markup
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
@@ -25,10 +27,17 @@ def run_file(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
+    schemas: Sequence[Path] = (),
     force: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
 ) -> JobSummary:
-    """Run or continue a job (see `onestem.batch.run_job`) on a model."""
+    """Run or continue a job (see `onestem.batch.run_job`) on a model.
+
+    Args:
+        schemas: files of the PML schemas that lines may name.
+    """
+    for path in schemas:
+        llm.add_schema(path)
     if llm.engine.share == "no-attention":
         raise JobError("share is no-attention, whose answers mean nothing: use it with bench batch")
     return run_job(
@@ -45,11 +54,21 @@ def run_file(
             "device": llm.device.type,
             "max_model_len": llm.engine.max_model_len,
             "random_weights": llm.random_weights,
+            **_schema_options(llm),
         },
+        compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
         on_progress=on_progress,
     )
+
+
+def _schema_options(llm: LLM) -> dict[str, str]:
+    """What answers to prompts in PML depend on besides; nothing where there is no schema."""
+    if llm.tokenizer is None or not llm.schemas.layouts:
+        return {}
+    markup = "".join(to_markup(layout.schema) for layout in llm.schemas.layouts.values())
+    return {"schemas": hashlib.sha256(markup.encode()).hexdigest()[:16]}
 
 
 def plan_file(

@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from onestem.batch import model_identity
+from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.engine import Engine
 from onestem.engine.runner import ShareMode
 from onestem.engine.tokenizer import Tokenizer
@@ -20,7 +22,7 @@ from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, plan_job
-from onestem.pml import CompiledPrompt, Layout, Library, Schema
+from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
 from onestem.request import Request, RequestOutput, SamplingParams
 
@@ -63,6 +65,10 @@ class LLM:
         impl: attention implementation, `auto` for the fastest there is.
         random_weights: make the weights up (a directory with only a config will do).
         seed: where seeds of requests without one come from.
+        module_host_memory: bytes of host memory for modules of prompts in PML that KV memory has
+            no room for; 0: none.
+        module_disk: a folder in which modules survive the process; None: none.
+        module_disk_memory: bytes that modules may take there.
 
     Raises:
         OnestemError: with one line that says what is wrong and the way out.
@@ -83,6 +89,9 @@ class LLM:
         impl: str = "auto",
         random_weights: bool = False,
         seed: int | None = None,
+        module_host_memory: str | int = 0,
+        module_disk: str | os.PathLike[str] | None = None,
+        module_disk_memory: str | int = "16GiB",
     ) -> None:
         self.name = str(model)
         self.path = find_model(model)
@@ -121,6 +130,15 @@ class LLM:
         )
         self._count = 0
         self._schemas: Library | None = None
+        host = parse_memory(module_host_memory)
+        self.engine.keep_modules(
+            host=HostStore(host) if host > 0 else None,
+            disk=None
+            if module_disk is None
+            else DiskStore(
+                Path(module_disk), parse_memory(module_disk_memory), self._identity_for_modules()
+            ),
+        )
 
     # ----------------------------------------------------------------------------- offline
 
@@ -159,6 +177,11 @@ class LLM:
         return self._answer(ids, [None] * len(ids), sampling_params)
 
     # ----------------------------------------------------------------------------- modules
+
+    def _identity_for_modules(self) -> str:
+        """What keys and values depend on beside a module's key."""
+        made_up = " random" if self.random_weights else ""
+        return f"{model_identity(self.path)} {self.dtype}{made_up}"
 
     @property
     def schemas(self) -> Library:
@@ -203,6 +226,23 @@ class LLM:
             self.engine.validate(request)
         outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
         return [outputs[request.request_id] for request in requests]
+
+    def encode_schema(self, name: str, isolation: str = "anchored") -> Iterator[RequestOutput]:
+        """Compute all cached text of a schema, so that it is there when a prompt comes: in KV
+        memory as far as that has room, and in the tiers behind it. Whatever a tier has already is
+        checked and not computed again.
+
+        Returns:
+            an output for each segment, as they are done.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        prompts = encoding_prompts(self.schemas.encoding(name, isolation))
+        requests = [self.pml_request(prompt, params) for prompt in prompts]
+        for request in requests:
+            self.engine.validate(request)
+        yield from self.engine.run(requests)
+        if self.engine.tiers is not None:
+            self.engine.tiers.flush()
 
     def pml_request(
         self, compiled: CompiledPrompt, params: SamplingParams, markup: str | None = None

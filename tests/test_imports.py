@@ -22,7 +22,7 @@ LAYERS = [
     ("engine",),
     ("batch",),
     ("llm",),
-    ("bench", "bench_serve", "jobs"),
+    ("bench", "bench_pml", "bench_serve", "jobs"),
     ("server",),
     ("cli",),
 ]

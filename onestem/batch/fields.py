@@ -132,8 +132,11 @@ SAMPLING: Mapping[str, Check] = {
 }
 
 # These need more than a check: see `sampling_fields` and `read_prompt`.
+PML: Mapping[str, Check] = {"isolation": _text, "pml": _text}
+
 SPECIAL: Mapping[Kind, Mapping[str, Check]] = {
     "chat": {
+        **PML,
         "logprobs": _boolean,
         "max_completion_tokens": _integer,
         "messages": lambda name, value: value,
@@ -142,6 +145,7 @@ SPECIAL: Mapping[Kind, Mapping[str, Check]] = {
         "top_logprobs": _integer,
     },
     "completion": {
+        **PML,
         "logprobs": _integer,
         "model": _text,
         "prompt": lambda name, value: value,
@@ -231,18 +235,27 @@ def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued; exactly one of the three is there."""
+    """What is to be continued; exactly one of the four is there. `isolation` belongs to `pml`."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[JsonObject] | None = None
+    pml: str | None = None
+    isolation: str = "anchored"
 
 
 def read_prompt(kind: Kind, fields: Mapping[str, Any]) -> Prompt:
-    """The prompt of a body: text or token ids of a completion, messages of a chat."""
+    """The prompt of a body: text or token ids of a completion, messages of a chat, or either's
+    `pml`."""
     name = "messages" if kind == "chat" else "prompt"
+    if "pml" in fields:
+        if name in fields:
+            raise RequestError(f"body has pml and {name}: give one of them")
+        return Prompt(pml=fields["pml"], isolation=fields.get("isolation", "anchored"))
+    if "isolation" in fields:
+        raise RequestError("isolation needs pml")
     if name not in fields:
-        raise RequestError(f"body has no {name}")
+        raise RequestError(f"body has no {name} and no pml")
     if kind == "chat":
         return Prompt(messages=_messages(fields[name]))
     return _completion_prompt(fields[name])

@@ -50,6 +50,7 @@ from onestem.batch.results import (
     split_result_id,
 )
 from onestem.batch.spool import (
+    CompilePml,
     InputSurvey,
     Spool,
     SpooledError,
@@ -79,6 +80,7 @@ def run_job(
     model_name: str,
     options: Mapping[str, Any],
     token_bytes: Callable[[int], bytes] | None = None,
+    compile_pml: CompilePml | None = None,
     force: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
 ) -> JobSummary:
@@ -94,6 +96,8 @@ def run_job(
         model_name: `model` in results of lines that name none.
         options: all other options that change answers, by the names that a user knows.
         token_bytes: the bytes that a token stands for, for log-probabilities.
+        compile_pml: markup and isolation to segments; None: lines with `pml` get an error. What it
+            depends on (schemas) belongs to `options`.
         force: throw away an output, and work on it, that belongs to another job. This job's own
             work is always continued.
         on_progress: called for each chunk read and each line written.
@@ -115,7 +119,8 @@ def run_job(
     job = _Job(
         source, place, survey, identity,
         tokenizer=tokenizer, validate=validate, run=run, planner=planner,
-        token_bytes=token_bytes, tell=on_progress or (lambda progress: None),
+        token_bytes=token_bytes, compile_pml=compile_pml,
+        tell=on_progress or (lambda progress: None),
     )  # fmt: skip
     with place.locked():
         try:
@@ -148,6 +153,7 @@ class _Job:
         run: Run,
         planner: Planner | None,
         token_bytes: Callable[[int], bytes] | None,
+        compile_pml: CompilePml | None,
         tell: Callable[[Progress], object],
     ) -> None:
         self._source, self._place = source, place
@@ -155,6 +161,7 @@ class _Job:
         self._tokenizer, self._validate = tokenizer, validate
         self._run, self._planner = run, planner
         self._token_bytes, self._tell = token_bytes, tell
+        self._compile_pml = compile_pml
         self._summary = JobSummary(output=place.output, total=survey.num_lines)
         self._counts = ResultCounts()
 
@@ -172,7 +179,7 @@ class _Job:
                 return self._summary
             self._claim(force)
             self._read()
-            spool = Spool(self._place, self._identity.job)
+            spool = Spool(self._place, self._identity.job, self._compile_pml)
         self._summary.read_seconds = time.perf_counter() - began
         try:
             self._compute(spool)
@@ -262,6 +269,7 @@ class _Job:
                 tokenizer=self._tokenizer,
                 validate=self._validate,
                 on_chunk=self._tell_read,
+                compile_pml=self._compile_pml,
             )
             if sha256 != self._identity.input_sha256:
                 raise JobError(f"{self._source} changed while it was read: give the command again")

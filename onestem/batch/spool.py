@@ -30,10 +30,12 @@ from onestem.batch.fields import Kind, Prompt
 from onestem.batch.format import BatchRequest, LineError, parse_line
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
-from onestem.errors import JobError, RequestError
+from onestem.errors import JobError, OnestemError, RequestError
+from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
 
 __all__ = [
+    "CompilePml",
     "InputSurvey",
     "Spool",
     "SpooledError",
@@ -72,6 +74,8 @@ class Tokenizer(Protocol):
 
 
 Validate = Callable[[Request], object]  # raises RequestError for what can never be answered
+CompilePml = Callable[[str, str], CompiledPrompt]  # markup and isolation to segments
+NO_SCHEMAS = "pml needs the schema that it names: give its file with --schema"
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ class SpooledRequest:
     sampling: Mapping[str, Any]
     model: str | None = None
     return_token_ids: bool = False
+    pml: str | None = None
+    isolation: str = "anchored"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +156,9 @@ class SpooledError:
 class Spool:
     """A finished spool, read by index. Memory: 48 bytes per line; ids stay on the disk."""
 
-    def __init__(self, place: Workplace, job: str) -> None:
+    def __init__(self, place: Workplace, job: str, compile_pml: CompilePml | None = None) -> None:
         self.job = job
+        self._compile_pml = compile_pml
         table = np.fromfile(place.lines, np.int64)
         self._table: npt.NDArray[np.int64] = table.reshape(-1, len(COLUMNS))
         self._requests = open(place.requests, "rb")  # noqa: SIM115 - closed by `close`
@@ -207,12 +214,18 @@ class Spool:
 
     def request(self, index: int, *, group: int | None, group_prefix_tokens: int) -> Request:
         spooled = self.spooled_request(index)
+        compiled = None
+        if spooled.pml is not None:
+            assert self._compile_pml is not None  # else the line would have been refused
+            compiled = self._compile_pml(spooled.pml, spooled.isolation)
+        plain = compiled is None  # a group shares a prefix, and modules are no prefixes
         return Request(
             request_id=result_id(self.job, spooled.line_number),
             prompt_token_ids=self.prompt(index).tolist(),
             params=_params(self.job, spooled.custom_id, spooled.sampling),
-            group=group,
-            group_prefix_tokens=group_prefix_tokens,
+            pml=compiled,
+            group=group if plain else None,
+            group_prefix_tokens=group_prefix_tokens if plain else 0,
         )
 
 
@@ -235,6 +248,7 @@ class _Line:
     request: BatchRequest | None = None
     error: LineError | None = None
     ids: Sequence[int] = ()
+    pml: CompiledPrompt | None = None
 
     def refuse(self, error: RequestError) -> None:
         if not isinstance(error, LineError):
@@ -251,6 +265,7 @@ def write_spool(
     tokenizer: Tokenizer | None,
     validate: Validate,
     on_chunk: Callable[[int, int], object],
+    compile_pml: CompilePml | None = None,
 ) -> tuple[str, dict[str, int]]:
     """The first pass.
 
@@ -259,6 +274,7 @@ def write_spool(
         tokenizer: None: only prompts of token ids are good.
         validate: raises `RequestError` for a request that can never be answered.
         on_chunk: called after each chunk with the lines and the bytes read so far.
+        compile_pml: None: lines with `pml` are refused.
 
     Returns:
         The input's sha256 as read now, and the sizes of the spool's files in bytes.
@@ -271,7 +287,7 @@ def write_spool(
         open(place.lines, "wb") as table,
     ):
         writer = _Writer(ids, requests, table)
-        first_pass = _FirstPass(job, tokenizer, validate)
+        first_pass = _FirstPass(job, tokenizer, validate, compile_pml)
         for chunk in _chunks(_lines(source, digest.update)):
             writer.write(first_pass.read(chunk))
             on_chunk(writer.num_lines, source.tell())
@@ -305,8 +321,15 @@ def _chunks(
 class _FirstPass:
     """Turns chunks of raw lines into requests with token ids, or errors."""
 
-    def __init__(self, job: str, tokenizer: Tokenizer | None, validate: Validate) -> None:
+    def __init__(
+        self,
+        job: str,
+        tokenizer: Tokenizer | None,
+        validate: Validate,
+        compile_pml: CompilePml | None,
+    ) -> None:
         self._job = job
+        self._compile_pml = compile_pml
         self._tokenizer = tokenizer
         self._validate = validate
         # 16 bytes of a hash stand for each custom_id, which may be of any length.
@@ -361,10 +384,25 @@ class _FirstPass:
 
     def _tokenize_one(self, line: _Line) -> None:
         assert line.request is not None
+        prompt = line.request.prompt
         try:
-            line.ids = self._ids(line.request.prompt)
+            if prompt.pml is not None:
+                line.pml = self._compiled(prompt.pml, prompt.isolation)
+                line.ids = line.pml.ordered_token_ids.tolist()
+            else:
+                line.ids = self._ids(prompt)
         except RequestError as error:
             line.refuse(error)
+
+    def _compiled(self, markup: str, isolation: str) -> CompiledPrompt:
+        if self._compile_pml is None:
+            raise RequestError(NO_SCHEMAS)
+        try:
+            return self._compile_pml(markup, isolation)
+        except RequestError:
+            raise
+        except OnestemError as error:
+            raise RequestError(str(error)) from error
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if prompt.token_ids is not None:
@@ -385,6 +423,7 @@ class _FirstPass:
                     request_id=result_id(self._job, line.number),
                     prompt_token_ids=line.ids,
                     params=request.params,
+                    pml=line.pml,
                 )
             )
         except RequestError as error:
@@ -436,4 +475,6 @@ def _record(line: _Line) -> dict[str, Any]:
         record["model"] = request.model
     if request.return_token_ids:
         record["return_token_ids"] = True
+    if request.prompt.pml is not None:
+        record |= {"pml": request.prompt.pml, "isolation": request.prompt.isolation}
     return record | {"sampling": dict(request.sampling)}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onestem import __version__
-from onestem.cli import batch, bench, env, generate, plan, pml
+from onestem.cli import batch, bench, env, generate, plan, pml, serve
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("batch")(batch.batch)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
+app.command("serve")(serve.serve)
 app.command("env")(env.env)
 app.add_typer(pml.app, name="pml")
 app.add_typer(bench.app, name="bench")

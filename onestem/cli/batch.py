@@ -34,6 +34,12 @@ def batch(
     page_size: options.PageSize = 16,
     share: options.Share = "full",
     random_weights: options.RandomWeights = False,
+    schemas: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
     ] = False,
@@ -68,7 +74,14 @@ def batch(
     )
     try:
         with JobProgress(quiet) as progress:
-            summary = run_file(llm, input_file, output, force=force, on_progress=progress)
+            summary = run_file(
+                llm,
+                input_file,
+                output,
+                schemas=schemas or (),
+                force=force,
+                on_progress=progress,
+            )
     except JobInterrupted as interrupted:
         print(f"onestem: {interrupted}", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""`onestem pml`: check schemas and prompts, show where their tokens stand."""
+"""`onestem pml`: check schemas and prompts, show where their tokens stand, answer prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,24 @@ from onestem.cli import options
 __all__ = ["app"]
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Prompts of modules: check and show PML files."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Prompts of modules: check, show and run PML files.",
 )
+
+
+ModuleDisk = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where modules survive the process (default: onestem/modules in the user's cache "
+        "folder, once `encode` has made it).",
+    ),
+]
+ModuleDiskMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="What they may take there, like 16GiB.")
+]
+Isolation = Annotated[str, typer.Option(help="Who sees what: anchored, isolated or off.")]
 
 
 @app.command("check")
@@ -50,9 +66,7 @@ def show(
         Path | None, typer.Argument(metavar="PROMPT", help="File of a prompt.")
     ] = None,
     model: options.Model = "embedded",
-    isolation: Annotated[
-        str, typer.Option(help="Who sees what: anchored, isolated or off.")
-    ] = "anchored",
+    isolation: Isolation = "anchored",
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -75,3 +89,126 @@ def show(
         shown["prompt"] = prompt_facts(compiled)
         lines += ["", *prompt_lines(compiled, tokenizer, ids)]
     typer.echo(json.dumps(shown) if as_json else "\n".join(lines))
+
+
+@app.command("run")
+def run(
+    prompt_file: Annotated[Path, typer.Argument(metavar="PROMPT", help="File of a prompt.")],
+    schemas: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--schema", metavar="FILE", help="Its schema (default: the *.xml beside it that is)."
+        ),
+    ] = None,
+    model: options.Model = "embedded",
+    isolation: Isolation = "anchored",
+    n: Annotated[int, typer.Option("-n", help="Answers.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy (default: the model's).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    seed: options.Seed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kv_memory: options.KvMemory = "auto",
+    module_disk: ModuleDisk = None,
+    module_disk_memory: ModuleDiskMemory = "16GiB",
+    random_weights: options.RandomWeights = False,
+) -> None:
+    """Answer a prompt; what it cost goes to stderr.
+
+    The time to the first token is that of the engine, without loading the model.
+    """
+    from onestem.cli.pml_run import answer_facts, cost_line, default_disk, load_library
+    from onestem.pml import parse_isolation, read_prompt
+    from onestem.request import SamplingParams
+
+    who_sees_what = parse_isolation(isolation)
+    prompt = read_prompt(prompt_file)
+    params = SamplingParams(n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if module_disk is None and default_disk().is_dir():
+        module_disk = default_disk()
+    llm = options.load_llm(
+        model,
+        device=device,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        random_weights=random_weights,
+        module_disk=module_disk,
+        module_disk_memory=module_disk_memory,
+    )
+    load_library(llm, prompt_file, prompt, schemas)
+    facts = answer_facts(llm.generate_pml(prompt, params, isolation=who_sees_what)[0])
+    if as_json:
+        typer.echo(json.dumps(facts, ensure_ascii=False))
+        return
+    for text in facts["texts"]:
+        typer.echo(text)
+    typer.echo(cost_line(facts), err=True)
+
+
+@app.command("encode")
+def encode(
+    schema_file: Annotated[Path, typer.Argument(metavar="SCHEMA", help="File of a schema.")],
+    model: options.Model = "embedded",
+    isolation: Isolation = "anchored",
+    module_disk: ModuleDisk = None,
+    module_disk_memory: ModuleDiskMemory = "16GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kv_memory: options.KvMemory = "auto",
+    random_weights: options.RandomWeights = False,
+) -> None:
+    """Compute a schema's modules and keep them on the disk.
+
+    What is there already is checked and not computed again. `onestem pml run` with the same model,
+    dtype and isolation then reads them.
+    """
+    from onestem.cli.pml_run import default_disk, encode_line, encode_schema
+    from onestem.pml import parse_isolation, read_schema
+
+    who_sees_what = parse_isolation(isolation)
+    schema = read_schema(schema_file)
+    llm = options.load_llm(
+        model,
+        device=device,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        random_weights=random_weights,
+        module_disk=default_disk() if module_disk is None else module_disk,
+        module_disk_memory=module_disk_memory,
+    )
+    facts = encode_schema(llm, schema, who_sees_what, quiet=quiet)
+    typer.echo(json.dumps(facts) if as_json else encode_line(facts))
+
+
+@app.command("memory")
+def memory(
+    models: Annotated[
+        list[str],
+        typer.Option(
+            "--model", help="Model directory, hub name, or a config.json (may be repeated)."
+        ),
+    ],
+    num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes of a number.", min=1)] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per model.")] = False,
+) -> None:
+    """Memory of one cached token, in MiB, from the config alone.
+
+    The first column counts a key and a value for each query head, as table 2 of the Prompt Cache
+    paper does; the second those that the model has and that are stored.
+    """
+    from onestem.cli.pml_memory import find_config, token_memory
+
+    sizes = [(model, token_memory(find_config(model), num_bytes=num_bytes)) for model in models]
+    if not as_json:
+        typer.echo(f"{'all heads':>10} {'stored':>10}  model")
+    for model, size in sizes:
+        if as_json:
+            facts = {"all_heads": size.all_heads, "kv_heads": size.kv_heads}
+            typer.echo(json.dumps({"model": model, "mib_per_token": facts}))
+        else:
+            typer.echo(f"{size.all_heads:10.4f} {size.kv_heads:10.4f}  {model}")

@@ -7,6 +7,7 @@ segments, `visible` says who sees what. `docs/pml.md` is the language.
 
 from onestem.pml.binding import bind, find_schema
 from onestem.pml.compile import compile_prompt
+from onestem.pml.encode import encoding_prompts
 from onestem.pml.layout import Block, Layout, Slot, Span, lay_out
 from onestem.pml.library import Library
 from onestem.pml.markup import to_markup
@@ -61,6 +62,7 @@ __all__ = [
     "Union",
     "bind",
     "compile_prompt",
+    "encoding_prompts",
     "computed_spans",
     "find_schema",
     "lay_out",

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.models.config import GenerationDefaults, ModelConfig, RopeScaling, Rotary
+from onestem.models.config import (
+    ARCHITECTURES,
+    GenerationDefaults,
+    ModelConfig,
+    RopeScaling,
+    Rotary,
+)
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -265,3 +271,8 @@ def test_generation_defaults(tmp_path: Path) -> None:
 def test_config_imports_no_torch() -> None:
     code = "import sys, onestem.models.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_architecture_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [name for name in ARCHITECTURES if f"`{name}`" not in text] == []

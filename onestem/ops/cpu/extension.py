@@ -80,7 +80,10 @@ def fault_of(isa: str) -> str | None:
 
 
 @functools.cache
-def _best_isa(wanted: str) -> str:
+def chosen_isa() -> str:
+    """The instruction set in use: that of `ONESTEM_CPU_ISA`, or the best that the machine has and
+    that computes rightly there. Settled at the first call."""
+    wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         return _without_fault(checked_isa(wanted))
     names = isas()
@@ -102,12 +105,6 @@ def _without_fault(isa: str) -> str:
     raise UnsupportedError(
         f"instruction set {isa!r} computes {fault} wrongly on this machine: unset {ISA_VARIABLE}"
     )
-
-
-def chosen_isa() -> str:
-    """The instruction set in use: that of `ONESTEM_CPU_ISA`, or the best that the machine has and
-    that computes rightly there."""
-    return _best_isa(os.environ.get(ISA_VARIABLE, ""))
 
 
 def status() -> str:

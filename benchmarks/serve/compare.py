@@ -1,0 +1,222 @@
+"""The rate that each server sustains, by system prompt: our modes, and vLLM's server.
+
+    python -m benchmarks.serve.compare [--shape 0.1b] [--servers full,storage,off,vllm]
+        [--system-tokens 64,2048] [--repeats 3] [--duration 180] [--scale 1]
+
+For each system prompt all servers run side by side, and take turns: a run of one server's search,
+then of the next one's, while the others idle. A search ends when the rates that held and did not
+are --resolution apart. A rate holds if nine of ten requests take at most --limit seconds per output
+token. Short: --repeats 1 --duration 45 --scale 0.25 --resolution 0.1. On a GPU: --shape 8b
+--device cuda --dtype bfloat16 --limit 0.05 --kv-gib 40 --sequential (one server at a time).
+Written to benchmarks/results/serve-SHAPE.json; `python -m benchmarks.serve.plot` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.batch import machine
+from benchmarks.serve.model import servable
+from benchmarks.serve.servers import SERVERS, Setting, running
+from onestem.bench_serve.client import Target
+from onestem.bench_serve.run import Bench, model_name
+from onestem.bench_serve.search import RateSearch
+from onestem.bench_serve.workload import Workload
+
+ROOT = Path(__file__).parents[2]
+# Longest warm-up: servers that compile do so for the row counts that they meet.
+WARM_UP_SECONDS = 15.0
+# What is asked of `full`: times the rate of another server, by tokens of system prompt.
+ASKED = {
+    2048: {"storage": 1.8, "off": 3.0, "vllm": 1.8},
+    64: {"storage": 0.98, "off": 0.98, "vllm": 1.0},
+}
+
+
+def main() -> None:
+    options = _options()
+    names = options.servers.split(",")
+    setting = Setting(
+        model=servable(options.work, options.shape, options.dtype),
+        dtype=options.dtype,
+        device=options.device,
+        kv_gib=options.kv_gib,
+        threads=options.threads,
+        peers=options.peers,
+        logs=options.work,
+    )
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.serve.compare " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "date": date.today().isoformat(),
+        "shape": options.shape,
+        "dtype": options.dtype,
+        "limit": options.limit,
+        "resolution": options.resolution,
+        "kv_gib": options.kv_gib,
+        "searches": [],
+    }
+    path = ROOT / "benchmarks" / "results" / f"serve-{options.shape}{options.suffix}.json"
+    for system_tokens in map(int, options.system_tokens.split(",")):
+        for search in _searches(names, setting, system_tokens, options):
+            result["searches"].append(search)
+            result["against"] = _against(result["searches"])
+            # After each: a run that is cut off keeps what it has.
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    for line in _table(result["against"]):
+        print(line)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="0.1b")
+    parser.add_argument("--servers", default="full,storage,off,vllm", help="in this order")
+    parser.add_argument("--system-tokens", default="64,2048")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--duration", type=float, default=180.0, help="seconds of arrivals of a run"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of question and answer lengths")
+    parser.add_argument("--apps", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=0.5)
+    parser.add_argument("--start-rate", type=float, default=1.0)
+    parser.add_argument("--resolution", type=float, default=0.04)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kv-gib", type=float, default=4.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "serve")
+    parser.add_argument("--peers", type=Path, default=ROOT / "build" / "peers" / "vllm")
+    parser.add_argument("--sequential", action="store_true", help="one server at a time")
+    parser.add_argument("--suffix", default="", help="appended to the result file's name")
+    options = parser.parse_args()
+    for name in options.servers.split(","):
+        if not SERVERS.fullmatch(name):
+            parser.error(f"server is {name!r}, expected full, storage, off, vllm or vllm-eager")
+    options.work.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def _searches(
+    names: list[str], setting: Setting, system_tokens: int, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Finished searches of all servers at one length of system prompt."""
+    for group in [[name] for name in names] if options.sequential else [names]:
+        with ExitStack() as stack:
+            benches = {
+                name: _bench(stack.enter_context(running(name, setting)), system_tokens, options)
+                for name in group
+            }
+            for name, bench in benches.items():
+                print(f"{name}: warm-up", file=sys.stderr, flush=True)
+                _warm_up(bench, options.start_rate)
+            yield from _take_turns(benches, system_tokens, options)
+
+
+def _bench(url: str, system_tokens: int, options: argparse.Namespace) -> Bench:
+    load = Workload(
+        seed=options.seed, apps=options.apps, system_tokens=system_tokens, scale=options.scale
+    )
+    target = Target(model_name(url))
+    return Bench(url, target, load, limit=options.limit, duration=options.duration)
+
+
+def _warm_up(bench: Bench, rate: float) -> None:
+    bench.warm_up()
+    count = bench.workload.count_within(rate, WARM_UP_SECONDS)
+    short = Bench(bench.base_url, bench.target, bench.workload, requests=count, runs=bench.runs)
+    short.measure(rate)
+
+
+def _take_turns(
+    benches: dict[str, Bench], system_tokens: int, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    starts = dict.fromkeys(benches, options.start_rate)
+    for repeat in range(options.repeats):
+        searches = {
+            name: RateSearch(starts[name], resolution=options.resolution) for name in benches
+        }
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in benches}
+        for name in _in_turn(benches, searches, runs, reverse=repeat % 2 == 1):
+            starts[name] = searches[name].best or starts[name]
+            yield {
+                "server": name,
+                "system_tokens": system_tokens,
+                "repeat": repeat,
+                "case": benches[name].describe(),
+                "sustainable_rate": searches[name].best,
+                "runs": runs[name],
+            }
+
+
+def _in_turn(
+    benches: dict[str, Bench],
+    searches: dict[str, RateSearch],
+    runs: dict[str, list[dict[str, Any]]],
+    *,
+    reverse: bool,
+) -> Iterator[str]:
+    """Names of servers as their searches end."""
+    active = list(benches)[:: -1 if reverse else 1]
+    while active:
+        for name in list(active):
+            tokens = benches[name].workload.system_tokens
+            print(f"{name}, system prompt of {tokens}: ", end="", file=sys.stderr, flush=True)
+            run = benches[name].step(searches[name])
+            if run is not None:
+                runs[name].append(run)
+                continue
+            print(f"sustains {searches[name].best}", file=sys.stderr, flush=True)
+            active.remove(name)
+            yield name
+
+
+def _against(searches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How many times the rate of another server `full` sustains, repeat by repeat."""
+    rates: dict[int, dict[str, dict[int, float]]] = {}
+    for search in searches:
+        servers = rates.setdefault(search["system_tokens"], {})
+        by_repeat = servers.setdefault(search["server"], {})
+        by_repeat[search["repeat"]] = search["sustainable_rate"] or 0.0
+    return {str(tokens): _ratios(servers, tokens) for tokens, servers in rates.items()}
+
+
+def _ratios(servers: dict[str, dict[int, float]], system_tokens: int) -> dict[str, Any]:
+    full = servers.get("full", {})
+    out: dict[str, Any] = {}
+    for name, by_repeat in servers.items():
+        entry: dict[str, Any] = {"sustainable_rate": statistics.median(by_repeat.values())}
+        pairs = [full[r] / rate for r, rate in by_repeat.items() if r in full and rate]
+        if name != "full" and pairs:
+            entry["full_against"] = {
+                "median": statistics.median(pairs),
+                "min": min(pairs),
+                "max": max(pairs),
+            }
+            entry["asked"] = ASKED.get(system_tokens, {}).get(name.partition("-")[0])
+        out[name] = entry
+    return out
+
+
+def _table(against: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "system prompt  server   requests/s  full against it  asked"
+    for tokens, servers in against.items():
+        for name, entry in servers.items():
+            ratio = entry.get("full_against", {}).get("median")
+            yield (
+                f"{tokens:>13}  {name:8} {entry['sustainable_rate']:10.2f}  "
+                f"{'' if ratio is None else f'{ratio:.2f}':>15}  {entry.get('asked') or ''}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Benchmarks of prompts of modules: time to the first token, and throughput over a library."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from onestem.errors import ConfigError
+from onestem.pml import CompiledPrompt, Isolation, Segment
+from onestem.request import Request, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from onestem.llm import LLM
+
+__all__ = ["FirstTokenCase", "LibraryCase", "Tier", "measure_first_token", "measure_library"]
+
+Tier = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstTokenCase:
+    """One prompt: `modules` modules of together `cached` tokens, and `new` tokens of text.
+
+    Attributes:
+        tier: where the modules are when the prompt comes.
+        repeat: prompts measured, each with another text.
+    """
+
+    cached: int = 5000
+    new: int = 50
+    modules: int = 5
+    isolation: Isolation = "anchored"
+    tier: Tier = "device"
+    repeat: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryCase:
+    """`prompts` prompts over `library` modules of `module_tokens` tokens: each imports `imports` of
+    them, in combinations that differ, adds `new` tokens and samples `output`."""
+
+    prompts: int = 64
+    library: int = 10
+    module_tokens: int = 1000
+    imports: int = 3
+    new: int = 50
+    output: int = 64
+    isolation: Isolation = "anchored"
+    seed: int = 0
+
+
+class _Modules:
+    """Modules of random token ids, one behind the other; nothing else stands in their schema."""
+
+    def __init__(
+        self, lengths: Sequence[int], isolation: Isolation, vocab_size: int, seed: int
+    ) -> None:
+        self.isolation = isolation
+        self.vocab_size = vocab_size
+        self._rng = np.random.default_rng(seed)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        self.end = int(starts[-1])
+        self.segments = [
+            self._segment(self.draw(n), start) for n, start in zip(lengths, starts, strict=False)
+        ]
+
+    def draw(self, count: int) -> np.ndarray:
+        return self._rng.integers(0, self.vocab_size, count).astype(np.int32)
+
+    def _segment(self, ids: np.ndarray, position: int) -> Segment:
+        if self.isolation == "off":
+            return Segment("text", ids, position, "module")
+        text = f"bench {self.isolation} {position} ".encode() + ids.tobytes()
+        key = hashlib.blake2b(text, digest_size=16).hexdigest()
+        return Segment("cached", ids, position, "module", key=key)
+
+    def prompt(self, chosen: Sequence[int], new: int) -> CompiledPrompt:
+        segments = [self.segments[index] for index in chosen]
+        text = Segment("text", self.draw(new), self.end, "prompt")
+        return CompiledPrompt("bench", self.isolation, (*segments, text), self.end + new)
+
+
+def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> dict[str, Any]:
+    """Time to the first token with modules at hand, and with everything computed (`off`).
+
+    Args:
+        folder: of the disk tier, where `case.tier` is `disk`.
+    """
+    vocab_size, engine = llm.config.vocab_size, llm.engine
+    lengths = _shares(case.cached, case.modules)
+    plain = _Modules(lengths, "off", vocab_size, case.seed)
+    cached = _Modules(lengths, case.isolation, vocab_size, case.seed)
+    everything = range(case.modules)
+    _first_token(llm, plain.prompt(everything, case.new))  # warms up
+
+    off = []
+    for _ in range(case.repeat):
+        engine.cache.clear()
+        off.append(_first_token(llm, plain.prompt(everything, case.new)))
+    engine.cache.clear()
+    encode = _first_token(llm, cached.prompt(everything, case.new))
+    _first_token(llm, cached.prompt(everything, case.new))  # warms up
+    at_hand = []
+    for _ in range(case.repeat):
+        _leave_only(llm, case.tier, folder)
+        at_hand.append(_first_token(llm, cached.prompt(everything, case.new)))
+
+    linear = _linear_rate(llm, case.cached + case.new)
+    prefill = (case.cached + case.new) / median(off)
+    return {
+        **asdict(case),
+        **_setting(llm),
+        "first_token_seconds": median(at_hand),
+        "first_token_seconds_all": at_hand,
+        "off_first_token_seconds": median(off),
+        "off_first_token_seconds_all": off,
+        "speedup": median(off) / median(at_hand),
+        "encode_seconds": encode,
+        "off_tokens_per_s": prefill,
+        "linear_tokens_per_s": linear,
+        "off_share_of_linear_rate": prefill / linear,
+        "tiers": engine.tiers.stats.to_dict() if engine.tiers is not None else None,
+        **_copy_times(llm, case),
+    }
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    if not 1 <= parts <= total:
+        raise ConfigError(f"modules is {parts}, expected 1 to {total} (cached)")
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def _first_token(llm: LLM, compiled: CompiledPrompt) -> float:
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    (output,) = llm.engine.run([llm.pml_request(compiled, params)])
+    metrics = output.metrics
+    assert metrics.first_token_time is not None
+    return metrics.first_token_time - metrics.arrival_time
+
+
+def _leave_only(llm: LLM, tier: Tier, folder: Path | None) -> None:
+    """Empty the tiers in front of the one that is measured."""
+    tiers = llm.engine.tiers
+    if tier == "device":
+        return
+    llm.engine.cache.clear()
+    assert tiers is not None
+    tiers.flush()
+    if tier == "disk":
+        assert folder is not None
+        for path in folder.iterdir():
+            _drop_from_page_cache(path)
+
+
+def _drop_from_page_cache(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _linear_rate(llm: LLM, rows: int) -> float:
+    """Tokens per second of the layers' matrix products alone, at the rows of a prefill step."""
+    decoder = llm.decoder
+    rows = min(rows, llm.engine.scheduler.budget.most)
+    hidden = torch.randn(rows, llm.config.hidden_size).to(decoder.device, decoder.dtype)
+    layer = decoder.layers[0]
+    out = torch.randn(rows, llm.config.num_q_heads * llm.config.head_dim).to(hidden)
+    wide = torch.randn(rows, llm.config.intermediate_size).to(hidden)
+
+    def products() -> None:
+        for each in decoder.layers:
+            each.qkv(hidden), each.output(out), each.up(hidden), each.down(wide)
+
+    with torch.inference_mode():
+        layer.qkv(hidden)
+        seconds = min(_timed(llm, products) for _ in range(3))
+    return rows / seconds
+
+
+def _timed(llm: LLM, work: Any) -> float:
+    _wait(llm)
+    started = time.perf_counter()
+    work()
+    _wait(llm)
+    return time.perf_counter() - started
+
+
+def _wait(llm: LLM) -> None:
+    if llm.device.type == "cuda":
+        torch.cuda.synchronize(llm.device)
+
+
+def _copy_times(llm: LLM, case: FirstTokenCase) -> dict[str, float]:
+    """What copying the modules from pinned host memory takes at the link's measured rate."""
+    if llm.device.type != "cuda":
+        return {}
+    source = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=llm.device)
+    seconds = min(_timed(llm, lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
+    rate = source.nbytes / seconds
+    size = case.cached * llm.decoder.kv_bytes_per_token
+    return {"link_bytes_per_s": rate, "copy_seconds": size / rate, "copy_bytes": size}
+
+
+# --- a library ----------------------------------------------------------------------------------
+
+
+def measure_library(llm: LLM, case: LibraryCase) -> dict[str, Any]:
+    """Throughput of prompts over modules that are in KV memory when the clock starts."""
+    if case.imports > case.library:
+        raise ConfigError(f"imports is {case.imports}, the library has {case.library} modules")
+    modules = _Modules(
+        [case.module_tokens] * case.library, case.isolation, llm.config.vocab_size, case.seed
+    )
+    chosen = list(_combinations(case))
+    prompts = [modules.prompt(each, case.new) for each in chosen]
+    encode_seconds = _timed(llm, lambda: _encode(llm, modules, case))
+    params = SamplingParams(max_tokens=case.output, temperature=0, ignore_eos=True)
+    requests = [llm.pml_request(prompt, params) for prompt in prompts]
+    llm.engine.reset_stats()
+    started = time.perf_counter()
+    outputs = {output.request_id: output for output in llm.engine.run(requests)}
+    seconds = time.perf_counter() - started
+    stats = llm.engine.stats
+    return {
+        **asdict(case),
+        **_setting(llm),
+        "combinations": len(set(chosen)),
+        "encode_seconds": encode_seconds,
+        "seconds": seconds,
+        "requests_per_s": case.prompts / seconds,
+        "output_tokens_per_s": stats.output_tokens / seconds,
+        **stats.to_dict(),
+        "tokens_sha256": _hash([outputs[request.request_id] for request in requests]),
+    }
+
+
+def _combinations(case: LibraryCase) -> Iterator[tuple[int, ...]]:
+    rng = np.random.default_rng(case.seed)
+    for _ in range(case.prompts):
+        drawn = rng.choice(case.library, case.imports, replace=False)
+        yield tuple(sorted(int(index) for index in drawn))
+
+
+def _encode(llm: LLM, modules: _Modules, case: LibraryCase) -> None:
+    """Compute each module once (and warm up)."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    requests: list[Request] = [
+        llm.pml_request(modules.prompt([index], case.new), params) for index in range(case.library)
+    ]
+    for _ in llm.engine.run(requests):
+        pass
+
+
+def _setting(llm: LLM) -> dict[str, Any]:
+    return {
+        "share": llm.engine.share,
+        "device": str(llm.device),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "attention": llm.engine.impl.name,
+        "kv_tokens": llm.kv_tokens,
+        "kv_bytes_per_token": llm.decoder.kv_bytes_per_token,
+    }
+
+
+def _hash(outputs: Sequence[RequestOutput]) -> str:
+    digest = hashlib.sha256()
+    for output in outputs:
+        ids = output.outputs[0].token_ids
+        digest.update(np.array([len(ids), *ids], dtype="<i8").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""Runs of a workload against a server: at given rates, or to find the rate that holds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx2
+
+from onestem.bench_serve.client import Target, open_client
+from onestem.bench_serve.drive import Hopeless, drive
+from onestem.bench_serve.figures import Outcome, summary, within_limit
+from onestem.bench_serve.search import RateSearch
+from onestem.bench_serve.workload import Workload
+from onestem.errors import ConfigError
+
+__all__ = ["Bench", "model_name"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A workload, a server, and how long and strict a run is.
+
+    Attributes:
+        limit: seconds per output token that nine of ten requests must stay within.
+        requests: requests of a run; None: as many as arrive within `duration` seconds.
+        timeout: most seconds without a byte of an answer.
+        runs: numbers of the runs; each has questions of its own.
+    """
+
+    base_url: str
+    target: Target
+    workload: Workload
+    limit: float = 0.5
+    requests: int | None = None
+    duration: float = 60.0
+    timeout: float = 600.0
+    api_key: str | None = None
+    runs: Iterator[int] = field(default_factory=itertools.count, repr=False)
+
+    def warm_up(self) -> None:
+        """One short request of each application, so that every server has its system prompt."""
+        asyncio.run(self._warm_up(range(self.workload.apps)))
+
+    def measure(self, rate: float, *, cut: bool = False) -> dict[str, Any]:
+        """One run at `rate` requests per second; `cut` ends one that cannot hold any more."""
+        run = next(self.runs)
+        outcomes = asyncio.run(self._measure(rate, cut, run))
+        given_up = any(outcome.failure == "given up" for outcome in outcomes)
+        return {
+            "rate": rate,
+            "run": run,
+            "held": within_limit(outcomes, self.limit),
+            "given_up": given_up,
+            **summary(outcomes),
+        }
+
+    def step(self, search: RateSearch) -> dict[str, Any] | None:
+        """The next run of a search for the rate that holds; None when it has ended."""
+        rate = search.next_rate()
+        if rate is None:
+            return None
+        run = self.measure(rate, cut=True)
+        search.record(rate, run["held"])
+        _tell(run)
+        if run["given_up"]:
+            # An answer says that the server has put away what was cut off.
+            asyncio.run(self._warm_up(range(1)))
+        return run
+
+    def describe(self) -> dict[str, Any]:
+        workload = asdict(self.workload)
+        workload["systems"] = len(self.workload.systems)
+        return {
+            **workload,
+            "limit": self.limit,
+            "requests": self.requests,
+            "duration": None if self.requests else self.duration,
+            "endpoint": self.target.path,
+            "plain": self.target.plain,
+        }
+
+    async def _warm_up(self, apps: range) -> None:
+        run = next(self.runs)
+        async with self._client() as client:
+            for app in apps:
+                ask = self.workload.warm_up(app, run)
+                outcome = Outcome(ask.index, app, 0.0, ask.output_tokens)
+                await self.target.send(client, ask, outcome, 0.0)
+                if not outcome.ok:
+                    problem = outcome.failure or "; ".join(outcome.faults)
+                    raise ConfigError(f"the warm-up request failed: {problem}")
+
+    async def _measure(self, rate: float, cut: bool, run: int) -> list[Outcome]:
+        count = self.requests or self.workload.count_within(rate, self.duration)
+        asks = [self.workload.ask(i, run) for i in range(count)]
+        arrivals = self.workload.arrivals(rate, count)
+        async with self._client() as client:
+            give_up = Hopeless(self.limit) if cut else None
+            return await drive(client, self.target, asks, arrivals, give_up)
+
+    def _client(self) -> httpx2.AsyncClient:
+        return open_client(self.base_url, self.api_key, self.timeout)
+
+
+def model_name(base_url: str, api_key: str | None = None) -> str:
+    """The first model that the server lists."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    url = base_url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    try:
+        answer = httpx2.get(url, headers=headers, timeout=30.0, trust_env=False)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx2.HTTPError, ValueError, LookupError) as error:
+        raise ConfigError(f"{url} names no model: {error}") from error
+
+
+def _tell(run: dict[str, Any]) -> None:
+    p90 = run["normalised"]["p90"] if run["normalised"] else float("nan")
+    verdict = "holds" if run["held"] else "given up" if run["given_up"] else "does not hold"
+    print(
+        f"{run['rate']:.3f} requests/s: {verdict}; p90 {p90:.3f} s per token, "
+        f"{run['output_tokens_per_s']:.0f} tokens/s, {run['failed']} failed, {run['torn']} torn",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,49 @@
+"""The largest rate that holds: doubling or halving until it is bracketed, then bisection."""
+
+from __future__ import annotations
+
+from onestem.errors import ConfigError
+
+__all__ = ["RateSearch"]
+
+
+class RateSearch:
+    """Proposes rates until those that held and failed are `resolution` apart (0.05: 5%).
+
+    `next_rate` is None once the search has ended; `record` says how a proposed rate went. `best` is
+    then the highest rate that held, None where not even `least` did.
+    """
+
+    def __init__(
+        self,
+        start: float = 1.0,
+        *,
+        resolution: float = 0.05,
+        least: float = 0.01,
+        most: float = 1e4,
+    ) -> None:
+        if not least <= start <= most:
+            raise ConfigError(f"start-rate is {start}, expected {least} to {most}")
+        if resolution <= 0:
+            raise ConfigError(f"resolution is {resolution}, expected a number above 0")
+        self.best: float | None = None
+        self.worst: float | None = None
+        self._start, self._resolution, self._least, self._most = start, resolution, least, most
+
+    def next_rate(self) -> float | None:
+        if self.best is None and self.worst is None:
+            return self._start
+        if self.best is None:
+            assert self.worst is not None
+            return max(self.worst / 2, self._least) if self.worst > self._least else None
+        if self.worst is None:
+            return min(self.best * 2, self._most) if self.best < self._most else None
+        if self.worst <= self.best * (1 + self._resolution):
+            return None
+        return float((self.best * self.worst) ** 0.5)
+
+    def record(self, rate: float, held: bool) -> None:
+        if held:
+            self.best = rate
+        else:
+            self.worst = rate

@@ -1,0 +1,120 @@
+"""A server in a process of its own, for as long as a benchmark needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import httpx2
+
+from onestem.errors import ConfigError
+
+__all__ = ["free_port", "onestem_command", "serving"]
+
+ONESTEM = [sys.executable, "-c", "from onestem.cli import main; main()"]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def onestem_command(port: int, state: Path, options: Sequence[str]) -> list[str]:
+    """Our own server, told to refuse and to forget nothing: an open loop may queue for long.
+
+    `state` is a folder of this run alone: jobs of another server do not belong in it.
+    """
+    own = {"host": "127.0.0.1", "port": port, "state": state, "timeout": 86400, "max-queue": 10**6}
+    return [*ONESTEM, "serve", *(f"--{name}={value}" for name, value in own.items()), *options]
+
+
+@contextmanager
+def serving(
+    command: Sequence[str],
+    port: int,
+    *,
+    ready_within: float = 600.0,
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Run a server that answers `/health` with 200 once it is ready; gives its base URL.
+
+    Its output goes to `log` (a temporary file without one). At the end it gets SIGTERM, and SIGKILL
+    if it has not stopped 30 seconds later, with all processes of its group.
+    """
+    with _exit_on_sigterm(), log.open("w+b") if log else tempfile.TemporaryFile("w+b") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        try:
+            base_url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(process, base_url, ready_within, output)
+            yield base_url
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """A benchmark that is told to stop must stop its server too: the default would leave it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], base_url: str, ready_within: float, output: IO[bytes]
+) -> None:
+    limit = time.monotonic() + ready_within
+    while not _healthy(base_url):
+        if process.poll() is not None:
+            raise ConfigError(
+                f"the server ended with code {process.returncode}: {_last_line(output)}"
+            )
+        if time.monotonic() > limit:
+            raise ConfigError(f"the server was not ready after {ready_within:.0f} s")
+        time.sleep(0.2)
+
+
+def _healthy(base_url: str) -> bool:
+    try:
+        answer = httpx2.get(f"{base_url}/health", timeout=5.0, trust_env=False)
+    except httpx2.HTTPError:
+        return False
+    return answer.status_code == 200
+
+
+def _last_line(output: IO[bytes]) -> str:
+    output.seek(0)
+    lines = output.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,162 @@
+"""Keys and values of modules outside of the KV pages: host memory, and files on a disk.
+
+A module is a tensor `[num_layers, 2, num_tokens, num_kv_heads, head_dim]` (keys, then values) under
+a name. Both tiers have a budget and let go what was used least recently. A file says which model,
+dtype and module it is of and carries a checksum for each layer: one that is damaged, or of
+something else, is never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Hashable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from onestem.errors import ConfigError
+
+__all__ = ["DiskStore", "HostStore"]
+
+FORMAT = "onestem module 1"
+_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
+
+
+class HostStore:
+    """Modules in host memory.
+
+    Args:
+        budget: bytes.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_bytes = 0
+        self._modules: OrderedDict[Hashable, Tensor] = OrderedDict()
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def get(self, name: Hashable) -> Tensor | None:
+        module = self._modules.get(name)
+        if module is not None:
+            self._modules.move_to_end(name)
+        return module
+
+    def put(self, name: Hashable, module: Tensor) -> bool:
+        """Keep a module; False where it alone exceeds the budget."""
+        if module.nbytes > self.budget:
+            return False
+        known = self._modules.pop(name, None)
+        self.num_bytes += module.nbytes - (0 if known is None else known.nbytes)
+        self._modules[name] = module
+        while self.num_bytes > self.budget:
+            _, oldest = self._modules.popitem(last=False)
+            self.num_bytes -= oldest.nbytes
+        return True
+
+
+class DiskStore:
+    """Modules in files of a folder, which several processes and models may share.
+
+    Args:
+        folder: made if it is not there.
+        budget: bytes of all modules' files in it.
+        identity: of the model: files of others are not used. It names weights, tokenizer and dtype.
+    """
+
+    def __init__(self, folder: Path, budget: int, identity: str) -> None:
+        self.folder = folder
+        self.budget = budget
+        self.identity = identity
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"module_disk {folder} cannot be made: {error.strerror}") from error
+
+    def path(self, name: Hashable) -> Path:
+        """Where a module is, or would be."""
+        digest = hashlib.blake2b(f"{FORMAT}\0{self.identity}\0{name!r}".encode(), digest_size=16)
+        return self.folder / f"{digest.hexdigest()}.safetensors"
+
+    def __contains__(self, name: Hashable) -> bool:
+        return self.path(name).is_file()
+
+    def get(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """A module; None where there is no file, or it is not what it should be."""
+        path = self.path(name)
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if any(metadata.get(k) != v for k, v in self._metadata(name).items()):
+                    return None
+                module = file.get_tensor("kv")
+        except (OSError, SafetensorError, KeyError):
+            return None
+        if module.shape != shape or module.dtype != dtype:
+            return None
+        if metadata.get("checksums") != _checksums(module):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return module
+
+    def put(self, name: Hashable, module: Tensor) -> bool:
+        """Write a module: a reader finds all of it or nothing. False where there is no room."""
+        if module.nbytes > self.budget:
+            return False
+        path = self.path(name)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        metadata = {**self._metadata(name), "checksums": _checksums(module)}
+        try:
+            save_file({"kv": module}, part, metadata)
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except (OSError, SafetensorError):
+            part.unlink(missing_ok=True)
+            return False
+        self._trim()
+        return True
+
+    def _metadata(self, name: Hashable) -> dict[str, str]:
+        named = hashlib.blake2b(repr(name).encode(), digest_size=16).hexdigest()
+        return {"format": FORMAT, "identity": self.identity, "module": named}
+
+    def files(self) -> list[tuple[float, int, Path]]:
+        """(last use, bytes, path) of all modules' files, of whatever model; the oldest first."""
+        found = []
+        for path in self.folder.iterdir():
+            if _FILE.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    status = path.stat()
+                    found.append((status.st_mtime, status.st_size, path))
+        return sorted(found)
+
+    def _trim(self) -> None:
+        files = self.files()
+        excess = sum(size for _, size, _ in files) - self.budget
+        for _, size, path in files[:-1]:  # the newest was just written, and fits
+            if excess <= 0:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+                excess -= size
+
+
+def _checksums(module: Tensor) -> str:
+    """CRC-32 of each layer's bytes."""
+    return " ".join(
+        f"{zlib.crc32(layer.contiguous().view(torch.uint8).numpy().data):08x}" for layer in module
+    )

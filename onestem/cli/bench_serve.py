@@ -1,0 +1,301 @@
+"""`onestem bench serve`: load a server that speaks OpenAI's API and say what it sustains."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onestem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onestem.bench_serve.run import Bench
+    from onestem.bench_serve.workload import Workload
+
+__all__ = ["serve"]
+
+SERVER = "Our own server"
+WORKLOAD = "Workload"
+RUN = "Run"
+
+
+def serve(
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="A running server; without it, ours is started for the run."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Bearer key.", envvar="OPENAI_API_KEY", show_envvar=True)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to serve (default: embedded), or to ask for (default: the first listed)."
+        ),
+    ] = None,
+    share: Annotated[
+        str,
+        typer.Option(help="full, storage or off.", rich_help_panel=SERVER),
+    ] = "full",
+    app: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="A system prompt that our server pins at its start; requests begin with them "
+            "in place of drawn ones, as text. May stand several times.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(rich_help_panel=SERVER)] = "auto",
+    dtype: Annotated[str, typer.Option(rich_help_panel=SERVER)] = "auto",
+    kv_memory: Annotated[
+        str,
+        typer.Option(help="KV memory: auto, bytes, or like 2GiB.", rich_help_panel=SERVER),
+    ] = "auto",
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights",
+            help="Make weights up: a config is enough.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
+    apps: Annotated[int, typer.Option(help="Applications.", rich_help_panel=WORKLOAD)] = 1,
+    system_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of each application's system prompt.", rich_help_panel=WORKLOAD),
+    ] = 2048,
+    scale: Annotated[
+        float,
+        typer.Option(
+            help="Factor of question and answer lengths; 1 is a chat service's.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = 1.0,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="ids (token ids: every server gets the same) or text.", rich_help_panel=WORKLOAD
+        ),
+    ] = "ids",
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Ids are drawn below it (default: the model's, where known, or 32000).",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Ask /v1/chat/completions, with text.", rich_help_panel=WORKLOAD
+        ),
+    ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Send only OpenAI's own fields: no ignore_eos, no return_token_ids.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="Seed of arrivals, lengths and prompts.", rich_help_panel=WORKLOAD)
+    ] = 0,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Requests per second; several times for several runs. Without it, the "
+            "sustainable rate is searched.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of a run.", rich_help_panel=RUN)
+    ] = None,
+    duration: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of arrivals of a run, where --requests is not given.",
+            rich_help_panel=RUN,
+        ),
+    ] = 60.0,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            help="A rate holds if nine of ten requests take at most this many seconds per output "
+            "token, from arrival to end (default: 0.5 for a CPU; 0.05 with --device cuda).",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    start_rate: Annotated[
+        float, typer.Option(help="Where the search begins.", rich_help_panel=RUN)
+    ] = 1.0,
+    resolution: Annotated[
+        float,
+        typer.Option(
+            help="The search ends when what held and what did not are this part apart.",
+            rich_help_panel=RUN,
+        ),
+    ] = 0.05,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Most seconds without a byte of an answer.", rich_help_panel=RUN),
+    ] = 600.0,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Where our own server's output goes.", rich_help_panel=SERVER),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON line instead of a table.")
+    ] = False,
+) -> None:
+    """Load a server with arrivals that wait for nothing, and say what rate it sustains.
+
+    Poisson arrivals, questions and answers as long as those of a chat service, system prompts that
+    applications share, all from the seed. Every stream is checked: what is missing, doubled or out
+    of order counts as torn and ends the command with code 1.
+    """
+    from onestem.bench_serve.client import Target
+    from onestem.bench_serve.run import Bench, model_name
+
+    if prompts not in ("ids", "text"):
+        raise ConfigError(f"prompts is {prompts!r}, expected ids or text")
+    flags = {
+        "model": model or "embedded",
+        "share": share,
+        "device": device,
+        "dtype": dtype,
+        "kv-memory": kv_memory,
+    }
+    if base_url is not None:
+        _refuse_server_options({**flags, "app": app, "random-weights": random_weights, "log": log})
+    load = _workload(
+        seed=seed,
+        apps=apps,
+        system_tokens=system_tokens,
+        scale=scale,
+        vocab_size=vocab_size or _vocab_size(None if base_url else model or "embedded"),
+        text=prompts == "text" or chat or bool(app),
+        app=app or [],
+    )
+    with _server(base_url, flags, random_weights, app or [], log) as url:
+        name = model if base_url and model else model_name(url, api_key)
+        bench = Bench(
+            base_url=url,
+            target=Target(name, chat=chat, plain=plain),
+            workload=load,
+            limit=limit or (0.05 if device.startswith("cuda") else 0.5),
+            requests=requests,
+            duration=duration,
+            timeout=timeout,
+            api_key=api_key,
+        )
+        result = _run(bench, rate or [], start_rate, resolution)
+    result["server"] = {"base_url": base_url} if base_url else flags
+    _print(result, as_json)
+    if any(run["torn"] for run in result["runs"]):
+        raise typer.Exit(1)
+
+
+def _refuse_server_options(given: dict[str, Any]) -> None:
+    """A server that runs already has its own settings."""
+    defaults = {"share": "full", "device": "auto", "dtype": "auto", "kv-memory": "auto"}
+    for name, value in given.items():
+        if name != "model" and value and value != defaults.get(name):
+            raise ConfigError(f"--{name} is for our own server: leave it out, or --base-url")
+
+
+def _workload(*, app: list[str], **sizes: Any) -> Workload:
+    from onestem.bench_serve.workload import Workload
+
+    if not app:
+        return Workload(**sizes)
+    systems = tuple(_text(entry) for entry in app)
+    return Workload(**{**sizes, "apps": len(systems), "systems": systems})
+
+
+def _text(entry: str) -> str:
+    name, equals, path = entry.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"app is {entry!r}, expected NAME=FILE")
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"app {name}: {path} cannot be read: {error.strerror}") from error
+
+
+def _vocab_size(model: str | None) -> int:
+    """Of a model directory's config.json; 32000 where there is none to read."""
+    if model is None:
+        return 32000
+    directory = Path(__file__).parents[1] / "embedded/model" if model == "embedded" else Path(model)
+    try:
+        return int(json.loads((directory / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, LookupError):
+        return 32000
+
+
+@contextmanager
+def _server(
+    base_url: str | None,
+    flags: dict[str, str],
+    random_weights: bool,
+    app: list[str],
+    log: Path | None,
+) -> Iterator[str]:
+    from onestem.bench_serve.server import free_port, onestem_command, serving
+
+    if base_url is not None:
+        yield base_url
+        return
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    arguments += ["--random-weights"] if random_weights else []
+    arguments += [f"--app={entry}" for entry in app]
+    port = free_port()
+    with TemporaryDirectory() as state:
+        command = onestem_command(port, Path(state), arguments)
+        with serving(command, port, log=log) as url:
+            yield url
+
+
+def _run(bench: Bench, rates: list[float], start: float, resolution: float) -> dict[str, Any]:
+    from onestem.bench_serve.search import RateSearch
+
+    bench.warm_up()
+    result: dict[str, Any] = {"case": bench.describe()}
+    if rates:
+        return result | {"runs": [bench.measure(rate) for rate in rates]}
+    search = RateSearch(start, resolution=resolution)
+    runs = list(iter(lambda: bench.step(search), None))
+    return result | {
+        "sustainable_rate": search.best,
+        "resolution": resolution,
+        "runs": runs,
+    }
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for run in result["runs"]:
+        typer.echo(f"rate {run['rate']:.3f} requests/s, {'holds' if run['held'] else 'too much'}")
+        for name, value in run.items():
+            typer.echo(f"  {name:22} {_cell(value)}")
+    if "sustainable_rate" in result:
+        typer.echo(f"sustainable rate {result['sustainable_rate']}")
+    if any(run["torn"] or run["failed"] for run in result["runs"]):
+        print("onestem: some requests failed; 'problems' says why", file=sys.stderr)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {_cell(part)}" for key, part in value.items()) or "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

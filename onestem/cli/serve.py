@@ -1,0 +1,116 @@
+"""`onestem serve`: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onestem.cli import options
+
+__all__ = ["serve"]
+
+MIB = 1 << 20
+
+
+def serve(
+    model: options.Model = "embedded",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = 8000,
+    app: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="A prefix for all: a text, or messages in a .json file (may be repeated).",
+        ),
+    ] = None,
+    schema: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A PML schema for all (may be repeated)."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Keys that are let in, a line each: name:key[:weight].")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What requests call the model (may be repeated; default: --model)."),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of files, batches and prefixes "
+            "(default: ~/.local/state/onestem/serve-PORT)."
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(help="Most requests of a key that wait; more are told to come back.")
+    ] = 1024,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a request may take unless it says otherwise.")
+    ] = 600.0,
+    max_body: Annotated[str, typer.Option(help="Largest request body.")] = "8MiB",
+    max_file: Annotated[str, typer.Option(help="Largest uploaded file.")] = "512MiB",
+    grace: Annotated[
+        float, typer.Option(help="Seconds that running answers get when the server stops.")
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kv_memory: options.KvMemory = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    page_size: options.PageSize = 16,
+    share: options.Share = "full",
+    impl: options.Impl = "auto",
+    random_weights: options.RandomWeights = False,
+    seed: options.Seed = None,
+) -> None:
+    """Serve a model: chats, completions, files, batches, prefixes; a page at /.
+
+    The openai client works with base_url=http://HOST:PORT/v1. Logs are JSON lines on stderr.
+    SIGTERM or Ctrl-C ends it: running answers end, batches are put down and go on with the next
+    start.
+    """
+    from onestem.errors import ConfigError, UnsupportedError
+    from onestem.llm import parse_memory
+    from onestem.server.logs import LEVELS, set_up
+    from onestem.server.prefixes import read_app
+    from onestem.server.run import serve as run
+    from onestem.server.settings import Settings, default_state
+    from onestem.server.tenants import Keys, read_key_file
+
+    if log_level not in LEVELS:
+        raise ConfigError(f"log-level is {log_level!r}, expected {', '.join(LEVELS)}")
+    if schema:
+        raise UnsupportedError("--schema is not served yet: leave it out")
+    engine: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "kv_memory": kv_memory,
+        "max_model_len": max_model_len,
+        "max_step_tokens": max_step_tokens,
+        "page_size": page_size,
+        "share": share,
+        "impl": impl,
+        "random_weights": random_weights,
+        "seed": seed,
+    }
+    settings = Settings(
+        model=model,
+        engine=engine,
+        model_names=served_model_name or (),
+        host=host,
+        port=port,
+        state=state or default_state(port),
+        apps=dict(map(read_app, app or ())),
+        keys=read_key_file(api_key_file) if api_key_file is not None else Keys(),
+        max_queue=max_queue,
+        timeout=timeout,
+        max_body_bytes=parse_memory(max_body),
+        max_file_bytes=parse_memory(max_file),
+        grace=grace,
+    )
+    set_up(log_level)
+    asyncio.run(run(settings))

@@ -1,0 +1,118 @@
+"""One HTTP call for answers: its requests from queueing to the last token, and what it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onestem.batch.fields import Kind
+from onestem.request import Request, RequestMetrics
+from onestem.server.client import EngineClient
+from onestem.server.errors import ApiError
+from onestem.server.inbox import Inbox
+from onestem.server.messages import Delta
+from onestem.server.tenants import Tenant
+
+__all__ = ["Call", "Outcome", "usage_of"]
+
+TOO_LATE = "deadline_exceeded"
+
+Outcome = Literal["stop", "length", "abort", "error", "timeout", "refused"]
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A call that was found good.
+
+    Attributes:
+        id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
+        requests: one per prompt.
+        app: name of the prefix that it stands behind, "" if none.
+        created: unix seconds; arrived: of `time.monotonic()`.
+        deadline: of `time.monotonic()`.
+    """
+
+    id: str
+    kind: Kind
+    model: str
+    tenant: Tenant
+    requests: Sequence[Request]
+    app: str = ""
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    arrived: float
+    deadline: float
+    inbox: Inbox = field(init=False)
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(len(self.requests))
+
+    def submit(self, client: EngineClient) -> None:
+        """Queue its requests. `running` has to follow, which lets go of them."""
+        client.check_up()
+        client.check_room(self.tenant.name, len(self.requests))
+        for number, request in enumerate(self.requests):
+            client.submit(request, self.tenant.name, self.tenant.weight, self.inbox.part(number))
+
+    @asynccontextmanager
+    async def running(self, client: EngineClient) -> AsyncIterator[Inbox]:
+        """Inside, its answers come; however this is left, none of its requests runs on."""
+        timer = asyncio.get_running_loop().call_later(
+            self.deadline - time.monotonic(), lambda: self.inbox.fail(self._too_late())
+        )
+        try:
+            yield self.inbox
+            self.outcome = self._finish_reason()
+        except ApiError as error:
+            self.outcome = "refused" if error.status < 500 else "error"
+            if error.code == TOO_LATE:
+                self.outcome = "timeout"
+            raise
+        finally:
+            timer.cancel()
+            self.outcome = self.outcome or "abort"
+            for request in self.requests:
+                client.abort(request.request_id)
+
+    def _finish_reason(self) -> Outcome:
+        reasons = [piece.finish_reason for delta in self.deltas for piece in delta.pieces]
+        return reasons[-1] or "stop" if reasons else "stop"
+
+    def _too_late(self) -> ApiError:
+        return ApiError(
+            504,
+            f"no answer within {self.deadline - self.arrived:.6g} s: "
+            "raise timeout, or ask for fewer tokens",
+            param="timeout",
+            code=TOO_LATE,
+            headers={"x-should-retry": "false"},
+        )
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """The last delta of each request that has ended, in the prompts' order."""
+        return [self.inbox.ended[part] for part in sorted(self.inbox.ended)]
+
+    @property
+    def metrics(self) -> list[RequestMetrics]:
+        return [delta.metrics for delta in self.deltas if delta.metrics is not None]
+
+
+def usage_of(call: Call) -> dict[str, object]:
+    """OpenAI's `usage`; a prompt counts once, however many answers it gets."""
+    prompt = sum(len(request.prompt_token_ids) for request in call.requests)
+    output = sum(metrics.num_output_tokens for metrics in call.metrics)
+    cached = sum(min(m.num_cached_tokens, m.num_prompt_tokens) for m in call.metrics)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

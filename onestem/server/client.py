@@ -1,0 +1,370 @@
+"""The server's side of the engine: hands requests over, takes what is new, starts it again.
+
+Everything here runs on the event loop. The engine's own queue is kept short, so that the order in
+which keys take turns (`turns`) is the order in which requests are admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from onestem.errors import ConfigError, RequestError
+from onestem.request import Request
+from onestem.server.errors import ApiError, EngineDownError, as_api_error
+from onestem.server.logs import log
+from onestem.server.messages import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Delta,
+    Facts,
+    Failed,
+    JobOutput,
+    JobRequests,
+    Pin,
+    Ready,
+    RemoveJob,
+    Report,
+    Stop,
+    Unpin,
+)
+from onestem.server.process import EngineLink, Launcher
+from onestem.server.turns import Turns
+from onestem.server.wire import frame, read_message
+
+__all__ = ["EngineClient", "JobSink", "Listener"]
+
+LOOKAHEAD = 32  # requests in the engine that are not admitted yet
+LONGEST_PAUSE = 30.0
+ANSWER_SECONDS = 60.0
+
+State = Literal["starting", "running", "down", "stopped"]
+
+
+class Listener(Protocol):
+    """Who gets a request's news. One that has ended gets no more."""
+
+    def on_delta(self, delta: Delta) -> None: ...
+    def on_error(self, error: ApiError) -> None: ...
+
+
+class JobSink(Protocol):
+    """Who gets a job's outputs."""
+
+    def on_output(self, output: JobOutput) -> None: ...
+    def on_pulled(self, count: int) -> None: ...
+    def on_down(self) -> None: ...
+
+
+@dataclass
+class _Entry:
+    request: Request
+    key: str
+    listener: Listener
+    sent: bool = False
+
+
+class EngineClient:
+    """An engine that may die at any moment, as seen from the server.
+
+    Args:
+        launcher: starts it.
+        queue_limit: most requests of a key that wait in front of it.
+
+    Attributes:
+        state: `running` is the only one in which requests are taken.
+        facts, pid: of the engine that runs or ran last.
+        stats: the engine's counts since the server's start.
+        on_up: called whenever an engine is ready, before it gets its first request.
+        on_refused: told of a prefix that the engine refuses, with the reason.
+    """
+
+    def __init__(self, launcher: Launcher, queue_limit: int) -> None:
+        self.state: State = "starting"
+        self.error: str | None = None
+        self.since = time.time()
+        self.restarts = 0
+        self.facts: Facts | None = None
+        self.pid: int | None = None
+        self.turns: Turns[_Entry] = Turns(queue_limit)
+        self.num_running = 0
+        self.num_waiting = 0
+        self.num_finished = 0
+        self.on_up: Callable[[], object] = lambda: None
+        self.on_refused: Callable[[str, str], object] = lambda name, why: None
+        self._launcher = launcher
+        self._link: EngineLink | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._jobs: dict[str, JobSink] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tokens = itertools.count()
+        self._num_sent = 0
+        self._num_received = 0
+        self._stats: dict[str, float] = {}
+        self._stats_before: dict[str, float] = {}
+        self._started: asyncio.Future[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._finished_at: list[float] = []
+
+    # ------------------------------------------------------------------------- life
+
+    async def start(self) -> Facts:
+        """Start the engine; from then on it is started again whenever it ends.
+
+        Raises:
+            ConfigError: it cannot start.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise())
+        await self._started
+        assert self.facts is not None
+        return self.facts
+
+    async def stop(self) -> None:
+        """End the engine; whoever still waits gets an error."""
+        self._stopping = True
+        self._send(Stop())
+        if self._supervisor is not None:
+            await self._supervisor
+        self._set_state("stopped", "the server is stopping")
+        self.fail_all(EngineDownError("the server is stopping: try again later"))
+
+    def fail_all(self, error: ApiError) -> None:
+        """End all requests with an error."""
+        for entry in list(self._entries.values()):
+            if entry.sent:
+                self._send(Abort(entry.request.request_id))
+            self._fail(entry, error)
+
+    async def _supervise(self) -> None:
+        pause = 0.0
+        while not self._stopping:
+            began = time.monotonic()
+            reason = await self._run_engine()
+            if self._stopping:
+                return
+            self._go_down(reason)
+            if self._started is not None and not self._started.done():
+                self._started.set_exception(ConfigError(reason))
+                return
+            pause = 0.0 if time.monotonic() - began > 60 else min(2 * pause + 0.5, LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+            self.restarts += 1
+
+    async def _run_engine(self) -> str:
+        """Start an engine and listen to it until it is gone; returns why it went."""
+        reason = None
+        try:
+            link = self._link = await self._launcher.launch()
+        except OSError as error:
+            return f"the engine process cannot be started: {error}"
+        try:
+            while True:
+                message = await read_message(link.reader)
+                if isinstance(message, Failed):
+                    reason = message.message
+                else:
+                    self._take(message)
+        except EOFError:
+            self._link = None
+            ended = await link.end()
+        return reason or f"the engine process ended ({ended})"
+
+    def _set_state(self, state: State, error: str | None = None) -> None:
+        self.state, self.error, self.since = state, error, time.time()
+
+    def _go_down(self, reason: str) -> None:
+        """Whoever the engine was answering gets an error; who has not begun keeps waiting."""
+        self._set_state("down", reason)
+        log.error("engine_down", error=reason)
+        self._stats_before, self._stats = dict(self.stats), {}
+        self.num_running = self.num_waiting = 0
+        error = EngineDownError("the engine died while it answered: it is being started again")
+        for entry in [entry for entry in self._entries.values() if entry.sent]:
+            self._fail(entry, error)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(error)
+        self._asked.clear()
+        for sink in list(self._jobs.values()):
+            sink.on_down()
+        self._jobs.clear()
+
+    def _take_ready(self, ready: Ready) -> None:
+        self.facts, self.pid = ready.facts, ready.pid
+        self._num_sent = self._num_received = 0
+        self._set_state("running")
+        log.info("engine_ready", restarts=self.restarts)
+        self.on_up()
+        self._pump()
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def _send(self, message: object) -> None:
+        if self._link is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # it is gone; EOF says so soon
+                self._link.writer.write(frame(message))
+
+    # ------------------------------------------------------------------------- requests
+
+    def check_up(self) -> None:
+        """Raise a 503 unless the engine takes requests."""
+        if self.state != "running":
+            raise EngineDownError(f"the engine is {self.state}: {self.error or 'it is loading'}")
+
+    def check_room(self, key: str, count: int) -> None:
+        """Raise a 429 if a key's line has no room for `count` more requests."""
+        self.turns.check_room(key, count, self._seconds_per_place() * count)
+
+    def _seconds_per_place(self) -> float:
+        """About how long until a waiting request's place is free, from what ended lately."""
+        now = time.monotonic()
+        self._finished_at = [at for at in self._finished_at if now - at < 30]
+        if len(self._finished_at) < 2:
+            return 1.0
+        return (now - self._finished_at[0]) / len(self._finished_at)
+
+    def submit(self, request: Request, key: str, weight: float, listener: Listener) -> None:
+        """Queue a request; `listener` gets its news."""
+        entry = _Entry(request, key, listener)
+        self._entries[request.request_id] = entry
+        self.turns.push(key, weight, request.request_id, entry)
+        self._pump()
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is; its listener hears nothing more."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        if entry.sent:
+            self._send(Abort(request_id))
+        else:
+            self.turns.remove(entry.key, request_id)
+
+    def by_key(self) -> Mapping[str, tuple[int, int]]:
+        """Key -> (requests that wait in front of the engine, requests that it has)."""
+        counts: dict[str, tuple[int, int]] = {}
+        for entry in self._entries.values():
+            waiting, sent = counts.get(entry.key, (0, 0))
+            counts[entry.key] = (waiting + (not entry.sent), sent + entry.sent)
+        return counts
+
+    def _pump(self) -> None:
+        """Hand over what the engine may soon admit."""
+        while self.state == "running":
+            unread = self._num_sent - self._num_received
+            if self.num_waiting + unread >= LOOKAHEAD:
+                return
+            entry = self.turns.pop()
+            if entry is None:
+                return
+            entry.sent = True
+            self._num_sent += 1
+            self._send(Add(entry.request))
+
+    def _fail(self, entry: _Entry, error: ApiError) -> None:
+        self._entries.pop(entry.request.request_id, None)
+        if not entry.sent:
+            self.turns.remove(entry.key, entry.request.request_id)
+        entry.listener.on_error(error)
+
+    # ------------------------------------------------------------------------- messages
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Report):
+            self._take_report(message)
+        elif isinstance(message, Answered):
+            self._take_answer(message)
+        elif isinstance(message, Ready):
+            self._take_ready(message)
+
+    def _take_report(self, report: Report) -> None:
+        self._num_received = report.num_received
+        self.num_waiting, self.num_running = report.num_waiting, report.num_running
+        if report.stats is not None:
+            self._stats = dict(report.stats)
+        for delta in report.deltas:
+            self._take_delta(delta)
+        for name, why in report.refused.items():
+            entry = self._entries.get(name)
+            if entry is not None:
+                self._fail(entry, as_api_error(RequestError(why)))
+            else:
+                self.on_refused(name, why)
+        for output in report.jobs:
+            if output.job_id in self._jobs:
+                self._jobs[output.job_id].on_output(output)
+        for job_id, count in report.pulled.items():
+            if job_id in self._jobs:
+                self._jobs[job_id].on_pulled(count)
+        self._pump()
+
+    def _take_delta(self, delta: Delta) -> None:
+        entry = self._entries.get(delta.request_id)
+        if entry is None:
+            return
+        if delta.finished:
+            del self._entries[delta.request_id]
+            self.num_finished += 1
+            self._finished_at.append(time.monotonic())
+            del self._finished_at[:-256]
+        entry.listener.on_delta(delta)
+
+    def _take_answer(self, answer: Answered) -> None:
+        future = self._asked.pop(answer.token, None)
+        if future is None or future.done():
+            return
+        if answer.error is not None:
+            future.set_exception(RequestError(answer.error))
+        else:
+            future.set_result(answer.value)
+
+    async def ask(self, what: str, value: Any = None) -> Any:
+        """The engine's answer to a question (see `messages.Ask`).
+
+        Raises:
+            EngineDownError: it is not there, or does not answer in time.
+            RequestError: it says no.
+        """
+        self.check_up()
+        token = next(self._tokens)
+        future = self._asked[token] = asyncio.get_running_loop().create_future()
+        self._send(Ask(token, what, value))
+        try:
+            return await asyncio.wait_for(future, ANSWER_SECONDS)
+        except TimeoutError:
+            raise EngineDownError("the engine does not answer") from None
+        finally:
+            self._asked.pop(token, None)
+
+    # ------------------------------------------------------------------------- the rest
+
+    @property
+    def stats(self) -> dict[str, float]:
+        names = {**self._stats_before, **self._stats}
+        return {name: self._stats_before.get(name, 0) + self._stats.get(name, 0) for name in names}
+
+    def pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:
+        self._send(Pin(name, token_ids, cache_salt))
+
+    def unpin(self, name: str) -> None:
+        self._send(Unpin(name))
+
+    def open_job(self, job_id: str, sink: JobSink) -> None:
+        self.check_up()
+        self._jobs[job_id] = sink
+
+    def send_job(self, message: JobRequests) -> None:
+        self._send(message)
+
+    def close_job(self, job_id: str) -> None:
+        if self._jobs.pop(job_id, None) is not None:
+            self._send(RemoveJob(job_id))

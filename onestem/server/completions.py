@@ -1,0 +1,192 @@
+"""/v1/chat/completions and /v1/completions: from a body to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from onestem.batch.fields import Kind, Prompt
+from onestem.batch.results import Spelling
+from onestem.batch.spool import NO_TOKENIZER
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import RequestError
+from onestem.request import Request
+from onestem.server.answers import Chunks, check_piece, whole_body
+from onestem.server.bodies import Asked, read_body
+from onestem.server.calls import Call
+from onestem.server.errors import ApiError
+from onestem.server.limits import read_limited
+from onestem.server.prefixes import APP_OWNER, Prefix, messages_of
+from onestem.server.streaming import DONE, EventStream, disconnected, event
+from onestem.server.tenants import Tenant
+
+if TYPE_CHECKING:
+    from onestem.server.service import Service
+
+__all__ = ["answer"]
+
+SLOW_READER_SECONDS = 60.0  # that a reader gets after its deadline to take the rest
+CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
+
+
+async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
+    """Answer a call, whole or as a stream."""
+    arrived = time.monotonic()
+    asked = read_body(kind, await read_limited(http, service.settings.max_body_bytes))
+    service.check_model(asked.model)
+    service.client.check_up()
+    call = await _call(service, asked, tenant, arrived)
+    call.submit(service.client)
+    headers = {"x-request-id": call.id}
+    if asked.stream:
+        patience = call.deadline - time.monotonic() + SLOW_READER_SECONDS
+        return EventStream(_events(service, call), seconds=patience, headers=headers)
+    return await _whole(service, call, http, headers)
+
+
+async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
+    """The call of a body: tokenised and checked, in a thread where that takes time."""
+    name = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
+    prefix = service.prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
+    requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
+    if asked.params.response_format is not None:
+        await service.client.ask("validate", requests[0])
+    begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
+    return Call(
+        id=name,
+        kind=asked.kind,
+        model=asked.model or service.settings.names[0],
+        tenant=tenant,
+        requests=requests,
+        app=begun.name if begun is not None else "",
+        stream=asked.stream,
+        include_usage=asked.include_usage,
+        return_token_ids=asked.return_token_ids or service.tokenizer is None,
+        arrived=arrived,
+        deadline=arrived + (asked.timeout or service.settings.timeout),
+    )
+
+
+def _requests(
+    service: Service, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
+) -> list[Request]:
+    """A request for each prompt, found good."""
+    requests = []
+    for number, ids in enumerate(_token_ids(service.tokenizer, asked, prefix)):
+        common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
+        request = Request(
+            request_id=f"{name}-{number}",
+            prompt_token_ids=ids,
+            params=asked.params,
+            stream=asked.stream,
+            cache_salt=tenant.salt(asked.cache_salt),
+            common_prefix_tokens=common.length(ids) if common is not None else 0,
+        )
+        service.check(request)
+        requests.append(request)
+    return requests
+
+
+def _token_ids(
+    tokenizer: Tokenizer | None, asked: Asked, prefix: Prefix | None
+) -> Sequence[list[int]]:
+    if asked.kind == "chat":
+        if tokenizer is None:
+            raise RequestError(NO_TOKENIZER)
+        return [_chat_ids(tokenizer, prompt, prefix) for prompt in asked.prompts]
+    return [_completion_ids(tokenizer, prompt, prefix) for prompt in asked.prompts]
+
+
+def _chat_ids(tokenizer: Tokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
+    assert prompt.messages is not None
+    if prefix is None:
+        return tokenizer.apply_chat_template(prompt.messages)
+    if "chat" not in prefix.forms:
+        raise RequestError(
+            f"prefix {prefix.name!r} is of token ids, which stand before a prompt: "
+            "use /v1/completions, or make a prefix of text or messages"
+        )
+    return tokenizer.apply_chat_template([*messages_of(prefix.source), *prompt.messages])
+
+
+def _completion_ids(
+    tokenizer: Tokenizer | None, prompt: Prompt, prefix: Prefix | None
+) -> list[int]:
+    if prefix is not None and "completion" not in prefix.forms:
+        raise RequestError(
+            f"prefix {prefix.name!r} is of messages, which stand before a chat's: "
+            "use /v1/chat/completions, or make a prefix of text or token ids"
+        )
+    if prompt.token_ids is not None:
+        ids = prompt.token_ids
+    elif tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    else:
+        assert prompt.text is not None
+        ids = tokenizer.encode_batch([prompt.text], add_special_tokens=prefix is None)[0]
+    return ids if prefix is None else [*prefix.forms["completion"], *ids]
+
+
+def _spelling(service: Service, call: Call) -> Spelling:
+    return Spelling(
+        kind=call.kind,
+        model=call.model,
+        logprobs=call.requests[0].params.logprobs,
+        return_token_ids=call.return_token_ids,
+        token_bytes=service.tokenizer.token_bytes if service.tokenizer is not None else None,
+    )
+
+
+async def _whole(
+    service: Service, call: Call, http: HttpRequest, headers: dict[str, str]
+) -> Response:
+    """The answer as one body; if the client goes away, nothing runs on for it."""
+    body = asyncio.create_task(_body(service, call))
+    gone = asyncio.create_task(disconnected(http.receive))
+    try:
+        await asyncio.wait({body, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not body.done():
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(body.result(), headers=headers)
+    finally:
+        for task in (body, gone):
+            task.cancel()
+        await asyncio.gather(body, gone, return_exceptions=True)
+
+
+async def _body(service: Service, call: Call) -> dict[str, object]:
+    try:
+        async with call.running(service.client) as inbox:
+            pieces = await inbox.whole()
+            for piece in pieces.values():
+                check_piece(piece, call)
+        return whole_body(call, pieces, _spelling(service, call))
+    finally:
+        service.note(call)
+
+
+async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. What goes wrong after its head was sent is an event too."""
+    chunks = Chunks(call, _spelling(service, call))
+    try:
+        async with call.running(service.client) as inbox:
+            while not inbox.drained:
+                await inbox.wait()
+                for (part, _), piece in inbox.take().items():
+                    chunk = chunks.chunk(part, piece)
+                    if chunk is not None:
+                        yield event(chunk)
+        if call.include_usage:
+            yield event(chunks.usage())
+    except ApiError as error:
+        service.metrics.note_error(error.status)
+        yield event(error.body())
+    finally:
+        service.note(call)
+    yield DONE

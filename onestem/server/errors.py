@@ -1,0 +1,101 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from onestem.errors import OnestemError, RequestError, UnsupportedError
+
+__all__ = ["ApiError", "EngineDownError", "as_api_error", "error_object", "error_response"]
+
+TYPE_OF_STATUS: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+UNKNOWN_FIELD = re.compile(r"unknown field in (?:body|\S+): '([^']*)'")
+FIELD = re.compile(r"([a-z][a-z_]*)(?=[\[. ])")
+NO_FIELD = ("a", "body", "no", "prompt", "the", "unknown")
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: one line: the thing, the limit, the way out.
+        param: the field at fault.
+        code: for programs.
+        headers: to send with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return error_object(self.status, self.message, self.param, self.code)
+
+
+class EngineDownError(ApiError):
+    """The engine process is not there, or died while it answered."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="engine_down", headers={"Retry-After": "2"})
+
+
+def error_object(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kind = TYPE_OF_STATUS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+def as_api_error(error: OnestemError) -> ApiError:
+    """A caller's mistake, with the field at fault where its message begins with one."""
+    message = " ".join(str(error).split())
+    if isinstance(error, UnsupportedError):
+        return ApiError(400, message, param=_param(message), code="unsupported")
+    if isinstance(error, RequestError):
+        return ApiError(400, message, param=_param(message), code="invalid_request")
+    return ApiError(400, message, code="invalid_request")
+
+
+def _param(message: str) -> str | None:
+    unknown = UNKNOWN_FIELD.match(message)
+    if unknown is not None:
+        return unknown[1]
+    if message.startswith("prompt "):
+        return "prompt"
+    found = FIELD.match(message)
+    return None if found is None or found[1] in NO_FIELD else found[1]

@@ -1,0 +1,102 @@
+"""What has come of a call's answers and is not sent yet.
+
+Pieces of one sequence that meet here become one: a reader that is slow gets fewer and larger
+chunks, and holds at most one whole answer. The whole answer is the fold of the pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from onestem.request import TokenLogprobs
+from onestem.server.errors import ApiError
+from onestem.server.messages import Delta, Piece
+
+__all__ = ["Inbox"]
+
+
+class _Part:
+    """The listener of one of a call's requests."""
+
+    def __init__(self, inbox: Inbox, number: int) -> None:
+        self._inbox, self._number = inbox, number
+
+    def on_delta(self, delta: Delta) -> None:
+        self._inbox.add(self._number, delta)
+
+    def on_error(self, error: ApiError) -> None:
+        self._inbox.fail(error)
+
+
+class Inbox:
+    """Collects the pieces of `num_parts` requests.
+
+    Attributes:
+        ended: part -> its last delta (with metrics).
+        error: what ended the call early.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.ended: dict[int, Delta] = {}
+        self.error: ApiError | None = None
+        self._num_parts = num_parts
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._news = asyncio.Event()
+
+    def part(self, number: int) -> _Part:
+        return _Part(self, number)
+
+    def add(self, part: int, delta: Delta) -> None:
+        for piece in delta.pieces:
+            key = (part, piece.index)
+            before = self._pieces.get(key)
+            self._pieces[key] = piece if before is None else _joined(before, piece)
+        if delta.finished:
+            self.ended[part] = delta
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the call, unless all of its answers are here."""
+        if not self.complete:
+            self.error = self.error or error
+            self._news.set()
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ended) == self._num_parts
+
+    @property
+    def drained(self) -> bool:
+        """All answers are here, and all of them were taken."""
+        return self.complete and not self._pieces
+
+    async def wait(self) -> None:
+        """Until something is there; raises the error that ended the call early."""
+        await self._news.wait()
+        self._news.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def whole(self) -> dict[tuple[int, int], Piece]:
+        """All pieces of all parts, each sequence's joined."""
+        while not self.complete:
+            await self.wait()
+        return self.take()
+
+    def take(self) -> dict[tuple[int, int], Piece]:
+        """(part, sequence) -> what is new since the last time."""
+        pieces, self._pieces = self._pieces, {}
+        return pieces
+
+
+def _joined(first: Piece, then: Piece) -> Piece:
+    logprobs: list[TokenLogprobs] | None = None
+    if first.logprobs is not None or then.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(then.logprobs or ())]
+    return replace(
+        then,
+        text=first.text + then.text,
+        token_ids=[*first.token_ids, *then.token_ids],
+        logprobs=logprobs,
+    )

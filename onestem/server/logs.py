@@ -1,0 +1,69 @@
+"""Logs: one JSON object a line on stderr. No prompt and no answer is ever in them below `debug`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+__all__ = ["LEVELS", "log", "set_up"]
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class _JsonFormatter(logging.Formatter):
+    """`log`'s fields as they are; other libraries' records as `event: log` with a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        line: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "event": record.getMessage() if fields is not None else "log",
+        }
+        if fields is None:
+            line |= {"logger": record.name, "message": record.getMessage()}
+        else:
+            line |= fields
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class _Log:
+    """Events with fields."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("onestem.server")
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._logger.debug(event, extra={"fields": fields})
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._logger.info(event, extra={"fields": fields})
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._logger.warning(event, extra={"fields": fields})
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._logger.error(event, extra={"fields": fields})
+
+    def exception(self, event: str, error: BaseException, **fields: Any) -> None:
+        self._logger.error(event, extra={"fields": fields}, exc_info=error)
+
+
+log = _Log()
+
+
+def set_up(level: str) -> None:
+    """All logs of this process, uvicorn's too, as JSON lines on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("onestem").setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = name != "uvicorn.access"

@@ -1,0 +1,198 @@
+"""What the server and the engine process tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onestem.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Answered",
+    "Ask",
+    "Delta",
+    "Facts",
+    "Failed",
+    "JobOutput",
+    "JobRequests",
+    "Pin",
+    "Piece",
+    "Ready",
+    "RemoveJob",
+    "Report",
+    "Stop",
+    "Unpin",
+]
+
+# ------------------------------------------------------------------------- to the engine process
+
+
+@dataclass(frozen=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class JobRequests:
+    """The next requests of a job, in planned order; `last`: there are no more."""
+
+    job_id: str
+    requests: Sequence[Request]
+    last: bool
+
+
+@dataclass(frozen=True)
+class RemoveJob:
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Pin:
+    name: str
+    token_ids: Sequence[int]
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class Unpin:
+    name: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question that gets one `Answered`: `what` is validate, snapshot or check."""
+
+    token: int
+    what: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+# ------------------------------------------------------------------------- to the server
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the server needs to know of the engine's model and memory."""
+
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    kv_bytes_per_token: int
+    dtype: str
+    device: str
+    attention: str
+    share: str
+    random_weights: bool
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+
+@dataclass(frozen=True)
+class Ready:
+    facts: Facts
+    pid: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine process ends. `fault`: whether a caller's mistake (an option) is the reason."""
+
+    message: str
+    fault: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new in one sequence's answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    choice: int | None = None
+
+    def as_output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            choice=self.choice,
+        )
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new in a request's answers. `metrics`, `prompt_logprobs` and `reuse` come last."""
+
+    request_id: str
+    pieces: list[Piece]
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    reuse: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class JobOutput:
+    """A finished request of a job."""
+
+    job_id: str
+    output: RequestOutput
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step, or taking commands, came to.
+
+    Attributes:
+        deltas: of interactive requests; `refused`: request id -> why.
+        num_received: `Add`s taken so far; num_waiting: of these, not admitted yet.
+        num_running: sequences in the engine.
+        jobs: finished requests of jobs.
+        pulled: job -> requests that the engine has taken so far.
+        stats: the engine's counts, now and then.
+    """
+
+    deltas: list[Delta] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    num_received: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    jobs: list[JobOutput] = field(default_factory=list)
+    pulled: dict[str, int] = field(default_factory=dict)
+    stats: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    token: int
+    value: Any = None
+    error: str | None = None

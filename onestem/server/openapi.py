@@ -1,0 +1,56 @@
+"""The OpenAPI document: FastAPI's, with the bodies that routes read by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from onestem import __version__
+from onestem.server.protocol import BatchBody, ChatBody, CompletionBody, ErrorAnswer, PrefixBody
+
+__all__ = ["ERRORS", "document", "json_body"]
+
+REF = "#/components/schemas/{model}"
+MODELS: tuple[type[BaseModel], ...] = (
+    ChatBody, CompletionBody, PrefixBody, BatchBody, ErrorAnswer,
+)  # fmt: skip
+_ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "What is wrong with the request.", "content": _ERROR},
+    "5XX": {"description": "What is wrong with the server.", "content": _ERROR},
+}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads such a body."""
+    schema = {"$ref": REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
+    """The document of all routes; `keys`: a bearer's key is needed."""
+    made = get_openapi(
+        title="Onestem",
+        version=__version__,
+        description="OpenAI's API for prompts that share text.",
+        routes=app.routes,
+    )
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in MODELS], ref_template=REF
+    )
+    components = made.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    schemas |= definitions["$defs"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for path in made["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        made["security"] = [{"key": []}]
+    return made

@@ -1,0 +1,88 @@
+"""How the engine process is started and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from onestem.server.wire import BUFFER_BYTES, frame
+
+__all__ = ["EngineLink", "EngineProcess", "Launcher", "connect"]
+
+LOADER = "onestem.server.worker:load"
+
+
+class EngineLink(Protocol):
+    """A started engine."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def end(self) -> str:
+        """See to it that the engine is gone; returns how it ended."""
+        ...
+
+
+class Launcher(Protocol):
+    async def launch(self) -> EngineLink: ...
+
+
+async def connect(
+    end: socket.socket, first: object
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The server's end of a channel, as streams; sends the first message."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    reader, writer = await asyncio.open_connection(sock=end, limit=BUFFER_BYTES)
+    writer.write(frame(first))
+    return reader, writer
+
+
+class EngineProcess:
+    """Starts `python -m onestem.server.worker`.
+
+    Args:
+        options: of `LLM`.
+        factory: `module:function` that makes an `LLM` of them.
+    """
+
+    def __init__(self, options: Mapping[str, Any], factory: str = LOADER) -> None:
+        self._options = dict(options)
+        self._factory = factory
+
+    async def launch(self) -> EngineLink:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.to_thread(self._start, theirs)
+        reader, writer = await connect(ours, (self._factory, self._options))
+        return _ProcessLink(process, reader, writer)
+
+    def _start(self, end: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "onestem.server.worker", str(end.fileno())]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=[end.fileno()]
+        )
+
+
+class _ProcessLink:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.process = process
+        self.reader = reader
+        self.writer = writer
+
+    async def end(self) -> str:
+        self.writer.close()
+        try:
+            code = await asyncio.to_thread(self.process.wait, 10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

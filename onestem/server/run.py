@@ -1,0 +1,115 @@
+"""Serve until told to stop: the socket, the signals, the order of the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import ConfigError
+from onestem.llm import find_model
+from onestem.server.app import make_app
+from onestem.server.logs import log
+from onestem.server.process import EngineProcess
+from onestem.server.service import Service
+from onestem.server.settings import Settings
+
+__all__ = ["HttpServer", "bind", "serve"]
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
+
+LAST_SECONDS = 5  # to write what answers get that have no more time
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address that does not listen yet; raises `ConfigError` if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}: choose another"
+        ) from error
+    bound.set_inheritable(False)
+    return bound
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, whose signals are handled here."""
+
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            make_app(service),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(service.settings.grace) + LAST_SECONDS,
+        )
+        super().__init__(config)
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def begin_to_stop(self) -> None:
+        """Take no new connections, let running answers end; told twice, let nothing end."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._service.begin_to_stop()
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError, RequestError: what is wrong with the options.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores are the engine's
+    listener = bind(settings.host, settings.port)
+    try:
+        path = await asyncio.to_thread(find_model, settings.model)
+        launcher = EngineProcess({**settings.engine, "model": str(path)})
+        tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
+        service = Service(settings, path, tokenizer, launcher)
+        await service.start()
+        await _serve(service, listener)
+    finally:
+        listener.close()
+
+
+async def _serve(service: Service, listener: socket.socket) -> None:
+    server = HttpServer(service)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.begin_to_stop)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("listening", url=f"http://{shown}:{port}", model=service.settings.names[0])
+    jobs_end = asyncio.create_task(_put_jobs_down(service))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        service.begin_to_stop()
+        await jobs_end
+        await service.stop()
+        log.info("stopped")
+
+
+async def _put_jobs_down(service: Service) -> None:
+    """At once when the end begins: their memory is for the answers that are to end."""
+    await service.stopping.wait()
+    await service.jobs.stop()

@@ -1,0 +1,203 @@
+"""All that a running server holds, and in which order it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from onestem.batch.identity import model_identity
+from onestem.engine.admission import check_request
+from onestem.engine.tokenizer import Tokenizer
+from onestem.request import Request
+from onestem.server.client import EngineClient
+from onestem.server.errors import ApiError, EngineDownError
+from onestem.server.history import History
+from onestem.server.jobs import JobModel, Jobs
+from onestem.server.logs import log
+from onestem.server.metrics import Metrics
+from onestem.server.prefixes import Prefixes
+from onestem.server.process import Launcher
+from onestem.server.settings import Settings
+from onestem.server.state import SnapshotCache
+from onestem.server.store import Store
+
+if TYPE_CHECKING:
+    from onestem.server.calls import Call
+
+__all__ = ["Service"]
+
+TOKENISING_THREADS = 2
+
+T = TypeVar("T")
+
+
+class Service:
+    """One server without its HTTP.
+
+    Args:
+        path: the model's directory.
+        launcher: starts the engine on that model.
+    """
+
+    def __init__(
+        self, settings: Settings, path: Path, tokenizer: Tokenizer | None, launcher: Launcher
+    ) -> None:
+        self.settings = settings
+        self.path = path
+        self.tokenizer = tokenizer
+        self.store = Store(settings.state)
+        self.client = EngineClient(launcher, settings.max_queue)
+        self.prefixes = Prefixes(self.client, tokenizer, self.store)
+        self.metrics = Metrics(self.client)
+        self.history = History(self._token_text)
+        self.jobs = Jobs(self.store, self.client, self._job_model, self.check)
+        self.snapshots = SnapshotCache(self)
+        self.stopping = asyncio.Event()
+        self.started_at = int(time.time())
+        self._threads = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
+        self._sampler: asyncio.Task[None] | None = None
+        self.client.on_up = self._engine_up
+        self.client.on_refused = self.prefixes.refused
+
+    # ------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Start the engine and compute the prefixes.
+
+        Raises:
+            ConfigError, RequestError: an option or a prefix is wrong.
+        """
+        try:
+            self.prefixes.load(self.settings.apps)
+            await self.client.start()
+            await self.prefixes.until_ready()
+        except BaseException:
+            await self.client.stop()
+            self.store.close()
+            raise
+        self.jobs.start()
+        self._sampler = asyncio.create_task(self._sample())
+
+    def begin_to_stop(self) -> None:
+        """The page's streams end at once, answers that still run when the grace is over get an
+        error; jobs are put down by `stop`."""
+        if not self.stopping.is_set():
+            self.stopping.set()
+            late = EngineDownError("the server is stopping: try again later")
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.settings.grace, self.client.fail_all, late)
+
+    async def stop(self) -> None:
+        """Put jobs down and end the engine. Streams that still run get an error."""
+        self.begin_to_stop()
+        await self.jobs.stop()
+        if self._sampler is not None:
+            self._sampler.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sampler
+        await self.client.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
+
+    def _engine_up(self) -> None:
+        self.prefixes.pin_all()
+        self.jobs.wake()
+
+    async def _sample(self) -> None:
+        """The history's clock."""
+        while True:
+            await asyncio.sleep(1.0)
+            pages = self.snapshots.last.get("pages")
+            used = None
+            if pages:
+                used = (pages["total"] - pages["free"]) * pages["size"]
+            waiting = len(self.client.turns) + self.client.num_waiting
+            self.history.sample(
+                self.client.stats,
+                running=self.client.num_running,
+                waiting=waiting,
+                kv_used=used,
+            )
+
+    # ------------------------------------------------------------------------- requests
+
+    async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Tokenising, templates and checks: never on the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` for a request that can never be answered. (Grammars are compiled by
+        the engine process.)"""
+        facts = self.client.facts
+        assert facts is not None
+        check_request(
+            request,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            tokenizer=self.tokenizer,
+            grammars=None,
+        )
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.settings.names:
+            raise ApiError(
+                404,
+                f"there is no model {name[:80]!r} here, there is {', '.join(self.settings.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def note(self, call: Call) -> None:
+        """A call has ended: count it, remember it, log it (without its text)."""
+        seconds = time.monotonic() - call.arrived
+        self.metrics.note(call, seconds)
+        self.history.note(call, seconds)
+        last = call.metrics[-1] if call.metrics else None
+        first = last.first_token_time if last is not None else None
+        log.info(
+            "request",
+            id=call.id,
+            key=call.tenant.name or None,
+            app=call.app or None,
+            endpoint=call.kind,
+            outcome=call.outcome,
+            prompt_tokens=sum(len(request.prompt_token_ids) for request in call.requests),
+            cached_tokens=sum(metrics.num_cached_tokens for metrics in call.metrics),
+            output_tokens=sum(metrics.num_output_tokens for metrics in call.metrics),
+            ttft=None if first is None else round(first - call.arrived, 6),
+            seconds=round(seconds, 6),
+        )
+
+    def _token_text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    # ------------------------------------------------------------------------- jobs
+
+    @cached_property
+    def _identity(self) -> str:
+        return model_identity(self.path)
+
+    def _job_model(self) -> JobModel:
+        """As `onestem batch` has it, so that a job's results are the same."""
+        facts = self.client.facts
+        assert facts is not None
+        return JobModel(
+            tokenizer=self.tokenizer,
+            identity=self._identity,
+            name=self.settings.model,
+            options={
+                "dtype": facts.dtype,
+                "device": facts.device,
+                "max_model_len": facts.max_model_len,
+                "random_weights": facts.random_weights,
+            },
+            kv_tokens=facts.kv_tokens,
+        )

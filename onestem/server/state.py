@@ -1,0 +1,160 @@
+"""What the page shows, in plain values: GET /internal/state and the events of /internal/events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from onestem.server.errors import ApiError
+from onestem.server.prefixes import APP_OWNER
+from onestem.server.streaming import event
+
+if TYPE_CHECKING:
+    from onestem.server.service import Service
+
+__all__ = ["SnapshotCache", "events", "state_of"]
+
+FRESH_SECONDS = 0.5
+MOST_JOBS = 50
+OWNERS = {"prefix": "prefixes", "interactive": "requests", "job": "jobs", "cached": "cache"}
+
+
+class SnapshotCache:
+    """The engine's snapshot, asked for at most twice a second however many look at it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()
+        self._value: dict[str, Any] = {}
+        self._at = 0.0
+
+    async def get(self) -> dict[str, Any]:
+        """The snapshot; empty while there is no engine."""
+        async with self._lock:
+            if time.monotonic() - self._at >= FRESH_SECONDS:
+                try:
+                    self._value = await self._service.client.ask("snapshot")
+                    self._service.prefixes.take_infos(self._value["prefixes"])
+                except ApiError:
+                    self._value = {}
+                self._at = time.monotonic()
+        return self._value
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self._value
+
+
+async def state_of(service: Service, history_after: float = 0.0) -> dict[str, Any]:
+    """All of it; of the history what came after a time (unix seconds)."""
+    snapshot = await service.snapshots.get()
+    jobs = await asyncio.to_thread(service.store.recent_batches, MOST_JOBS)
+    client = service.client
+    runs = snapshot.get("runs", [])
+    return {
+        "time": time.time(),
+        "model": _model(service),
+        "engine": {
+            "state": client.state,
+            "pid": client.pid,
+            "restarts": client.restarts,
+            "since": client.since,
+            "error": client.error,
+            "steps": int(client.stats.get("steps", 0)),
+        },
+        "kv": _memory(snapshot.get("pages", {})),
+        "runs": [_run(service, run) for run in runs],
+        "runs_left_out": snapshot.get("num_runs", 0) - len(runs),
+        "queue": _queue(service),
+        "totals": {
+            **service.history.totals,
+            "computed_tokens": int(client.stats.get("processed_prompt_tokens", 0)),
+            "set_backs": int(client.stats.get("set_backs", 0)),
+            "steps": int(client.stats.get("steps", 0)),
+            "shared_read_tokens": client.stats.get("shared_read_tokens"),
+        },
+        "history": service.history.series(history_after),
+        "prefixes": [_prefix(prefix) for prefix in service.prefixes.everyone()],
+        "jobs": [_job(owner, record) for owner, record in jobs],
+        "requests": list(service.history.calls),
+    }
+
+
+def _model(service: Service) -> dict[str, Any]:
+    facts = service.client.facts
+    named: dict[str, Any] = {"name": service.settings.names[0]}
+    if facts is None:
+        return named
+    for name in ("max_model_len", "vocab_size", "page_size", "dtype", "device"):
+        named[name] = getattr(facts, name)
+    return named | {"attention": facts.attention, "share": facts.share}
+
+
+def _memory(pages: Mapping[str, int]) -> dict[str, Any]:
+    size = pages.get("size", 0)
+    tokens = {name: count * size for name, count in pages.items() if name != "size"}
+    owners = [
+        {"owner": shown, "tokens": tokens[name]}
+        for name, shown in OWNERS.items()
+        if tokens.get(name)
+    ]
+    return {
+        "total_tokens": tokens.get("total", 0),
+        "free_tokens": tokens.get("free", 0),
+        "cached_tokens": tokens.get("cached", 0),
+        "held_tokens": tokens.get("held", 0),
+        "owners": sorted(owners, key=lambda owner: -owner["tokens"]),
+    }
+
+
+def _run(service: Service, run: Mapping[str, Any]) -> dict[str, Any]:
+    first = list(run["first"])
+    text = service.tokenizer.decode(first, skip_special_tokens=False) if service.tokenizer else None
+    named = ("id", "parent", "start", "tokens", "computed", "readers", "owner", "salted")
+    shown = {name: run.get(name) for name in named}
+    pinned = True if run["owner"] == "prefix" else None
+    return {**shown, "pinned": pinned, "first_token_ids": first, "text": text}
+
+
+def _queue(service: Service) -> dict[str, Any]:
+    client = service.client
+    return {
+        "waiting": len(client.turns) + client.num_waiting,
+        "running": client.num_running,
+        "limit": client.turns.limit,
+        "by_key": [
+            {"key": key or None, "waiting": waiting, "running": sent}
+            for key, (waiting, sent) in client.by_key().items()
+        ],
+    }
+
+
+def _prefix(prefix: Any) -> dict[str, Any]:
+    shown = prefix.describe()
+    del shown["object"], shown["owner"], shown["kind"], shown["created_at"]
+    return {**shown, "key": None if prefix.owner == APP_OWNER else prefix.owner}
+
+
+def _job(owner: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": record["id"],
+        "key": owner or None,
+        "status": record["status"],
+        **record["request_counts"],
+        "created_at": record["created_at"],
+    }
+
+
+async def events(service: Service) -> AsyncGenerator[bytes, None]:
+    """The state about once a second, until the server stops."""
+    seen = 0.0
+    while not service.stopping.is_set():
+        state = await state_of(service, seen)
+        seen = max([seen, *(at for at in state["history"]["time"] if at)])
+        yield event(state, "state")
+        try:
+            await asyncio.wait_for(service.stopping.wait(), 1.0)
+        except TimeoutError:
+            continue

@@ -1,0 +1,340 @@
+"""The engine process: takes commands, computes steps, reports what is new.
+
+The main thread alone touches the engine, with one exception: grammars are compiled by a thread of
+their own, so that a large JSON schema delays no step. When the server is gone, however it ended,
+so is this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, is_dataclass
+from functools import singledispatchmethod
+from typing import TYPE_CHECKING, Any
+
+from onestem.errors import CacheError, OnestemError
+from onestem.request import Request, RequestOutput
+from onestem.server.deltas import Deltas
+from onestem.server.messages import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Facts,
+    Failed,
+    JobOutput,
+    JobRequests,
+    Pin,
+    Ready,
+    RemoveJob,
+    Report,
+    Stop,
+    Unpin,
+)
+from onestem.server.wire import Channel
+
+if TYPE_CHECKING:
+    from onestem.llm import LLM
+
+__all__ = ["Worker", "facts_of", "load", "main"]
+
+STATS_SECONDS = 0.25
+
+
+def load(options: Mapping[str, Any]) -> LLM:
+    """The model and its engine."""
+    from onestem.llm import LLM
+
+    return LLM(**options)
+
+
+def facts_of(llm: LLM) -> Facts:
+    pool = llm.engine.cache.pool
+    return Facts(
+        max_model_len=llm.engine.max_model_len,
+        vocab_size=llm.decoder.config.vocab_size,
+        page_size=pool.page_size,
+        num_pages=pool.num_pages,
+        kv_bytes_per_token=llm.decoder.kv_bytes_per_token,
+        dtype=str(llm.dtype).removeprefix("torch."),
+        device=llm.device.type,
+        attention=llm.engine.impl.name,
+        share=llm.engine.share,
+        random_weights=llm.random_weights,
+    )
+
+
+class _JobFeed:
+    """A job's requests as they come from the server; the engine reads them as it has room.
+
+    The engine must never wait for the server. So where the feed runs dry it says that it has ended,
+    and what comes later is given to the engine as a further part of the job.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.pulled = 0
+        self.parts: list[str] = []
+        self._requests: deque[Request] = deque()
+        self._reading = False
+
+    def extend(self, message: JobRequests) -> None:
+        self._requests.extend(message.requests)
+
+    def next_part(self) -> Iterator[Request] | None:
+        """Requests for a further part; None while the engine reads one, or there are none."""
+        if self._reading or not self._requests:
+            return None
+        self._reading = True
+        self.parts.append(f"{self.job_id}/{len(self.parts)}")
+        return self._read()
+
+    def _read(self) -> Iterator[Request]:
+        while self._requests:
+            self.pulled += 1
+            yield self._requests.popleft()
+        self._reading = False
+
+
+class Worker:
+    """Runs an engine on behalf of the other end of a channel.
+
+    Args:
+        llm: model and engine.
+        channel: to the server.
+        leave: called when the server is gone; must not return to a caller that goes on.
+    """
+
+    def __init__(self, llm: LLM, channel: Channel, leave: Callable[[], object]) -> None:
+        self._engine = llm.engine
+        self._facts = facts_of(llm)
+        self._channel = channel
+        self._leave = leave
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._compile = ThreadPoolExecutor(1, "grammars")
+        self._deltas = Deltas()
+        self._feeds: dict[str, _JobFeed] = {}
+        self._job_of: dict[str, str] = {}
+        self._num_received = 0
+        self._refused: dict[str, str] = {}
+        self._answers: list[Answered] = []
+        self._running = True
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        """Until told to stop, or the server is gone."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        self._channel.send(Ready(self._facts, os.getpid()))
+        try:
+            while self._running:
+                self._turn()
+        finally:
+            self._compile.shutdown(wait=False, cancel_futures=True)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, Ask) and message.what == "validate":
+                    self._compile.submit(self._validate, message)
+                else:
+                    self._inbox.put(message)
+        except (EOFError, OSError, RuntimeError):
+            self._inbox.put(Stop())
+            self._leave()
+
+    def _validate(self, ask: Ask) -> None:
+        """Compile what a request needs; its error, if any, goes back in the next report."""
+        error = None
+        try:
+            self._engine.validate(ask.value)
+        except OnestemError as reason:
+            error = str(reason)
+        self._inbox.put(Answered(ask.token, error=error))
+
+    # ------------------------------------------------------------------------- a turn
+
+    def _turn(self) -> None:
+        busy = self._engine.has_unfinished()
+        took = self._take_commands(wait=not busy)
+        self._feed_jobs()
+        outputs = self._engine.step() if self._engine.has_unfinished() else []
+        if took or outputs or busy:
+            self._report(outputs)
+
+    def _take_commands(self, *, wait: bool) -> bool:
+        """Take what has come; sleep for it if there is nothing else to do."""
+        took = False
+        while self._running:
+            try:
+                message = self._inbox.get(block=wait and not took)
+            except queue.Empty:
+                break
+            took = True
+            self._take(message)
+        return took
+
+    def _feed_jobs(self) -> None:
+        for feed in self._feeds.values():
+            part = feed.next_part()
+            if part is not None:
+                self._engine.add_job(feed.parts[-1], part)
+
+    def _report(self, outputs: list[RequestOutput]) -> None:
+        now = time.monotonic()
+        idle = not self._engine.has_unfinished()
+        stats = None
+        if idle or now - self._stats_at >= STATS_SECONDS:
+            self._stats_at = now
+            stats = self._engine.stats.to_dict()
+        self._channel.send(
+            Report(
+                deltas=[
+                    self._deltas.of(output)
+                    for output in outputs
+                    if output.request_id not in self._job_of
+                ],
+                refused=self._refused,
+                num_received=self._num_received,
+                num_waiting=self._engine.num_waiting,
+                num_running=self._engine.num_running,
+                jobs=[
+                    JobOutput(self._job_of.pop(output.request_id), output)
+                    for output in outputs
+                    if output.request_id in self._job_of
+                ],
+                pulled={feed.job_id: feed.pulled for feed in self._feeds.values()},
+                stats=stats,
+            )
+        )
+        self._refused = {}
+        for answer in self._answers:
+            self._channel.send(answer)
+        self._answers = []
+
+    # ------------------------------------------------------------------------- commands
+
+    @singledispatchmethod
+    def _take(self, message: Any) -> None:
+        raise TypeError(f"an unknown message: {message!r}")
+
+    @_take.register
+    def _add(self, message: Add) -> None:
+        self._num_received += 1
+        try:
+            self._engine.add_request(message.request)
+        except OnestemError as error:
+            self._refused[message.request.request_id] = str(error)
+
+    @_take.register
+    def _abort(self, message: Abort) -> None:
+        self._engine.abort(message.request_id)
+        self._deltas.forget(message.request_id)
+
+    @_take.register
+    def _job_requests(self, message: JobRequests) -> None:
+        feed = self._feeds.setdefault(message.job_id, _JobFeed(message.job_id))
+        for request in message.requests:
+            self._job_of[request.request_id] = message.job_id
+        feed.extend(message)
+
+    @_take.register
+    def _remove_job(self, message: RemoveJob) -> None:
+        feed = self._feeds.pop(message.job_id, None)
+        for part in feed.parts if feed is not None else ():
+            self._engine.remove_job(part)
+        for request_id in [i for i, job in self._job_of.items() if job == message.job_id]:
+            self._engine.abort(request_id)
+            del self._job_of[request_id]
+
+    @_take.register
+    def _pin(self, message: Pin) -> None:
+        try:
+            self._engine.pin_prefix(
+                message.name, list(message.token_ids), cache_salt=message.cache_salt
+            )
+        except OnestemError as error:
+            self._refused[message.name] = str(error)
+
+    @_take.register
+    def _unpin(self, message: Unpin) -> None:
+        if any(prefix.name == message.name for prefix in self._engine.prefixes()):
+            self._engine.unpin_prefix(message.name)
+
+    @_take.register
+    def _ask(self, message: Ask) -> None:
+        questions = {"snapshot": self._snapshot, "check": self._check, "prefixes": self._prefixes}
+        self._answers.append(Answered(message.token, questions[message.what]()))
+
+    @_take.register
+    def _answered(self, message: Answered) -> None:
+        self._answers.append(message)
+
+    @_take.register
+    def _stop(self, message: Stop) -> None:
+        self._running = False
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {**self._engine.snapshot(), "prefixes": self._prefixes()}
+
+    def _prefixes(self) -> list[dict[str, Any]]:
+        return [
+            asdict(prefix) if is_dataclass(prefix) else dict(prefix)
+            for prefix in self._engine.prefixes()
+        ]
+
+    def _check(self) -> dict[str, Any]:
+        """Whether KV memory balances; page counts."""
+        error = None
+        try:
+            self._engine.check()
+        except CacheError as reason:
+            error = str(reason)
+        pool = self._engine.cache.pool
+        cached = {page for run in self._engine.cache.runs() for page in run.pages}
+        return {
+            "error": error,
+            "free": pool.num_free,
+            "cached": len(cached),
+            "held": pool.num_held,
+            "total": pool.num_pages,
+            "running": self._engine.num_running,
+            "waiting": self._engine.num_waiting,
+        }
+
+
+def main() -> None:
+    """`python -m onestem.server.worker FD`: the channel is that file descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    factory, options = channel.receive()
+    module, _, name = factory.partition(":")
+    try:
+        llm = getattr(importlib.import_module(module), name)(options)
+    except OnestemError as error:
+        channel.send(Failed(str(error), fault=True))
+        return
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
+        raise
+    worker = Worker(llm, channel, leave=lambda: os._exit(0))
+    try:
+        worker.run()
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
+        raise
+    os._exit(0)  # nothing to put away: what matters is with the server
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""/v1/files and /v1/batches: results as `onestem batch` writes them, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import openai
+import pytest
+
+from onestem.jobs import run_file
+from onestem.llm import LLM
+from tests.server.harness import running
+
+DOCUMENT = "The mill of Oakham stands by the river and grinds the corn of nine villages. " * 3
+
+
+def lines(count: int, **body) -> bytes:
+    """Requests behind three documents; two lines that cannot be answered."""
+    made = [
+        {
+            "custom_id": f"line-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"{DOCUMENT[i % 3 * 9 :]} {i}?", "max_tokens": 4, **body},
+        }
+        for i in range(count)
+    ]
+    made[1]["body"] = {"prompt": "x", "max_tokens": 0}
+    return b"".join(json.dumps(line).encode() + b"\n" for line in made) + b"not JSON\n"
+
+
+def upload(http, raw: bytes) -> str:
+    files = {"file": ("in.jsonl", raw)}
+    return http.post("/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
+
+
+def create(http, raw: bytes, **changes) -> dict:
+    body = {"input_file_id": upload(http, raw), "endpoint": "/v1/completions"}
+    return http.post("/v1/batches", json={**body, "completion_window": "24h", **changes}).json()
+
+
+def ended(http, batch_id: str) -> dict:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        batch = http.get(f"/v1/batches/{batch_id}").json()
+        if batch["status"] in ("completed", "failed", "cancelled"):
+            return batch
+    raise AssertionError(f"the batch did not end: {batch}")
+
+
+def output(http, batch: dict) -> bytes:
+    return http.get(f"/v1/files/{batch['output_file_id']}/content").content
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model, tmp_path_factory):
+    """What `onestem batch` writes for `lines(count)`."""
+    folder = tmp_path_factory.mktemp("expected")
+    llm = LLM(tiny_model, kv_memory="256MiB", device="cpu", dtype="float32")
+
+    def of(count: int) -> bytes:
+        source, target = folder / f"{count}.jsonl", folder / f"{count}.out"
+        if not target.exists():
+            source.write_bytes(lines(count, temperature=0))
+            run_file(llm, source, target)
+        return target.read_bytes()
+
+    return of
+
+
+def test_with_the_openai_client(embedded):
+    with openai.OpenAI(base_url=f"{embedded.url}/v1", api_key="x", max_retries=0) as client:
+        file = client.files.create(file=("a.jsonl", lines(5)), purpose="batch")
+        assert client.files.retrieve(file.id).bytes == len(lines(5))
+        assert client.files.content(file.id).read() == lines(5)
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h",
+            metadata={"a": "b"},
+        )  # fmt: skip
+        embedded.until(lambda: client_done(embedded, batch.id))
+        batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed"
+        assert batch.request_counts.total == 6
+        assert batch.request_counts.failed == 2
+        assert batch.metadata == {"a": "b"}
+        results = [
+            json.loads(line) for line in client.files.content(batch.output_file_id).iter_lines()
+        ]
+        assert [result["custom_id"] for result in results[:5]] == [f"line-{i}" for i in range(5)]
+        errors = client.files.content(batch.error_file_id).text.splitlines()
+        assert [json.loads(line)["error"]["line"] for line in errors] == [2, 6]
+        assert batch.id in [item.id for item in client.batches.list()]
+        assert file.id in [item.id for item in client.files.list(limit=1)]
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file.id)
+
+
+def client_done(server, batch_id: str) -> bool:
+    record = server.service.store.batch("", batch_id)
+    return record["status"] == "completed"
+
+
+def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        batch = ended(http, create(http, lines(60, temperature=0))["id"])
+        assert output(http, batch) == expected(60)
+        server.check()
+
+
+def test_a_batch_across_a_restart_and_deaths_of_the_engine(tmp_path, tiny_model, expected):
+    """The engine dies twice and the server stops once in the middle of a job."""
+    slow = {"max_model_len": 512, "kv_memory": "256KiB"}
+    with running(tmp_path, model=tiny_model, engine=slow, change=one_by_one) as server:
+        with server.http() as http:
+            batch_id = create(http, lines(60, temperature=0))["id"]
+            for deaths in (1, 2):
+                server.until(lambda: done(server, batch_id) >= 8 * deaths)
+                server.launcher.kill()
+                server.until(lambda: server.service.client.restarts == deaths)
+            server.until(lambda: done(server, batch_id) >= 24)
+    with running(tmp_path, model=tiny_model, engine=slow) as server, server.http() as http:
+        made = [json.loads(line) for line in output(http, ended(http, batch_id)).splitlines()]
+        whole = [json.loads(line) for line in expected(60).splitlines()]
+        assert [one["custom_id"] for one in made] == [one["custom_id"] for one in whole]
+        for one, other in zip(made, whole, strict=True):
+            if one["response"] is not None:
+                body, known = one["response"]["body"], other["response"]["body"]
+                assert body["choices"] == known["choices"]
+
+
+def done(server, batch_id: str) -> int:
+    """Answers in the journal."""
+    journal = server.service.store.work / batch_id / "output.jsonl.partial"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def one_by_one(llm: LLM) -> None:
+    """A step waits until the job's thread has written down what came before, so that the test sees
+    a job that is half done."""
+    step = llm.engine.step
+    gate = threading.Event()
+
+    def slow_step():
+        gate.wait(0.002)
+        return step()
+
+    llm.engine.step = slow_step
+
+
+def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model, change=one_by_one) as server, server.http() as http:
+        batch_id = create(http, lines(300, max_tokens=60, ignore_eos=True))["id"]
+        server.until(lambda: done(server, batch_id) >= 3)
+        assert http.post(f"/v1/batches/{batch_id}/cancel").json()["status"] == "cancelling"
+        batch = ended(http, batch_id)
+        assert batch["status"] == "cancelled"
+        answered = [json.loads(line)["custom_id"] for line in output(http, batch).splitlines()]
+        assert 3 <= len(answered) < 300
+        assert len(set(answered)) == len(answered)
+        assert http.post(f"/v1/batches/{batch_id}/cancel").status_code == 409
+        server.check()
+
+
+def test_keys_take_turns_with_batches_and_files_in_use_stay(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model, change=one_by_one) as server, server.http() as http:
+        first = create(http, lines(100))
+        busy = http.delete(f"/v1/files/{first['input_file_id']}")
+        assert busy.status_code == 409
+        assert first["id"] in busy.json()["error"]["message"]
+        second = create(http, lines(5))
+        assert ended(http, second["id"])["completed_at"] >= ended(http, first["id"])["completed_at"]
+
+
+def test_bad_batches(embedded):
+    with embedded.http() as http:
+        good = upload(http, lines(3))
+        for changes, param in (
+            ({"endpoint": "/v1/embeddings"}, "endpoint"),
+            ({"completion_window": "1h"}, "completion_window"),
+            ({"input_file_id": 3}, "input_file_id"),
+            ({"metadata": {"a": 1}}, "metadata"),
+            ({"output_expires_after": {}}, "output_expires_after"),
+        ):
+            body = {
+                "input_file_id": good,
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+            }
+            answer = http.post("/v1/batches", json={**body, **changes})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == param
+        mixed = ended(http, create(http, lines(3), endpoint="/v1/chat/completions")["id"])
+        assert mixed["status"] == "failed"
+        assert "url is /v1/completions" in mixed["errors"]["data"][0]["message"]
+
+
+def test_bad_uploads(tmp_path, tiny_model):
+    with (
+        running(tmp_path, model=tiny_model, max_file_bytes=20_000) as server,
+        server.http() as http,
+    ):
+        file = {"file": ("a", b"x")}
+        for answer, param in (
+            (http.post("/v1/files", files=file), "purpose"),
+            (http.post("/v1/files", files=file, data={"purpose": "fine-tune"}), "purpose"),
+            (http.post("/v1/files", data={"purpose": "batch"}), None),
+            (http.post("/v1/files", files=file, data={"purpose": "batch", "x": "y"}), "x"),
+            (http.post("/v1/files", content=b"x"), None),
+        ):
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == param
+        large = {"file": ("a", b"x" * 30_000)}
+        answer = http.post("/v1/files", files=large, data={"purpose": "batch"})
+        assert answer.status_code == 413
+        assert http.get("/v1/files").json()["data"] == []
+        assert list(server.service.store.files.iterdir()) == []

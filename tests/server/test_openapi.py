@@ -1,0 +1,113 @@
+"""The OpenAPI document is what the server does; no body of any kind makes it fail, hang or leak."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import CHECKS
+
+from onestem.batch.fields import LABELS, NEUTRAL, SAMPLING, SPECIAL
+from onestem.server.bodies import SERVER_FIELDS
+from onestem.server.protocol import ChatBody, CompletionBody
+from tests.server.harness import running
+
+# A schema cannot say which of all good bodies fit a model's length, or name a file that is there.
+CHECKED = [
+    CHECKS.get_one(name)
+    for name in (
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_schema_conformance",
+        "negative_data_rejection",
+        "unsupported_method",
+    )
+]
+BOUNDED = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, tiny_model):
+    with running(
+        tmp_path_factory.mktemp("fuzz"), model=tiny_model, model_names=["tiny"], timeout=5.0
+    ) as server:
+        yield server
+        server.check()
+
+
+def operations(server) -> list:
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return [result.ok() for result in document.get_all_operations()]
+
+
+def test_the_document_names_every_field_that_is_read(server):
+    for kind, model in (("chat", ChatBody), ("completion", CompletionBody)):
+        read = {*SAMPLING, *SPECIAL[kind], *LABELS, *NEUTRAL[kind], *SERVER_FIELDS}
+        assert set(model.model_fields) == read
+
+
+def test_the_document_has_every_route(server):
+    labels = {operation.label for operation in operations(server)}
+    assert {"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/batches"} <= labels
+    assert len(labels) == 20
+
+
+def test_the_server_does_what_the_document_says(server):
+    for operation in operations(server):
+
+        @BOUNDED
+        @given(case=operation.as_strategy() | operation.as_strategy(mode="negative"))
+        def check(case):
+            if isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int):
+                case.body["max_tokens"] = min(case.body["max_tokens"], 3)
+            case.call_and_validate(base_url=server.url, checks=CHECKED, timeout=30)
+
+        check()
+
+
+scalars = st.none() | st.booleans() | st.integers(-5, 3000) | st.floats() | st.text(max_size=8)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+names = sorted({*CompletionBody.model_fields, *ChatBody.model_fields})
+bodies = st.dictionaries(st.sampled_from(names) | st.text(max_size=8), values, max_size=5)
+
+
+@BOUNDED
+@settings(max_examples=150)
+@given(body=bodies, chat=st.booleans())
+def test_fuzzed_bodies(server, body, chat):
+    """No 500, no hang."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    needed = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": [5, 6]}
+    raw = json.dumps({**needed, "max_tokens": 2, **body})
+    with server.http() as http:
+        answer = http.post(path, content=raw.encode("utf-8", "surrogatepass"))
+    assert answer.status_code in (200, 400, 404, 501, 504)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@BOUNDED
+@settings(max_examples=60)
+@given(raw=st.binary(max_size=60), method=st.sampled_from(["POST", "PUT"]))
+def test_fuzzed_bytes(server, raw, method):
+    with server.http() as http:
+        for path in ("/v1/completions", "/v1/prefixes/a", "/v1/batches", "/v1/files"):
+            answer = http.request(method, path, content=raw)
+            assert answer.status_code in (400, 405)

@@ -1,0 +1,244 @@
+"""The page in a real browser, headless, under its Content-Security-Policy."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.server.page_states import EVIL, RUNS, START, state
+from tests.server.page_stub import PAGE, Stub, serving
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="no chromium and chromedriver (Debian: chromium-driver)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_window_size(1366, 768)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser):
+    """(browser, stub) with the page loaded; what the browser complains of fails the test."""
+    stub = Stub()
+    stub.say(state())
+    with serving(stub) as url:
+        browser.get_log("browser")
+        browser.get(url)
+        until(browser, lambda: text(browser, "engine") == "engine running")
+        yield browser, stub
+        browser.get("about:blank")
+    complaints = [entry["message"] for entry in browser.get_log("browser")]
+    assert [entry for entry in complaints if "/internal/" not in entry] == []
+
+
+def until(browser, condition):
+    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda _: condition())
+
+
+def text(browser, name):
+    return browser.find_element(By.ID, name).text
+
+
+def script(browser, body):
+    return browser.execute_script(body)
+
+
+def rectangles(browser):
+    """Run id -> (x, y, width, height, class), as drawn."""
+    found = script(
+        browser,
+        "return [...document.querySelectorAll('#tree rect.run')].map(r => [Number(r.dataset.run), "
+        "...['x', 'y', 'width', 'height'].map(n => r[n].baseVal.value), r.getAttribute('class')])",
+    )
+    return {run: tuple(rest) for run, *rest in found}
+
+
+def test_the_tree_has_tokens_as_width_and_readers_as_colour(page):
+    browser, _ = page
+    drawn = rectangles(browser)
+    assert drawn.keys() == {run[0] for run in RUNS}
+    scale = drawn[1][2] / 800
+    for run, _, start, tokens, *_ in RUNS:
+        assert drawn[run][0] == pytest.approx(start * scale, abs=0.01)
+        assert drawn[run][2] == pytest.approx(tokens * scale, abs=0.01)
+    # Nine readers, one, two, none.
+    for run, level in ((1, 4), (2, 1), (3, 2), (6, 0)):
+        assert f"readers-{level}" in drawn[run][4]
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree rect.missing")) == 1
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree rect.pin")) == 1
+    assert "7 smaller runs" in text(browser, "left-out")
+
+
+def test_a_run_is_as_high_as_what_continues_it(page):
+    browser, _ = page
+    drawn = rectangles(browser)
+    row = drawn[2][3]
+    assert [drawn[run][3] / row for run in (1, 2, 3, 4, 5, 6)] == pytest.approx([3, 1, 2, 1, 1, 1])
+    top, bottom = drawn[1][1], drawn[1][1] + drawn[1][3]
+    assert all(top <= drawn[run][1] < bottom for run in (2, 3, 4, 5))
+    assert drawn[6][1] >= bottom
+
+
+def test_a_run_tells_what_it_is(page):
+    browser, stub = page
+    browser.find_element(By.CSS_SELECTOR, "[data-run='1']").click()
+    for part in ("800, from 0 to 800", "9 running sequences", "support", "You are a helpful"):
+        assert part in text(browser, "run")
+    browser.switch_to.active_element.send_keys("\ue014\ue015")  # right, down
+    assert "run 1" in text(browser, "run")
+    assert "50 of 200" in text(browser, "run")
+    # It stays chosen when the tree changes.
+    changed = state(121)
+    changed["runs"][2]["computed"] = 180
+    stub.say(changed)
+    until(browser, lambda: "180 of 200" in text(browser, "run"))
+
+
+def test_text_of_prompts_is_never_html(page):
+    browser, _ = page
+    browser.find_element(By.CSS_SELECTOR, "[data-run='3']").click()
+    assert EVIL in text(browser, "run")
+    assert EVIL in text(browser, "prefixes")
+    assert EVIL in text(browser, "requests")
+    assert browser.find_elements(By.CSS_SELECTOR, "img, b:not(.tile b)") == []
+    assert browser.title == "Onestem"
+
+
+def test_memory_by_owner(page):
+    browser, _ = page
+    legend = text(browser, "memory-legend")
+    for part in (
+        "cache 4000",
+        "prefix support 800",
+        "key alice 736",
+        "free 60k",
+        "of 65.5k tokens",
+    ):
+        assert part in legend
+    widths = [
+        piece.size["width"] for piece in browser.find_elements(By.CSS_SELECTOR, "#memory > div")
+    ]
+    total = sum(widths)
+    assert [width / total for width in widths] == pytest.approx(
+        [4000 / 65536, 800 / 65536, 736 / 65536, 60000 / 65536], abs=0.005
+    )
+
+
+def test_every_requests_reuse_is_explained(page):
+    browser, _ = page
+    rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#requests tbody tr")]
+    wanted = [
+        "812 of 900 prompt tokens shared with prefix support; at token 812 it goes on with",
+        "899 of 900 prompt tokens shared with an earlier request; all but the last token",
+        "from token 500 what is stored belongs to another key",
+        "Nothing of 900 prompt tokens shared; what followed token 0 was evicted",
+        "Nothing was looked up",
+    ]
+    assert len(rows) == len(wanted)
+    for row, part in zip(rows, wanted):
+        assert part in row
+
+
+def test_tables_and_tiles(page):
+    browser, _ = page
+    assert "support, version 2 operator ready 800 3.17 MiB 9 90" in text(browser, "prefixes")
+    assert "computing, 25%" in text(browser, "prefixes")
+    assert "batch_12 alice in progress 125 of 1000 5" in text(browser, "jobs")
+    assert "80%\nof all prompt tokens came from KV memory" in text(browser, "tiles")
+    assert "12\nsequences running" in text(browser, "tiles")
+    assert "embedded, float32 on cpu" in text(browser, "model")
+
+
+def test_lines_grow_with_the_seconds_that_events_bring(page):
+    browser, stub = page
+    points = (
+        "return [...document.querySelectorAll('#charts path')].map("
+        "p => (p.getAttribute('d').match(/[ML]/g) || []).length)"
+    )
+    assert script(browser, points) == [120] * 10
+    more = state(125)
+    # An event holds what is new; seconds that are known already count once.
+    more["history"] = {name: column[110:] for name, column in more["history"].items()}
+    more["history"]["ttft_p99"][-2] = None
+    stub.say(more)
+    until(browser, lambda: script(browser, points)[0] == 125)
+    assert sorted(script(browser, points)) == [124, *[125] * 9]
+    stub.say(state(900))
+    until(browser, lambda: script(browser, points) == [301] * 10)
+
+
+def test_an_engine_that_is_down_is_said_clearly(page):
+    browser, stub = page
+    assert not browser.find_element(By.ID, "banner").is_displayed()
+    down = {"state": "down", "restarts": 3, "since": START, "error": "killed by signal 9"}
+    stub.say(state(engine=down))
+    until(browser, lambda: "The engine is down since" in text(browser, "banner"))
+    assert "killed by signal 9" in text(browser, "banner")
+    assert "restarts so far: 3" in text(browser, "banner")
+    assert text(browser, "engine") == "engine down"
+    stub.say(state(engine={**down, "state": "starting"}))
+    until(browser, lambda: text(browser, "engine") == "engine starting")
+    stub.say(state())
+    until(browser, lambda: not browser.find_element(By.ID, "banner").is_displayed())
+
+
+def test_without_events_it_asks(page):
+    browser, stub = page
+    assert text(browser, "link") == "live"
+    stub.events = False
+    stub.hang_up()
+    until(browser, lambda: text(browser, "link") == "asked every two seconds")
+    changed = state(130)
+    changed["queue"]["running"] = 77
+    stub.state = changed
+    until(browser, lambda: "77\nsequences running" in text(browser, "tiles"))
+    stub.events = True
+    until(browser, lambda: text(browser, "link") == "live")
+
+
+def test_a_server_that_is_gone_is_said_clearly(page):
+    browser, stub = page
+    stub.up = False
+    stub.hang_up()
+    until(browser, lambda: "The server does not answer" in text(browser, "banner"))
+    assert text(browser, "engine") == "no connection"
+    stub.up = True
+    until(browser, lambda: text(browser, "engine") == "engine running")
+
+
+def test_it_fits_a_laptop_and_loads_nothing_from_elsewhere(page):
+    browser, stub = page
+    assert script(browser, "return document.documentElement.scrollWidth <= window.innerWidth")
+    loaded = script(browser, "return performance.getEntriesByType('resource').map(e => e.name)")
+    origin = script(browser, "return location.origin")
+    assert loaded
+    assert all(name.startswith(origin + "/") for name in loaded)
+    files = {path.name for path in PAGE.iterdir()} - {"index.html"}
+    assert {f"/page/{name}" for name in files} <= set(stub.asked)
+
+
+def test_dark_where_the_system_is_dark(page):
+    browser, _ = page
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    seen = []
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        seen.append(script(browser, ground))
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert seen == ["rgb(251, 251, 249)", "rgb(20, 24, 23)"]

@@ -1,0 +1,126 @@
+"""Every field that is not honoured is refused by name, in OpenAI's error object."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+USER = [{"role": "user", "content": "hi"}]
+
+# (endpoint, field, value): each alone, beside what the endpoint needs.
+BAD = [
+    *[("chat/completions", name, value) for name, value in [
+        ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", []),
+        ("audio", {}), ("modalities", ["audio"]), ("store", True), ("reasoning_effort", "low"),
+        ("service_tier", "auto"), ("prediction", {}), ("web_search_options", {}),
+        ("top_logprobs", 2), ("messages", []), ("messages", [{"role": "tool", "content": "x"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
+        ("messages", [{"role": "user"}]), ("messages", "hi"), ("logprobs", 3),
+    ]],
+    *[("completions", name, value) for name, value in [
+        ("echo", True), ("best_of", 2), ("suffix", "x"), ("logprobs", True), ("logprobs", -1),
+        ("prompt", []), ("prompt", ["a", 3]), ("prompt", [[1], "a"]), ("prompt", [1, True]),
+        ("prompt", {}), ("prompt", [2560]), ("prompt", [-1]), ("prompt", ["a"] * 257),
+        ("prompt", [[]]), ("max_completion_tokens", 3), ("messages", USER),
+    ]],
+    *[(endpoint, name, value) for endpoint in ("chat/completions", "completions")
+      for name, value in [
+        ("n", 0), ("n", 1.5), ("n", 2000), ("max_tokens", 0), ("temperature", -1),
+        ("temperature", "hot"), ("top_p", 0), ("top_p", 2), ("presence_penalty", 3),
+        ("frequency_penalty", -3), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}),
+        ("logit_bias", {"99999": 1}), ("seed", 1.5), ("seed", 2**64), ("stop", ""), ("stop", [1]),
+        ("stream", "yes"), ("stream_options", {"include_usage": True}), ("timeout", 0),
+        ("timeout", True), ("timeout", 1e9), ("cache_salt", ""), ("cache_salt", "x" * 300),
+        ("prefix", 3), ("response_format", {"type": "grammar"}), ("response_format", "json"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}),
+        ("temperatur", 1), ("user", 3), ("metadata", []), ("min_tokens", 99),
+        ("stop_token_ids", [99999]), ("model", 3),
+    ]],
+]  # fmt: skip
+
+
+def ask(http, endpoint, **changes):
+    needed = {"messages": USER} if endpoint == "chat/completions" else {"prompt": "hi"}
+    return http.post(f"/v1/{endpoint}", json={**needed, "max_tokens": 4, **changes})
+
+
+@pytest.mark.parametrize(("endpoint", "name", "value"), BAD, ids=lambda value: str(value)[:40])
+def test_a_field_that_is_not_honoured_is_refused_by_name(embedded, endpoint, name, value):
+    with embedded.http() as http:
+        answer = ask(http, endpoint, **{name: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert name in error["message"] or name == error["param"]
+
+
+def test_what_is_not_there_yet_says_so(embedded):
+    with embedded.http() as http:
+        for answer in (ask(http, "completions", pml="<prompt/>"), http.put("/v1/schemas/a")):
+            assert answer.status_code == 501
+            assert answer.json()["error"]["code"] == "not_implemented"
+
+
+def test_unknown_names_are_404(embedded):
+    with embedded.http() as http:
+        for answer, code in (
+            (ask(http, "completions", model="gpt-9"), "model_not_found"),
+            (ask(http, "completions", prefix="nobody"), "prefix_not_found"),
+            (http.get("/v1/prefixes/nobody"), "prefix_not_found"),
+            (http.get("/v1/files/file-1"), "not_found"),
+            (http.get("/v1/batches/batch_1"), "not_found"),
+            (http.get("/v1/nothing"), None),
+        ):
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == code
+
+
+def test_wrong_methods_are_405(embedded):
+    with embedded.http() as http:
+        answer = http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert "GET /v1/completions" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"\xff", b'{"prompt": "a", "prompt": "b"}', b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}",
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_bodies_that_are_no_json_object(embedded, body):
+    with embedded.http() as http:
+        answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_prompt_that_is_too_long(embedded):
+    with embedded.http() as http:
+        limit = embedded.service.client.facts.max_model_len
+        answer = ask(http, "completions", prompt=[5] * limit)
+    assert answer.status_code == 400
+    assert f"limit is {limit - 1}" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_long(embedded):
+    limit = embedded.settings.max_body_bytes
+    with embedded.http() as http:
+        declared = http.post("/v1/completions", content=b" " * (limit + 1))
+        chunked = http.post("/v1/completions", content=iter([b" " * (1 << 20)] * 9))
+    for answer in (declared, chunked):
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_stream_is_refused_before_it_begins(embedded):
+    schema = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+    with embedded.http() as http:
+        answer = ask(http, "completions", stream=True, response_format=schema)
+    assert answer.status_code == 400
+    assert json.loads(answer.text)["error"]["param"] == "response_format"

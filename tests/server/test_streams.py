@@ -1,0 +1,158 @@
+"""Framing of events, clients that go away, clients that hardly read, deadlines."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import pytest
+
+from tests.server.harness import running
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, tiny_model):
+    """A server whose engine answers as long as it may, and whose steps can be held up."""
+    with running(tmp_path_factory.mktemp("slow"), model=tiny_model) as server:
+        yield server
+        server.check()
+
+
+def send(server, **body) -> socket.socket:
+    """A connection on which a request was sent and nothing is read."""
+    raw = json.dumps({"prompt": [7] * 20, "ignore_eos": True, **body}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+def test_framing(embedded):
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 5}
+    with (
+        embedded.http() as http,
+        http.stream("POST", "/v1/chat/completions", json=body) as answer,
+    ):
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in answer.headers
+        raw = b"".join(answer.iter_raw())
+    events = raw.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks] == ["assistant"] + [
+        None
+    ] * (len(chunks) - 1)
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons[:-1] == [None] * (len(chunks) - 1)
+    assert reasons[-1] in ("stop", "length")
+    assert raw.isascii()
+
+
+def test_a_client_that_goes_away_frees_its_pages(slow):
+    for stream in (True, False):
+        connection = send(slow, max_tokens=1900, stream=stream, n=4)
+        slow.until(lambda: slow.service.client.num_running == 4)
+        connection.close()
+        slow.until(lambda: slow.service.client.num_running == 0)
+        assert slow.check()["held"] == 0
+        assert slow.service.history.calls[0]["finish"] == "abort"
+
+
+def test_a_client_that_goes_away_while_it_waits(slow):
+    """In the line in front of the engine, where nothing was computed for it."""
+    slow.on_loop(setattr, slow.service.client, "state", "starting")
+    slow.on_loop(setattr, slow.service.client, "check_up", lambda: None)
+    try:
+        connection = send(slow, max_tokens=5)
+        slow.until(lambda: len(slow.service.client.turns) == 1)
+        connection.close()
+        slow.until(lambda: len(slow.service.client.turns) == 0)
+    finally:
+        del slow.service.client.check_up
+        slow.on_loop(setattr, slow.service.client, "state", "running")
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody(slow):
+    """Its pieces become one in the inbox; when it reads at last it gets every token, in order."""
+    slow._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections have it too
+    lazy = send(slow, max_tokens=400, stream=True, return_token_ids=True, n=8, seed=1)
+    with slow.http() as http:
+        body = {"prompt": [7] * 20, "ignore_eos": True, "max_tokens": 20, "n": 8}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    slow.until(lambda: slow.service.client.num_running == 0)
+    lazy.settimeout(30)
+    raw = b""
+    while b"[DONE]" not in raw:
+        raw += lazy.recv(1 << 16)
+    lazy.close()
+    tokens: dict[int, list[int]] = {}
+    lines = [line for line in raw.split(b"\n") if line.startswith(b"data: {")]
+    for line in lines:
+        choice = json.loads(line.removeprefix(b"data: "))["choices"][0]
+        tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert len(lines) < 8 * 400
+    name = json.loads(lines[0].removeprefix(b"data: "))["id"]
+    assert tokens == slow.launcher.finished[f"{name}-0"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadline(slow, stream):
+    body = {"prompt": [7] * 20, "ignore_eos": True, "max_tokens": 1900, "n": 8, "stream": stream}
+    with slow.http() as http:
+        answer = http.post("/v1/completions", json={**body, "timeout": 0.05})
+    if stream:
+        events = answer.text.split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        error = json.loads(events[-3].removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 504
+        assert answer.headers["x-should-retry"] == "false"
+        error = answer.json()["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert error["type"] == "timeout_error"
+    assert slow.check()["held"] == 0
+
+
+def test_the_openai_client_sees_an_error_in_a_stream(slow):
+    import openai
+
+    with openai.OpenAI(base_url=f"{slow.url}/v1", api_key="x", max_retries=0) as client:
+        stream = client.completions.create(
+            model=slow.settings.model, prompt=[7] * 20, max_tokens=1900, n=8, stream=True,
+            extra_body={"ignore_eos": True, "timeout": 0.05},
+        )  # fmt: skip
+        with pytest.raises(openai.APIError, match="no answer within"):
+            for _ in stream:
+                pass
+
+
+def test_a_full_line_is_told_to_come_back(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model, max_queue=3) as server:
+        client = server.service.client
+        server.on_loop(setattr, client, "_pump", lambda: None)  # nothing is handed over
+        waiting = [send(server, max_tokens=2) for _ in range(3)]
+        server.until(lambda: len(client.turns) == 3)
+        with server.http() as http:
+            answer = http.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
+            assert answer.status_code == 429
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+            assert answer.json()["error"]["code"] == "queue_full"
+            server.on_loop(delattr, client, "_pump")
+            server.on_loop(client._pump)
+            again = http.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
+            assert again.status_code == 200
+        for connection in waiting:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            connection.close()
+        server.check()
+
+
+def test_a_keep_alive_connection_survives_errors(slow):
+    with httpx.Client(base_url=slow.url, limits=httpx.Limits(max_connections=1)) as http:
+        for _ in range(3):
+            assert http.post("/v1/completions", json={"prompt": "a", "bad": 1}).status_code == 400
+            assert http.get("/health").status_code == 200

@@ -1,0 +1,79 @@
+"""`onestem bench serve` against a server on a socket."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from onestem.cli.app import app
+from onestem.errors import ConfigError
+from tests.serving.socket_server import running
+
+SMALL = ["--rate", "300", "--requests", "12", "--scale", "0.02", "--system-tokens", "5"]
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(app, ["bench", "serve", *arguments])
+
+
+def test_one_json_line():
+    with running() as (url, server):
+        done = bench("--base-url", url, "--api-key", "abc", "--json", "--apps", "3", *SMALL)
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["case"]["apps"] == 3
+    assert result["server"] == {"base_url": url}
+    (run,) = result["runs"]
+    assert (run["requests"], run["answered"], run["failed"], run["torn"]) == (12, 12, 0, 0)
+    assert run["held"]
+    assert run["ttft"]["p99"] > 0
+    # A warm-up for each application, then the requests; the model is the one that is listed.
+    assert len(server.bodies) == 15
+    assert {body["model"] for body in server.bodies} == {"fake-model"}
+    assert server.keys == {"bearer abc"}
+
+
+def test_a_torn_stream_ends_with_code_1():
+    with running(spoil=lambda events: events[:-1]) as (url, _):
+        done = bench("--base-url", url, *SMALL)
+    assert done.exit_code == 1
+    assert "some requests failed" in done.stderr
+    assert "without [DONE]" in done.stdout
+
+
+def test_plain_requests_carry_openais_fields_alone():
+    with running() as (url, server):
+        assert bench("--base-url", url, "--plain", "--prompts", "text", *SMALL).exit_code == 0
+    allowed = {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
+    assert all(set(body) == allowed for body in server.bodies)
+    assert all(isinstance(body["prompt"], str) for body in server.bodies)
+
+
+def test_a_search_reports_every_run():
+    with running() as (url, _):
+        done = bench(
+            "--base-url", url, "--json", "--requests", "3", "--scale", "0.01",
+            "--start-rate", "5000", "--resolution", "3",
+        )  # fmt: skip
+    result = json.loads(done.stdout)
+    # This server sustains whatever the search may ask.
+    assert result["sustainable_rate"] == 1e4
+    assert [run["rate"] for run in result["runs"]] == [5000, 1e4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--base-url", "http://127.0.0.1:9", "--share", "off"], "--share is for our own server"),
+        (["--base-url", "http://127.0.0.1:9"], "names no model"),
+        (["--base-url", "http://127.0.0.1:9", "--prompts", "x"], "expected ids or text"),
+        (["--app", "x"], "expected NAME=FILE"),
+        (["--app", "x=/nowhere/at/all"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, says):
+    done = bench(*arguments)
+    assert isinstance(done.exception, ConfigError)
+    assert says in str(done.exception)

@@ -1,0 +1,99 @@
+"""Servers in processes of their own: ready, dead, and gone at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from onestem.bench_serve import server
+from onestem.bench_serve.server import free_port, onestem_command, serving
+from onestem.cli.app import app
+from onestem.errors import ConfigError
+from tests.serving.socket_server import running
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        # Not ready when it is first asked.
+        Handler.asked += 1
+        self.send_response(200 if Handler.asked > 1 else 503)
+        self.send_header("content-length", "0")
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_runs_for_the_length_of_the_block(tmp_path):
+    port = free_port()
+    log = tmp_path / "log"
+    with serving([sys.executable, "-c", HEALTHY, str(port)], port, log=log) as url:
+        assert url == f"http://127.0.0.1:{port}"
+        assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{url}/health", trust_env=False)
+    assert log.read_text().count('"GET /health HTTP/1.1" 200') == 2
+
+
+def test_a_server_that_dies_says_why():
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with (
+        pytest.raises(ConfigError, match="ended with code 1: no such model"),
+        serving(command, free_port()),
+    ):
+        pytest.fail("it was never ready")
+
+
+def test_sigterm_takes_the_server_along():
+    port = free_port()
+    code = (
+        "import os, signal, sys\n"
+        "from onestem.bench_serve.server import serving\n"
+        f"with serving([sys.executable, '-c', sys.argv[1], '{port}'], {port}):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, HEALTHY], check=False)
+    assert done.returncode == 143
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+
+
+def test_our_server_gets_the_options_and_a_folder_of_its_own(monkeypatch, tmp_path):
+    commands = []
+
+    @contextmanager
+    def fake(command, port, *, log):
+        commands.append(command)
+        with running() as (url, _):
+            yield url
+
+    monkeypatch.setattr(server, "serving", fake)
+    prompt = tmp_path / "support.txt"
+    prompt.write_text("Be kind.")
+    done = CliRunner().invoke(
+        app,
+        ["bench", "serve", "--share", "off", "--kv-memory", "1GiB", "--random-weights", "--json",
+         "--app", f"support={prompt}", "--rate", "100", "--requests", "3", "--scale", "0.01"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (command,) = commands
+    given = command[command.index("serve") :]
+    assert {"--share=off", "--kv-memory=1GiB", "--random-weights", "--model=embedded"} < set(given)
+    assert f"--app=support={prompt}" in given
+    assert any(part.startswith("--state=/") for part in given)
+    result = json.loads(done.stdout)
+    assert result["server"]["share"] == "off"
+    assert (result["case"]["apps"], result["case"]["systems"]) == (1, 1)
+
+
+def test_options_of_the_command_are_those_of_onestem_serve(tmp_path):
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    for part in onestem_command(1, tmp_path, [])[4:]:
+        assert part.partition("=")[0] in shown

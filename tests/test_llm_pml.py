@@ -1,0 +1,154 @@
+"""Prompts of modules through `LLM` and the command line, on the embedded model and the examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onestem import LLM, SamplingParams
+from onestem.cli.app import app
+from onestem.pml import Import, Module, PmlError, Prompt, Schema, read_schema
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "pml"
+PROMPTS = sorted(p for p in EXAMPLES.glob("*/*.xml") if p.name != "schema.xml")
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+OPTIONS = {"dtype": "float32", "kv_memory": "64MiB"}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(**OPTIONS)
+
+
+def test_there_are_three_examples():
+    assert {path.parent.name for path in PROMPTS} == {"code", "travel", "tutor"}
+
+
+@pytest.mark.parametrize("path", PROMPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_example_runs(llm, path):
+    layout = llm.add_schema(path.parent / "schema.xml")
+    assert layout.schema == read_schema(path.parent / "schema.xml")
+    first, again = (llm.generate_pml(path, GREEDY)[0] for _ in range(2))
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    assert again.metrics.num_computed_tokens == 1
+    assert first.metrics.num_cached_tokens + first.metrics.num_computed_tokens == len(
+        first.prompt_token_ids
+    )
+    off = llm.generate_pml(path, GREEDY, isolation="off")[0]
+    assert off.prompt_token_ids == first.prompt_token_ids
+
+
+SCHEMA = Schema("s", ["You know:\n", Module("a", ["Anna is 12. "]), Module("b", ["Ben is 9. "])])
+
+
+def test_markup_files_and_nodes_are_one(llm, tmp_path):
+    markup = '<prompt schema="s"><a/>Who is 12?</prompt>'
+    (tmp_path / "p.xml").write_text(markup)
+    llm.add_schema(SCHEMA)
+    prompts = [markup, tmp_path / "p.xml", Prompt("s", [Import("a"), "Who is 12?"])]
+    outputs = llm.generate_pml(prompts, [GREEDY, GREEDY.replace(max_tokens=3), GREEDY])
+    ids = [output.outputs[0].token_ids for output in outputs]
+    assert ids[0] == ids[2]
+    assert ids[0][:3] == ids[1]
+    assert llm.generate_pml(markup, GREEDY)[0].prompt == markup
+
+
+def test_a_name_means_one_schema(llm):
+    llm.add_schema(SCHEMA)
+    llm.add_schema('<schema name="other">Text.</schema>')
+    with pytest.raises(PmlError, match="another schema is named 'other'"):
+        llm.add_schema('<schema name="other">Other text.</schema>')
+    with pytest.raises(PmlError, match="schema"):
+        llm.generate_pml('<prompt schema="nowhere">Text.</prompt>')
+    with pytest.raises(PmlError, match="no file"):
+        llm.generate_pml(Path("nowhere.xml"))
+
+
+@pytest.fixture(autouse=True)
+def _no_modules_of_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(*arguments: str):
+    result = CliRunner().invoke(app, ["pml", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_run_answers_and_says_what_it_cost(llm):
+    path = EXAMPLES / "travel" / "prompt.xml"
+    options = ["--max-tokens", "6", "--temperature", "0", "--dtype", "float32"]
+    result = run("run", str(path), *options)
+    want = llm.generate_pml(path, GREEDY)[0]
+    assert result.stdout == want.outputs[0].text + "\n"
+    assert f"{len(want.prompt_token_ids)} prompt tokens: 0 cached" in result.stderr
+    facts = json.loads(run("run", str(path), "--json", *options).stdout)
+    assert facts["texts"] == [want.outputs[0].text]
+    assert facts["num_computed_tokens"] == facts["num_prompt_tokens"]
+    assert facts["time_to_first_token"] > 0
+
+
+def test_run_names_what_it_does_not_find(tmp_path):
+    prompt = tmp_path / "p.xml"
+    prompt.write_text('<prompt schema="s">x</prompt>')
+    (tmp_path / "broken.xml").write_text("<schema")
+    result = CliRunner().invoke(app, ["pml", "run", str(prompt)])
+    assert "no *.xml beside" in str(result.exception)
+
+
+def test_encode_fills_the_disk_and_run_reads_it(tmp_path):
+    folder = EXAMPLES / "travel"
+    options = ["--dtype", "float32"]
+    first = json.loads(run("encode", str(folder / "schema.xml"), "--json", *options).stdout)
+    assert first["num_computed_tokens"] == first["num_tokens"] > 500
+    assert first["folder"] == str(tmp_path / "cache" / "onestem" / "modules")
+    assert len(list(Path(first["folder"]).iterdir())) == first["num_segments"]
+    again = run("encode", str(folder / "schema.xml"), "-q", *options)
+    assert f"{first['num_tokens']} tokens, 0 of them computed now" in again.stdout
+    greedy = ["--max-tokens", "6", "--temperature", "0", "--json"]
+    cached = json.loads(run("run", str(folder / "prompt.xml"), *options, *greedy).stdout)
+    assert 0 < cached["num_computed_tokens"] < cached["num_prompt_tokens"] / 2
+    fresh = ["--module-disk", str(tmp_path / "other")]
+    alone = json.loads(run("run", str(folder / "prompt.xml"), *options, *greedy, *fresh).stdout)
+    assert alone["num_cached_tokens"] == 0
+    assert alone["texts"] == cached["texts"]
+
+
+def test_encode_says_what_had_no_room(tmp_path):
+    arguments = ["--module-disk", str(tmp_path), "--module-disk-memory", "1000", "-q"]
+    result = CliRunner().invoke(
+        app, ["pml", "encode", str(EXAMPLES / "tutor" / "schema.xml"), *arguments]
+    )
+    assert "could not be written" in str(result.exception)
+
+
+def bench(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, ["bench", "pml", "--json", "--dtype", "float32", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_bench_first_token(tier):
+    small = ["--cached", "200", "--modules", "3", "--new", "5", "--repeat", "2"]
+    facts = bench("--tier", tier, *small, "--kv-memory", "32MiB")
+    assert facts["speedup"] == facts["off_first_token_seconds"] / facts["first_token_seconds"]
+    assert facts["off_tokens_per_s"] > 0
+    assert facts["linear_tokens_per_s"] > 0
+    copied = facts["tiers"] or {}
+    assert copied.get("from_host_tokens", 0) == (400 if tier == "host" else 0)
+    assert copied.get("from_disk_tokens", 0) == (400 if tier == "disk" else 0)
+
+
+def test_bench_library_answers_alike_in_all_modes():
+    small = ["--prompts", "6", "--library", "4", "--module-tokens", "40", "--imports", "2"]
+    runs = [
+        bench("--case", "library", *small, "--output", "4", "--new", "6", "--share", share)
+        for share in ("full", "storage")
+    ]
+    assert runs[0]["tokens_sha256"] == runs[1]["tokens_sha256"]
+    assert runs[0]["combinations"] > 1
+    assert runs[0]["processed_prompt_tokens"] == 6 * 6  # modules were there
