@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from onestem.cli import options
+from onestem.cli import bench_attention, bench_pml, bench_serve, options
 
 __all__ = ["app"]
 
@@ -20,6 +20,11 @@ app = typer.Typer(
 @app.callback()
 def _group() -> None:
     pass
+
+
+app.command("attention")(bench_attention.attention)
+app.command("serve")(bench_serve.serve)
+app.command("pml")(bench_pml.pml)
 
 
 @app.command("batch")

@@ -14,8 +14,8 @@ from onestem.ops.work import ENTRY, HEADER, RECORD, CostModel, Tile
 SMALL = (Tile(16, 16), Tile(32, 16), Tile(64, 32))
 COSTS = {
     "default": CostModel(SMALL, programs=(8, 8)),
-    "many cuts": CostModel(SMALL, programs=(512, 512), min_tokens=16, merge_tokens=0, slack=1.0),
-    "together": CostModel(SMALL, programs=(40, 20), together=True, min_tokens=32, slack=1.0),
+    "many cuts": CostModel(SMALL, programs=(512, 512), min_tokens=16, merge_tokens=0, cut_ns=0.0),
+    "together": CostModel(SMALL, programs=(40, 20), together=True, min_tokens=32, cut_ns=0.0),
     "never share": CostModel(SMALL, programs=(64, 64), merge_tokens=10**6, min_tokens=16),
 }
 
@@ -91,6 +91,22 @@ class Shown:
     merges: dict[int, tuple[int, int]]
 
 
+def assert_dealt(words: np.ndarray, reading: int, wide: int) -> None:
+    """Every item is taken once for each KV head, by halves of programs in its own role."""
+    multiply, read = words[10:12].tolist()
+    queues = words[HEADER : words[12]].reshape(-1, 4).tolist()
+    assert len(queues) == 2 * (multiply + read)
+    taken = np.zeros((reading + wide, max(queue[2] for queue in queues) + 1), np.int64)
+    for i, (start, stop, head, multiplies) in enumerate(queues):
+        assert multiplies == (i < 2 * multiply)
+        assert start == stop or (start >= reading if multiplies else stop <= reading)
+        if multiplies and i % 2:
+            assert [start, stop, head] == queues[i - 1][:3]
+        else:
+            taken[start:stop, head] += 1
+    assert (taken == 1).all()
+
+
 def read_packed(
     words: np.ndarray, num_rows: int, page_size: int, cost: CostModel, group: int
 ) -> Shown:
@@ -100,10 +116,12 @@ def read_packed(
     ].tolist()
     assert (words[10:12] >= 0).all()
     assert not cost.together or 0 < words[10:12].sum() <= cost.programs[1]
-    assert not words[12:16].any()
+    assert not words[13:16].any()
+    if cost.together:
+        assert_dealt(words, reading, wide)
     shown = Shown([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], {})
     for item in range(reading + wide):
-        record = words[HEADER + RECORD * item :]
+        record = words[words[12] + RECORD * item :]
         kind, count, row_start, num_walk, walk_start, shared = record[:6].tolist()
         partial = words[dest + row_start :][:count] >= 0
         assert shared == (1 if partial.all() else 2 if partial.any() else 0)

@@ -96,7 +96,7 @@ def using(monkeypatch):
 
     def forget() -> None:
         extension.fault_of.cache_clear()
-        extension._best_isa.cache_clear()
+        extension.chosen_isa.cache_clear()
 
     def use(module: Any) -> None:
         monkeypatch.setattr(extension, "_load", lambda: (module, ""))

@@ -95,7 +95,7 @@ class PreparedTriton:
             device=q.device,
             windowed=self.plan.window is not None,
             config=self.config,
-        )
+        ).for_rows(self.plan.num_rows)
         work = make_work(
             self.plan,
             kernels.cost,

@@ -38,8 +38,7 @@ class KernelConfig:
             time.
         hopper_registers: of a multiplying and of a copying thread of `hopper.attend_hopper`; None:
             `kernels.attend_kernel` is used.
-        merge_heads: query heads that a program of the merge kernel takes at a time.
-        merge_tokens, min_tokens, reading_share: see `CostModel`.
+        merge_tokens, min_tokens, memory_ns: see `CostModel`.
     """
 
     tiles: tuple[Tile, ...]
@@ -47,10 +46,9 @@ class KernelConfig:
     num_warps: tuple[int, int] = (4, 8)
     programs_per_sm: tuple[int, int] = (2, 1)
     hopper_registers: tuple[int, int] | None = None
-    merge_heads: int = 4
     merge_tokens: int = 16
     min_tokens: int = 128
-    reading_share: float = 0.35
+    memory_ns: float = 0.17
 
     def cost(self, num_sms: int) -> CostModel:
         return CostModel(
@@ -59,7 +57,7 @@ class KernelConfig:
             together=self.hopper_registers is not None,
             merge_tokens=self.merge_tokens,
             min_tokens=self.min_tokens,
-            reading_share=self.reading_share,
+            memory_ns=self.memory_ns,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -119,7 +117,7 @@ def default_config(dtype: torch.dtype, head_dim: int, hopper: bool = False) -> K
         return KernelConfig(tiles, (2, 2, 2))
     block_n = 64 if head_dim <= 128 else 32
     if hopper:
-        pair = (Tile(64, block_n, 2500, 45), Tile(128, block_n, 5000, 16))
+        pair = (Tile(64, block_n, 3600, 14), Tile(128, block_n, 6000, 16.5))
         stages = {64: 10, 128: 6}.get(head_dim, 4)  # as many as shared memory holds, even
         return KernelConfig(pair, (stages, stages), hopper_registers=(216, 72))
     narrow, middle = Tile(16, block_n, 2500, 45), Tile(64, 32, 2500, 45)

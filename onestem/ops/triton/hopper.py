@@ -8,8 +8,8 @@ together, so that the tensor cores work while it computes weights.
 
 A program has one of two roles for a whole launch. To *multiply*: both warpgroups walk one item of
 128 rows, and share the ring. To *read*: each walks items of up to 64 rows of its own, through half
-the ring, which runs on from one item to the next, so that the memory never waits. How many programs
-do which stands in the work list.
+the ring, which runs on from one item to the next, so that the memory never waits. Who does which,
+and with which items, stands in the work list's queues.
 
 Names are those of `kernels.py`; `count` numbers the tiles that a warpgroup has walked, and with it
 its place in the ring.
@@ -34,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 __all__ = ["attend_hopper", "box_tokens", "descriptors"]
 
 HEADER: gl.constexpr = gl.constexpr(16)
+QUEUED: gl.constexpr = gl.constexpr(4)
 RECORD: gl.constexpr = gl.constexpr(16)
 ENTRY: gl.constexpr = gl.constexpr(8)
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -61,27 +62,11 @@ def descriptors(k_pages: Tensor, v_pages: Tensor, box: int) -> tuple[TensorDescr
 
 
 @gluon.jit
-def _side(control, PART: gl.constexpr, WIDE: gl.constexpr, NUM_KV_HEADS: gl.constexpr):
-    """The records of a role, how many works they are, among how many warpgroups (or pairs of them)
-    these are dealt, and the place of this one."""
-    wide_programs = gl.load(control + 10)
-    place = gl.program_id(0)
-    if WIDE:
-        records = control + HEADER + gl.load(control) * RECORD
-        works = gl.load(control + 1) * NUM_KV_HEADS
-        dealt = wide_programs
-    else:
-        records = control + HEADER
-        works = gl.load(control) * NUM_KV_HEADS
-        dealt = 2 * gl.load(control + 11)
-        place = 2 * (place - wide_programs) + PART
-    return records, gl.where(place < dealt, works, 0), dealt, place
-
-
-@gluon.jit
-def _work(turn, dealt, place):
-    """The work of a turn: forwards, then backwards, so that sums of lengths are even."""
-    return turn * dealt + gl.where(turn % 2 == 0, place, dealt - 1 - place)
+def _queue(control, PART: gl.constexpr):
+    """What half of a program takes: its first item, the end of them, its KV head, and whether the
+    program multiplies."""
+    queue = control + HEADER + (2 * gl.program_id(0) + PART) * QUEUED
+    return gl.load(queue), gl.load(queue + 1), gl.load(queue + 2), gl.load(queue + 3) != 0
 
 
 @gluon.jit
@@ -90,15 +75,14 @@ def _entry(record, more, index):
 
 
 @gluon.jit
-def _tiles(entry, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+def _tiles(lo, clear_lo, clear_hi, hi, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Of a walk entry: where its first tile begins (at a page), how many tiles there are, and
     which of them all rows see whole: from `clear` on, before `tail`."""
-    lo = gl.load(entry)
     begin = lo // PAGE_SIZE * PAGE_SIZE
-    tiles = (gl.load(entry + 3) - begin + BLOCK_N - 1) // BLOCK_N
-    clear = (gl.maximum(gl.load(entry + 1), lo) - begin + BLOCK_N - 1) // BLOCK_N
+    tiles = (hi - begin + BLOCK_N - 1) // BLOCK_N
+    clear = (gl.maximum(clear_lo, lo) - begin + BLOCK_N - 1) // BLOCK_N
     clear = gl.minimum(clear, tiles)
-    tail = gl.maximum((gl.load(entry + 2) - begin) // BLOCK_N, clear)
+    tail = gl.maximum((clear_hi - begin) // BLOCK_N, clear)
     return begin, tiles, clear, gl.minimum(tail, tiles)
 
 
@@ -145,29 +129,62 @@ def _copy_tile(
 
 
 @gluon.jit
+def _walk(records, item, stop):
+    """Of an item's record, or of nothing: how many entries it has, where they begin, and the first
+    one's lo, clear_lo, clear_hi and hi."""
+    record = records + item * RECORD
+    there = item < stop
+    num_walk = gl.load(record + 3, mask=there, other=0)
+    walk_start = gl.load(record + 4, mask=there, other=0)
+    lo = gl.load(record + 8, mask=there, other=0)
+    clear_lo = gl.load(record + 9, mask=there, other=0)
+    clear_hi = gl.load(record + 10, mask=there, other=0)
+    hi = gl.load(record + 11, mask=there, other=0)
+    return num_walk, walk_start, lo, clear_lo, clear_hi, hi
+
+
+@gluon.jit
+def _fetch(address):
+    """Have the cache line of an address brought to the multiprocessor."""
+    gl.inline_asm_elementwise(
+        "{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }",
+        "=r,l",
+        [address.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _copy_items(
-    control, k_pages, v_pages, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    control, item, stop, head, k_pages, v_pages, boxes, full, empty, PART: gl.constexpr,
+    WIDE: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """Copy what the works of a role walk, tile after tile."""
+    """Copy what items walk, tile after tile. An item's record is read two items ahead, so that
+    nothing waits for it, nor for the first of its page ids."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
-    first: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     pages = control + gl.load(control + 7)
-    records, works, dealt, place = _side(control, PART, WIDE, NUM_KV_HEADS)
+    records = control + gl.load(control + 12)
+    num_walk, walk_start, lo, clear_lo, clear_hi, hi = _walk(records, item, stop)
+    next_num, next_start, next_lo, next_clear_lo, next_clear_hi, next_hi = _walk(
+        records, item + 1, stop
+    )
     count = 0
-    turn = 0
-    work = _work(turn, dealt, place)
-    while work < works:
-        record = records + (work // NUM_KV_HEADS) * RECORD
-        head = work % NUM_KV_HEADS
-        more = control + gl.load(control + 3) + gl.load(record + 4) * ENTRY
-        for index in range(gl.load(record + 3)):
-            entry = _entry(record, more, index)
-            begin, tiles, clear, tail = _tiles(entry, PAGE_SIZE, BLOCK_N)
-            hi = gl.load(entry + 3)
+    while item < stop:
+        _fetch(pages + next_lo // PAGE_SIZE)
+        later = _walk(records, item + 2, stop)
+        more = control + gl.load(control + 3) + walk_start * ENTRY
+        for index in range(num_walk):
+            if index > 0:
+                entry = more + (index - 1) * ENTRY
+                lo, clear_lo = gl.load(entry), gl.load(entry + 1)
+                clear_hi, hi = gl.load(entry + 2), gl.load(entry + 3)
+            begin, tiles, clear, tail = _tiles(lo, clear_lo, clear_hi, hi, PAGE_SIZE, BLOCK_N)
             for i in range(tiles):
-                stage = first + count % ring
+                stage = base + count % ring
                 start = _tile(i, begin, clear, tail, BLOCK_N)
                 mbarrier.wait(empty.index(stage), ((count // ring) & 1) ^ 1)
                 _copy_tile(
@@ -175,26 +192,28 @@ def _copy_items(
                     PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, BOX,
                 )  # fmt: skip
                 count += 1
-        turn += 1
-        work = _work(turn, dealt, place)
+        item += 1
+        num_walk, walk_start, lo = next_num, next_start, next_lo
+        clear_lo, clear_hi, hi = next_clear_lo, next_clear_hi, next_hi
+        next_num, next_start, next_lo, next_clear_lo, next_clear_hi, next_hi = later
 
 
 @gluon.jit
 def _copy(
-    control, k_pages, v_pages, boxes, full, empty, PART: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    control, k_pages, v_pages, boxes, full, empty, PART: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """A copying warp: it serves one warpgroup, or (the first one) the pair."""
-    if gl.program_id(0) >= gl.load(control + 10):
+    item, stop, head, multiplies = _queue(control, PART)
+    if not multiplies:
         _copy_items(
-            control, k_pages, v_pages, boxes, full, empty, PART, False, NUM_KV_HEADS, HEAD_DIM,
-            PAGE_SIZE, BLOCK_N, STAGES, BOX,
+            control, item, stop, head, k_pages, v_pages, boxes, full, empty, PART, False,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
         )  # fmt: skip
     elif PART == 0:
         _copy_items(
-            control, k_pages, v_pages, boxes, full, empty, PART, True, NUM_KV_HEADS, HEAD_DIM,
-            PAGE_SIZE, BLOCK_N, STAGES, BOX,
+            control, item, stop, head, k_pages, v_pages, boxes, full, empty, PART, True,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
         )  # fmt: skip
 
 
@@ -336,23 +355,24 @@ def _store(
 
 
 @gluon.jit
-def _ahead(records, work, works, NUM_KV_HEADS: gl.constexpr):
-    """Of a work that is yet to come: where its rows begin and how many they are (0: no such work).
+def _ahead(records, item, stop):
+    """Of an item that is yet to come: where its rows begin and how many they are (0: no such item).
     Its whole record is then in the cache."""
-    record = records + (gl.minimum(work, works - 1) // NUM_KV_HEADS) * RECORD
-    num_rows = gl.where(work < works, gl.load(record + 1), 0)
-    return gl.load(record + 2), gl.where(gl.load(record + 8) < 0, 0, num_rows)
+    record = records + item * RECORD
+    num_rows = gl.load(record + 1, mask=item < stop, other=0)
+    lo = gl.load(record + 8, mask=item < stop, other=0)
+    return gl.load(record + 2, mask=item < stop, other=0), gl.where(lo < 0, 0, num_rows)
 
 
 @gluon.jit
 def _multiply_items(
-    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries, ring_memory, full,
-    empty, PART: gl.constexpr, WIDE: gl.constexpr,
+    control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
+    ring_memory, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Walk the works of a role, with rows `first` .. `first` + 63 of their items."""
+    """Walk items for a KV head, with rows `first` .. `first` + 63 of them."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     first: gl.constexpr = PART * ROWS if WIDE else 0
@@ -365,32 +385,22 @@ def _multiply_items(
     query = queries.index(PART)
     rows = control + gl.load(control + 4)
     states = control + gl.load(control + 5)
-    records, works, dealt, place = _side(control, PART, WIDE, NUM_KV_HEADS)
+    records = control + gl.load(control + 12)
     count = 0
-    turn = 0
-    work = _work(turn, dealt, place)
-    row_start, num_rows = 0, 0
-    if work < works:
-        row_start, num_rows = _ahead(records, work, works, NUM_KV_HEADS)
+    row_start, num_rows = _ahead(records, item, stop)
+    next_start, next_rows = _ahead(records, item + 1, stop)
+    if item < stop:
         query_row = _query_rows(rows, row_start, num_rows, first, GROUP, HEAD_DIM)
-        head = work % NUM_KV_HEADS
         query.store(_load_query(q, query_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM))
         fence_async_shared()
-        next_start, next_rows = _ahead(records, _work(1, dealt, place), works, NUM_KV_HEADS)
-    else:
-        next_start, next_rows = 0, 0
-    while work < works:
-        record = records + (work // NUM_KV_HEADS) * RECORD
-        head = work % NUM_KV_HEADS
+    while item < stop:
+        record = records + item * RECORD
         # What is needed at the end of this item and by the next ones is asked for now.
         j = (first + gl.arange(0, ROWS, slots)) // GROUP
         row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
-        next_work = _work(turn + 1, dealt, place)
         next_row = _query_rows(rows, next_start, next_rows, first, GROUP, HEAD_DIM)
-        later_start, later_rows = _ahead(
-            records, _work(turn + 2, dealt, place), works, NUM_KV_HEADS
-        )
+        later_start, later_rows = _ahead(records, item + 2, stop)
         more = control + gl.load(control + 3) + gl.load(record + 4) * ENTRY
         m = first + gl.arange(0, ROWS, gl.SliceLayout(1, product))  # [ROWS]
         j = m // GROUP  # [ROWS] row of the item
@@ -409,9 +419,11 @@ def _multiply_items(
         weight = gl.convert_layout(zero.to(dtype), operand)
         for index in range(gl.load(record + 3)):
             entry = _entry(record, more, index)
-            begin, tiles, clear, tail = _tiles(entry, PAGE_SIZE, BLOCK_N)
             lo = gl.load(entry)
             hi = gl.load(entry + 3)
+            begin, tiles, clear, tail = _tiles(
+                lo, gl.load(entry + 1), gl.load(entry + 2), hi, PAGE_SIZE, BLOCK_N
+            )
             last = gl.load(entry + 4) + j * gl.load(entry + 5)  # [ROWS] each row's end
             distance = position - gl.load(entry + 6)  # [ROWS] the row's own place in the entry
             oldest = distance
@@ -449,8 +461,7 @@ def _multiply_items(
                 )  # fmt: skip
         before = base + (count - 1) % ring
         total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
-        next_head = next_work % NUM_KV_HEADS
-        next_query = _load_query(q, next_row, next_head, first, NUM_KV_HEADS, GROUP, HEAD_DIM)
+        next_query = _load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM)
         total, weight = warpgroup_mma_wait(0, deps=(total, weight))
         mbarrier.arrive(empty.index(before), count=arrivals)
         _store(
@@ -460,8 +471,7 @@ def _multiply_items(
         )  # fmt: skip
         query.store(next_query)
         fence_async_shared()
-        turn += 1
-        work = next_work
+        item += 1
         row_start, num_rows = next_start, next_rows
         next_start, next_rows = later_start, later_rows
 
@@ -504,17 +514,18 @@ def _multiply(
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup, in the role of its program."""
-    if gl.program_id(0) < gl.load(control + 10):
+    item, stop, head, multiplies = _queue(control, PART)
+    if multiplies:
         _multiply_items(
-            control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-            ring_memory, full, empty, PART, True, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE,
-            BLOCK_N, STAGES, WINDOWED, ALIBI, SOFTCAP,
+            control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
+            queries, ring_memory, full, empty, PART, True, NUM_KV_HEADS, GROUP, HEAD_DIM,
+            PAGE_SIZE, BLOCK_N, STAGES, WINDOWED, ALIBI, SOFTCAP,
         )  # fmt: skip
     else:
         _multiply_items(
-            control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-            ring_memory, full, empty, PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE,
-            BLOCK_N, STAGES, WINDOWED, ALIBI, SOFTCAP,
+            control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
+            queries, ring_memory, full, empty, PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM,
+            PAGE_SIZE, BLOCK_N, STAGES, WINDOWED, ALIBI, SOFTCAP,
         )  # fmt: skip
 
 
@@ -570,15 +581,15 @@ def attend_hopper(
             (
                 _copy,
                 (
-                    control, k_pages, v_pages, boxes, full, empty, gl.constexpr(0),
-                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    control, k_pages, v_pages, boxes, full, empty, gl.constexpr(0), HEAD_DIM,
+                    PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 _copy,
                 (
-                    control, k_pages, v_pages, boxes, full, empty, gl.constexpr(1),
-                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    control, k_pages, v_pages, boxes, full, empty, gl.constexpr(1), HEAD_DIM,
+                    PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
         ],

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["attend_kernel", "merge_kernel"]
 
@@ -29,8 +29,46 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+def _exp2(x, EXACT: tl.constexpr):
+    """2^x for x up to 127. The GPU's own instruction errs by up to 3 units in the last place, which
+    float32 (EXACT) would show: there a polynomial of the fraction (Taylor's, to 1e-8)."""
+    if EXACT:
+        inside = tl.maximum(x, -126.0)
+        whole = tl.floor(inside + 0.5)
+        f = (inside - whole) * LN_2
+        series = 1.0 / 720.0 + f * (1.0 / 5040.0 + f * (1.0 / 40320.0))
+        series = 1.0 / 24.0 + f * (1.0 / 120.0 + f * series)
+        series = 1.0 + f * (1.0 + f * (0.5 + f * (1.0 / 6.0 + f * series)))
+        power = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        result = tl.where(x < -126.0, 0.0, series * power)
+    else:
+        result = tl.exp2(x)
+    return result
+
+
+@triton.jit
+def _log2(x, EXACT: tl.constexpr):
+    """log2 of x in 2^-126 .. 2^126; EXACT: with one step of Newton's method."""
+    y = tl.log2(x)
+    if EXACT:
+        y += (x * _exp2(-y, True) - 1.0) * LOG2_E
+    return y
+
+
+@triton.jit
+def _divide(x, y, EXACT: tl.constexpr):
+    """x / y; EXACT: rounded as float32 is (the GPU's fast division errs by 2 units)."""
+    if EXACT:
+        result = tl.math.div_rn(x, y + tl.zeros_like(x))
+    else:
+        result = x / y
+    return result
+
+
+@triton.jit
+def _tanh(x, EXACT: tl.constexpr):
+    # Beyond 40 it is 1 to the last bit.
+    return 1.0 - 2.0 / (1.0 + _exp2(tl.minimum(x, 40.0) * (2.0 * LOG2_E), EXACT))
 
 
 @triton.jit
@@ -39,6 +77,20 @@ def _locate(pages, start, stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     last token is taken again: a slot that nobody shows may hold NaN."""
     x = tl.minimum(start + tl.arange(0, BLOCK_N), stop - 1)
     return x, tl.load(pages + x // PAGE_SIZE)
+
+
+@triton.jit
+def _products(query, key):
+    """`[BLOCK_M, BLOCK_N]`. float32 is summed in pieces of 16 dimensions: one sum after the other
+    rounds each time at the size of the whole, and errs three times as much as a library does."""
+    if query.dtype == tl.float32:
+        PIECES: tl.constexpr = query.shape[1] // 16
+        rows = tl.permute(tl.reshape(query, [query.shape[0], PIECES, 16]), [1, 0, 2])
+        columns = tl.permute(tl.reshape(key, [key.shape[0], PIECES, 16]), [1, 2, 0])
+        result = tl.sum(tl.dot(rows, columns, input_precision="ieee"), 0)
+    else:
+        result = tl.dot(query, tl.trans(key))
+    return result
 
 
 @triton.jit
@@ -72,6 +124,7 @@ def _attend_tile(
 ):
     """Tokens start .. start + BLOCK_N - 1 of a walk entry, at places x. With MASKED, row m sees
     those from oldest[m] on that are below both stop and last[m]."""
+    EXACT: tl.constexpr = query.dtype == tl.float32
     n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     slot = page.to(tl.int64) * PAGE_SIZE + x % PAGE_SIZE
@@ -83,9 +136,9 @@ def _attend_tile(
     else:
         key = tl.load(k + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
         value = tl.load(v + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
-    score = tl.dot(query, tl.trans(key), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    score = _products(query, key)  # [BLOCK_M, BLOCK_N]
     if SOFTCAP:
-        score = softcap * _tanh(score * (scale / softcap)) * LOG2_E
+        score = softcap * _tanh(score * (scale / softcap), EXACT) * LOG2_E
     elif ALIBI:
         score = score * (scale * LOG2_E)
     if ALIBI:
@@ -98,13 +151,13 @@ def _attend_tile(
     if SOFTCAP or ALIBI:
         new_max = tl.maximum(running_max, tl.max(score, 1))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weight = tl.exp2(score - safe_max[:, None])
+        weight = _exp2(score - safe_max[:, None], EXACT)
     else:
         # The scale is applied in the exponent: one fused multiply-add per weight.
         new_max = tl.maximum(running_max, tl.max(score, 1) * (scale * LOG2_E))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weight = tl.exp2(score * (scale * LOG2_E) - safe_max[:, None])
-    shrink = tl.exp2(running_max - safe_max)
+        weight = _exp2(score * (scale * LOG2_E) - safe_max[:, None], EXACT)
+    shrink = _exp2(running_max - safe_max, EXACT)
     denominator = denominator * shrink + tl.sum(weight, 1)
     total = total * shrink[:, None]
     total = tl.dot(weight.to(value.dtype), value, total, input_precision="ieee")
@@ -220,8 +273,8 @@ def _attend_item(
     dest = tl.load(control + tl.load(control + 5) + row_start + j, mask=used, other=-1)
     seen = denominator > 0.0
     safe = tl.where(seen, denominator, 1.0)
-    result = total / safe[:, None]
-    log_sum = tl.where(seen, running_max + tl.log2(safe), float("-inf"))
+    result = _divide(total, safe[:, None], query.dtype == tl.float32)
+    log_sum = tl.where(seen, running_max + _log2(safe, query.dtype == tl.float32), float("-inf"))
     final = used & (dest < 0)
     tl.store(
         out + at[:, None] + d[None, :],
@@ -266,13 +319,16 @@ def attend_kernel(
     WINDOWED: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Walk the items with many rows (WIDE: all of tile shape 1) or those with few (a record says
     which shape is its own).
 
     A program's first work has its own number, the next ones come from a counter that `merge_kernel`
-    sets back.
+    sets back. DEPENDENT: the launch behind this one may begin at once.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
     records = control + HEADER
     if WIDE:
         records += tl.load(control) * RECORD
@@ -294,7 +350,19 @@ def attend_kernel(
                 softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, M1, N1, BLOCK_D, STAGES1, True,
                 WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
-        work = tl.num_programs(0) + tl.atomic_add(control + QUEUE + WIDE, 1)
+        if num_works > tl.num_programs(0):
+            work = tl.num_programs(0) + tl.atomic_add(control + QUEUE + WIDE, 1)
+        else:
+            work = num_works
+
+
+@triton.jit
+def _merge(merges, index, there):
+    """A merge's row, its first state and how many it has."""
+    row = tl.load(merges + index * 4, mask=there, other=0)
+    first = tl.load(merges + index * 4 + 1, mask=there, other=0)
+    parts = tl.load(merges + index * 4 + 2, mask=there, other=0)
+    return row.to(tl.int64), first.to(tl.int64), parts
 
 
 @triton.jit
@@ -306,69 +374,55 @@ def merge_kernel(
     part_lse,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Merge the states of rows that have several, write (0, -inf) for those that have none.
+    """Merge the states of rows that have several, write (0, -inf) for those that have none. A work
+    is a head of a row, for one warp.
 
     DEPENDENT: the launch may begin before that of the states has ended (programmatic dependent
     launch); it waits for it. UNROLL: states that are on their way at a time.
     """
-    blocks: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    num_works = tl.load(control + 2) * blocks
+    EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
+    num_works = tl.load(control + 2) * NUM_HEADS
     merges = control + tl.load(control + 6)
+    work = tl.program_id(0)
+    row, first, parts = _merge(merges, work // NUM_HEADS, work < num_works)
     if DEPENDENT:
         gdc_wait()
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
-        merge = merges + (work // blocks) * 4
-        row = tl.load(merge).to(tl.int64)
-        first = tl.load(merge + 1).to(tl.int64)
-        parts = tl.load(merge + 2)
-        h = (work % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
-        in_head = h < NUM_HEADS
-        in_head_parts = tl.where(in_head, parts, 0)  # [BLOCK_H]
-        inside = in_head[:, None] & (d < HEAD_DIM)[None, :]
-        top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        denominator = tl.zeros([BLOCK_H], tl.float32)
-        total = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    i = tl.arange(0, UNROLL)  # [UNROLL]
+    while work < num_works:
+        head = work % NUM_HEADS
+        work += tl.num_programs(0)
+        next_row, next_first, next_parts = _merge(merges, work // NUM_HEADS, work < num_works)
+        top = float("-inf")
+        denominator = 0.0
+        total = tl.zeros([BLOCK_D], tl.float32)
         for start in range(0, parts, UNROLL):
-            chunk_top = top
-            for i in tl.static_range(UNROLL):
-                place = (first + start + i) * NUM_HEADS + h
-                part = tl.load(
-                    part_lse + place, mask=in_head_parts > start + i, other=float("-inf")
-                )
-                chunk_top = tl.maximum(chunk_top, part)
-            safe_top = tl.where(chunk_top == float("-inf"), 0.0, chunk_top)
-            shrink = tl.exp2(top - safe_top)
-            denominator = denominator * shrink
-            total = total * shrink[:, None]
-            for i in tl.static_range(UNROLL):
-                mask = in_head_parts > start + i
-                place = (first + start + i) * NUM_HEADS + h
-                part = tl.load(part_lse + place, mask=mask, other=float("-inf"))
-                value = tl.load(
-                    part_out + place[:, None] * HEAD_DIM + d[None, :],
-                    mask=inside & mask[:, None],
-                    other=0.0,
-                )
-                weight = tl.exp2(part - safe_top)
-                denominator += weight
-                total += value * weight[:, None]
-            top = chunk_top
-        seen = denominator > 0.0
-        safe = tl.where(seen, denominator, 1.0)
-        place = row * NUM_HEADS + h
-        tl.store(
-            out + place[:, None] * HEAD_DIM + d[None, :],
-            (total / safe[:, None]).to(out.dtype.element_ty),
-            mask=inside,
-        )
-        log_sum = tl.where(seen, (top + tl.log2(safe)) * LN_2, float("-inf"))
-        tl.store(lse + place, log_sum, mask=in_head)
+            place = (first + start + i) * NUM_HEADS + head  # [UNROLL]
+            there = start + i < parts
+            part = tl.load(part_lse + place, mask=there, other=float("-inf"))
+            value = tl.load(
+                part_out + place[:, None] * HEAD_DIM + d[None, :],
+                mask=there[:, None] & (d < HEAD_DIM)[None, :],
+                other=0.0,
+            )  # [UNROLL, BLOCK_D]
+            new_top = tl.maximum(top, tl.max(part, 0))
+            safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shrink = _exp2(top - safe_top, EXACT)
+            weight = _exp2(part - safe_top, EXACT)  # [UNROLL]
+            denominator = denominator * shrink + tl.sum(weight, 0)
+            total = total * shrink + tl.sum(value * weight[:, None], 0)
+            top = new_top
+        safe = tl.where(denominator > 0.0, denominator, 1.0)
+        place = row * NUM_HEADS + head
+        result = _divide(total, safe, EXACT).to(out.dtype.element_ty)
+        tl.store(out + place * HEAD_DIM + d, result, mask=d < HEAD_DIM)
+        log_sum = (top + _log2(safe, EXACT)) * LN_2
+        tl.store(lse + place, tl.where(denominator > 0.0, log_sum, float("-inf")))
+        row, first, parts = next_row, next_first, next_parts
     if tl.program_id(0) == 0:
         tl.store(control + QUEUE, 0)
         tl.store(control + QUEUE + 1, 0)

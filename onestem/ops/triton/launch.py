@@ -18,6 +18,7 @@ from onestem.ops.work import CostModel
 
 __all__ = ["Kernels", "Scores", "States"]
 
+MERGING = 32  # programs of one warp that a multiprocessor holds
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -63,6 +64,9 @@ class Kernels:
         num_sms: multiprocessors, to which grids are proportional.
         windowed: whether plans have a window.
         hopper: whether items run in `hopper.attend_hopper`, on a device that has Hopper's units.
+        dependent: whether a launch may begin before the one that it waits for has ended.
+        few: the kernels for steps of a few rows, where they are others: `attend_hopper` starts
+            late, for it is large.
     """
 
     num_q_heads: int
@@ -73,6 +77,8 @@ class Kernels:
     num_sms: int
     windowed: bool
     hopper: bool
+    dependent: bool
+    few: Kernels | None = None
 
     @staticmethod
     def make(
@@ -91,12 +97,22 @@ class Kernels:
         group = num_q_heads // num_kv_heads
         name, num_sms, has_hopper = _device(device)
         hopper = has_hopper and _suits_hopper(dtype, head_dim, page_size)
+        hopper = hopper and 2 * num_kv_heads <= num_sms  # each head has programs of both roles
+        shape = (num_q_heads, num_kv_heads, head_dim, page_size)
+        few = None
         if config is None:
             config, _ = load_config(name, dtype, head_dim, group, hopper)
-        return Kernels(
-            num_q_heads, num_kv_heads, head_dim, page_size, config, num_sms, windowed,
-            hopper and config.hopper_registers is not None,
-        )  # fmt: skip
+            if config.hopper_registers is not None:
+                narrow, _ = load_config(name, dtype, head_dim, group)
+                few = Kernels(*shape, narrow, num_sms, windowed, False, has_hopper)
+        hopper = hopper and config.hopper_registers is not None
+        return Kernels(*shape, config, num_sms, windowed, hopper, has_hopper, few)
+
+    def for_rows(self, num_rows: int | None) -> Kernels:
+        """The kernels for steps of so many rows (None: any number)."""
+        if self.few is None or num_rows is None:
+            return self
+        return self.few if num_rows * self.group <= self.few.config.tiles[0].block_m else self
 
     @property
     def group(self) -> int:
@@ -125,7 +141,8 @@ class Kernels:
         if self.hopper:
             self._attend_hopper(tensors, scores)
         else:
-            self._attend(1, tensors, scores)
+            if len(q) * self.group > self.config.tiles[-2].block_m:
+                self._attend(1, tensors, scores)
             self._attend(0, tensors, scores)
         self.merge(control, states, out, lse)
 
@@ -161,6 +178,7 @@ class Kernels:
             **self._tile_arguments(wide),
             **self._common_arguments(scores),
             WIDE=wide,
+            DEPENDENT=self.dependent and not wide,
             num_warps=config.num_warps[wide],
         )
 
@@ -192,16 +210,16 @@ class Kernels:
 
     def merge(self, control: Tensor, states: States, out: Tensor, lse: Tensor) -> None:
         """The second kernel alone."""
-        merge_kernel[(4 * self.num_sms,)](
+        few = len(out) * self.num_q_heads <= 4 * self.num_sms
+        merge_kernel[(MERGING * self.num_sms,)](
             control, out, lse, states.out, states.lse,
             NUM_HEADS=self.num_q_heads,
             HEAD_DIM=self.head_dim,
-            BLOCK_H=self.config.merge_heads,
             BLOCK_D=triton.next_power_of_2(self.head_dim),
-            UNROLL=8,
-            DEPENDENT=self.hopper,
-            num_warps=4,
-            **({"launch_pdl": True} if self.hopper else {}),
+            UNROLL=32 if few else 8,  # room for registers, or for programs
+            DEPENDENT=self.dependent,
+            num_warps=1,
+            **({"launch_pdl": True} if self.dependent else {}),
         )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ class Workspace:
 
     def write(self, plan: AttentionPlan, *, num_rows: int | None = None) -> WorkList:
         """A step's host work. `num_rows`: rows behind the plan's, up to this many, become
-        `(0, -inf)` (default: they are not written)."""
+        `(0, -inf)` (default: they are not written). `launch` must be given the same."""
         if (plan.window is not None) != self.windowed:
             raise ConfigError(
                 f"the plan's window is {plan.window}, the workspace has windowed={self.windowed}"
@@ -116,7 +116,7 @@ class Workspace:
         assert self.states is not None
         self.work = make_work(
             plan,
-            self.kernels.cost,
+            self.kernels.for_rows(num_rows).cost,
             num_kv_heads=self.num_kv_heads,
             group=self.kernels.group,
             share=self.share,
@@ -160,6 +160,7 @@ class Workspace:
         *,
         lse: Tensor | None = None,
         scores: Scores | None = None,
+        num_rows: int | None = None,
     ) -> None:
         """Attention of the plan on the device, on the current stream, without synchronisation.
 
@@ -168,7 +169,9 @@ class Workspace:
             k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, contiguous.
             lse: float32 `[as q, num_q_heads]`, natural log; default: the workspace's own `lse`.
             scores: default: scale `1 / sqrt(head_dim)`.
+            num_rows: as in `write`; for a few rows other kernels run.
         """
         assert self.states is not None
         lse = self.lse if lse is None else lse
-        self.kernels.launch(self.control, self.states, q, k_pages, v_pages, out, lse, scores)
+        kernels = self.kernels.for_rows(num_rows)
+        kernels.launch(self.control, self.states, q, k_pages, v_pages, out, lse, scores)

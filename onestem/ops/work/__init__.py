@@ -1,10 +1,20 @@
 """A plan as a work list: what the programs of one persistent kernel take on, in one int32 buffer.
 
 Nothing here loops over rows, runs or spans: see `units` (who walks what), `cuts` (where walks are
-cut) and `lists` (the buffer).
+cut), `deal` (who takes them) and `lists` (the buffer).
 """
 
-from onestem.ops.work.lists import ENTRY, HEADER, QUEUE, RECORD, WorkList, make_work
+from onestem.ops.work.lists import ENTRY, HEADER, QUEUE, QUEUED, RECORD, WorkList, make_work
 from onestem.ops.work.model import CostModel, Tile
 
-__all__ = ["ENTRY", "HEADER", "QUEUE", "RECORD", "CostModel", "Tile", "WorkList", "make_work"]
+__all__ = [
+    "ENTRY",
+    "HEADER",
+    "QUEUE",
+    "QUEUED",
+    "RECORD",
+    "CostModel",
+    "Tile",
+    "WorkList",
+    "make_work",
+]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.ops.work.arrays import before, ragged
+from onestem.ops.work.deal import dealt
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks
 
@@ -31,19 +32,15 @@ def cuts_of(
     length = np.bincount(blocks.block, blocks.hi - blocks.lo, len(blocks.kind)).astype(np.int64)
     is_wide = blocks.kind == len(cost.tiles) - 1
     reading, wide = (
-        _Side(chosen, length[chosen], *tile_columns(cost, blocks.kind[chosen]))
-        for chosen in (np.flatnonzero(side & (length > 0)) for side in (~is_wide, is_wide))
+        _Side.of(blocks.kind, length, np.flatnonzero(side & (length > 0)), cost)
+        for side in (~is_wide, is_wide)
     )
     read, multiply = cost.programs
     split = (multiply, multiply)
     if cost.together:
-        begin, walk = (
-            float(time.sum()) * num_kv_heads / read
-            for time in (reading.item_ns, reading.length * reading.token_ns)
-        )
-        multiplying = float(wide.time.sum()) * num_kv_heads
-        split = _split(multiplying, begin, walk, cost, num_kv_heads)
-        read = read * split[1] // multiply
+        split = _split(wide, reading, cost, num_kv_heads)
+        read = 2 * split[1]
+        reading = _Side.of(blocks.kind, length, reading.block, cost.crowded(read))
     start = before(length)
     cuts = (
         reading.cuts(start, max(1, read // num_kv_heads), cost),
@@ -52,23 +49,16 @@ def cuts_of(
     return np.unique(np.concatenate(cuts)), split
 
 
-def _split(
-    wide: float, begin: float, walk: float, cost: CostModel, num_kv_heads: int
-) -> tuple[int, int]:
-    """How many programs multiply and how many read, so that all ends soonest.
-
-    `wide`: time of all that multiply on one program. `begin`, `walk`: time of all that read, on
-    the whole device, to start and end items and to walk; a part of it (`reading_share`) walks as
-    fast.
-    """
+def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> tuple[int, int]:
+    """How many programs multiply and how many read, so that all ends soonest."""
     most = cost.programs[1]
-    if wide == 0 or walk == 0:
-        return (0, most) if wide == 0 else (most, 0)
-    grain = min(num_kv_heads, most - 1)
-    programs = np.arange(grain, most, grain)
-    part = (most - programs) / most
-    reading = begin / part + walk * np.maximum(cost.reading_share / part, 1.0)
-    end = np.maximum(wide / programs + cost.tiles[-1].item_ns, reading)
+    if len(wide.block) == 0 or len(reading.block) == 0:
+        return (0, most) if len(wide.block) == 0 else (most, 0)
+    hands = np.arange(1, (most - (num_kv_heads + 1) // 2) // num_kv_heads + 1)
+    programs = hands * num_kv_heads
+    memory = float(reading.length.sum()) * num_kv_heads * cost.memory_ns
+    read = reading.ends(2 * (most - programs) // num_kv_heads, cost)
+    end = np.maximum(wide.ends(hands, cost), np.maximum(read, memory))
     chosen = int(programs[np.flatnonzero(end <= 1.02 * end.min())[0]])
     return chosen, most - chosen
 
@@ -94,23 +84,39 @@ class _Side:
     def time(self) -> np.ndarray:
         return self.item_ns + self.length * self.token_ns
 
+    @staticmethod
+    def of(kind: np.ndarray, length: np.ndarray, block: np.ndarray, cost: CostModel) -> _Side:
+        return _Side(block, length[block], *tile_columns(cost, kind[block]))
+
+    def ends(self, hands: np.ndarray, cost: CostModel) -> np.ndarray:
+        """float64 `[len(hands)]`: when so many hands are about done: without cuts where they save
+        little, else with a cut each."""
+        time = np.sort(self.time)[::-1]
+        mean = float(time.sum()) / hands
+        in_rounds = np.array([float(time[::number].sum()) for number in hands.tolist()])
+        if self.length.max() < 2 * cost.min_tokens:
+            return in_rounds
+        return np.minimum(in_rounds, mean + max(cost.cut_ns, float(self.item_ns.max())))
+
     def cuts(self, start: np.ndarray, at_once: int, cost: CostModel) -> np.ndarray:
         """Where these walks are cut, for `at_once` programs.
 
         Long walks are laid end to end and cut at equal distances, so that each program gets the
         same length and few walks are cut (as Stream-K does with products, arXiv 2301.03598,
-        section 4).
+        section 4). Where none is long, those are cut that would be the last round.
         """
         time = self.time
         mean = float(time.sum()) / at_once
-        long = np.flatnonzero(time > mean / 4)
-        in_rounds = float(np.sort(time)[::-1][::at_once].sum())
-        if len(long) == 0 or in_rounds <= cost.slack * mean:
+        if len(time) == 0 or _longest(time, at_once) <= mean + cost.cut_ns:
             return np.zeros(0, np.int64)
+        long = np.flatnonzero(time > mean / 4)
+        pieces = max(1, round(float(time[long].sum()) / mean))
+        if len(long) == 0:
+            long = np.sort(np.argsort(-time, kind="stable")[len(time) // at_once * at_once :])
+            pieces = at_once
         length, token_ns, block_n = self.length[long], self.token_ns[long], self.block_n[long]
         stop = np.cumsum(length * token_ns)
         begin = stop - length * token_ns
-        pieces = max(1, round(float(time[long].sum()) / mean))
         piece = max(float(stop[-1]) / pieces, float((cost.min_tokens * token_ns).max()))
         first = (begin // piece).astype(np.int64) + 1
         count = np.maximum(np.ceil(stop / piece - 1e-6).astype(np.int64) - first, 0)
@@ -120,6 +126,11 @@ class _Side:
         shortest = np.maximum(cost.min_tokens, block_n[i])
         keep = (at >= shortest) & (at <= length[i] - shortest)
         return start[self.block[long[i]]][keep] + at[keep]
+
+
+def _longest(time: np.ndarray, hands: int) -> float:
+    """When the last hand is done."""
+    return float(np.bincount(dealt(time, hands), time).max())
 
 
 def segments_of(blocks: Blocks, cuts: np.ndarray) -> Segments:

@@ -10,12 +10,14 @@ from onestem.errors import ConfigError
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
+from onestem.ops.work.deal import Deal
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, shared_groups, units_of
 
-__all__ = ["ENTRY", "HEADER", "QUEUE", "RECORD", "WorkList", "make_work"]
+__all__ = ["ENTRY", "HEADER", "QUEUE", "QUEUED", "RECORD", "WorkList", "make_work"]
 
 HEADER = 16  # words before the records
+QUEUED = 4  # words of a queue
 RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entry
 ENTRY = 8  # words of a walk entry
 QUEUE = 14  # words of the header: works taken beyond each program's first; kernels count in them
@@ -33,6 +35,9 @@ class WorkList:
         plan: what it was made from.
         num_wide: items of the widest tiles; they stand behind the others.
         split: programs that take those, and programs that take the others.
+        queues: `[2 * programs, 4]`, where items are dealt out beforehand (`CostModel.together`),
+            else `[0, 4]`: for each half of a program the first of its items, the end of them, its
+            KV head, and whether the program multiplies (then both halves have the same items).
         records: `[num_items, 16]`. Words 0 to 5: index of its tile, how many rows, where they begin
             in `rows`, how many walk entries, where the second begins in `walk`, whether its rows
             have no other item (0), others too (1), or some so and some so (2). Words 8 to 15: its
@@ -51,6 +56,7 @@ class WorkList:
     plan: AttentionPlan
     num_wide: int
     split: tuple[int, int]
+    queues: np.ndarray
     records: np.ndarray
     walk: np.ndarray
     rows: np.ndarray
@@ -64,14 +70,15 @@ class WorkList:
         return len(self.records)
 
     def _starts(self) -> list[int]:
-        """Where the sections begin in a packed buffer, and its length: records, walk, rows, dest,
-        merges, pages, positions."""
+        """Where the sections begin in a packed buffer, and its length: queues, records, walk, rows,
+        dest, merges, pages, positions."""
         sizes = [part.size for part in self._sections()]
         return np.cumsum([HEADER] + [-(-size // 4) * 4 for size in sizes]).tolist()
 
     def _sections(self) -> tuple[np.ndarray, ...]:
         plan = self.plan
         return (
+            self.queues,
             self.records,
             self.walk,
             self.rows,
@@ -90,8 +97,8 @@ class WorkList:
         """Write everything into `out` (int32 `[max_words]`); gives the words used.
 
         Words 0 and 1: items of narrower tiles and of the widest, 2: merges, 3 to 8: where walk,
-        rows, dest, merges, pages and row positions begin, 9: the window, 10 and 11: `split`.
-        Records begin at word 16, sections at multiples of 4 words.
+        rows, dest, merges, pages and row positions begin, 9: the window, 10 and 11: `split`, 12:
+        where records begin. Queues begin at word 16, sections at multiples of 4 words.
         """
         *starts, words = self._starts()
         if words > len(out):
@@ -100,9 +107,10 @@ class WorkList:
             )
         out[:HEADER] = 0
         out[0], out[1] = self.num_items - self.num_wide, self.num_wide
-        out[2], out[3:9] = len(self.merges), starts[1:]
+        out[2], out[3:9] = len(self.merges), starts[2:]
         out[9] = 2**30 if self.plan.window is None else self.plan.window
         out[10:12] = self.split
+        out[12] = starts[1]
         for start, part in zip(starts, self._sections(), strict=True):
             out[start : start + part.size] = part.reshape(-1)
         return words
@@ -119,18 +127,18 @@ class WorkList:
         grows[spans] = True
         words = np.where(
             entries.more,
-            starts[1] + ENTRY * entries.place,
-            HEADER + RECORD * entries.place + 8,
+            starts[2] + ENTRY * entries.place,
+            starts[1] + RECORD * entries.place + 8,
         )
         last = words[entries.last & grows[entries.span]]
-        position = starts[6] + np.arange(self.plan.num_rows)
+        position = starts[7] + np.arange(self.plan.num_rows)
         # What a window hides from all rows begins one token later.
         hidden = words + CLEAR_LO if self.plan.window is not None else words[:0]
         return np.concatenate((last + CLEAR_HI, last + HI, last + END, position, hidden))
 
     def page_word(self, runs: np.ndarray, index: np.ndarray) -> np.ndarray:
         """int64: where the buffer holds page `index[i]` of run `runs[i]`."""
-        return self._starts()[5] + self.plan.runs[runs, 0].astype(np.int64) + index
+        return self._starts()[6] + self.plan.runs[runs, 0].astype(np.int64) + index
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +183,11 @@ def make_work(
     group_of = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room if share else -1)
     blocks = blocks_of(plan, pairs, units_of(pairs, group_of, plan.num_rows), tile_rows)
     cuts, split = cuts_of(blocks, cost, num_kv_heads)
-    work = _listed(plan, cost, blocks, segments_of(blocks, cuts), padded, split)
+    cost = cost.crowded(2 * split[1]) if cost.together else cost
+    deal = Deal(split, num_kv_heads, cost)
+    work = _listed(plan, cost, blocks, segments_of(blocks, cuts), padded, deal)
     if max_states is not None and work.num_states > max_states:
-        work = _listed(plan, cost, blocks, segments_of(blocks, cuts[:0]), padded, split)
+        work = _listed(plan, cost, blocks, segments_of(blocks, cuts[:0]), padded, deal)
     return work
 
 
@@ -187,17 +197,14 @@ def _listed(
     blocks: Blocks,
     parts: Segments,
     num_rows: int,
-    split: tuple[int, int],
+    deal: Deal,
 ) -> WorkList:
     """The arrays of a work list, its items in order."""
     head = np.flatnonzero(np.diff(parts.item, prepend=-1))  # the first segment of each item
     block = blocks.block[parts.entry[head]]
     kind, count = blocks.kind[block], blocks.num_rows[block]
     wide = kind == len(cost.tiles) - 1
-    # Narrower tiles first; on each side, the longest items. Those of about the same length stay
-    # together as they are: they read the same keys, which are then in the cache.
-    length = np.rint(np.log(_item_ns(cost, kind, parts)) / np.log(1.25))
-    order = np.lexsort((-length, wide))
+    order, queues = deal.in_order(_item_ns(cost, kind, parts), wide)
     rows = blocks.rows[ragged(blocks.row_start[block], count)]
     entries = _entry_words(plan, blocks, parts)
     more = np.ones(len(parts.item), bool)
@@ -220,7 +227,8 @@ def _listed(
     return WorkList(
         plan=plan,
         num_wide=int(wide.sum()),
-        split=split,
+        split=deal.split,
+        queues=queues,
         records=records[order],
         walk=entries[more],
         rows=rows.astype(np.int32),

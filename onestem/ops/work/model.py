@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,11 +37,12 @@ class CostModel:
         tiles: narrow to wide. Rows that fill the widest walk all they see by themselves.
         programs: works (an item for one KV head) at a time, of those that read and of those that
             multiply, on the whole device.
-        together: whether both kinds run at the same time, on a part of the device each.
+        together: whether both kinds run at the same time, on a part of the device each, and who
+            takes what is settled beforehand.
         merge_tokens: what one more state costs a row, in tokens read for it.
         min_tokens: no item is cut shorter.
-        slack: nothing is cut where the longest program would take less than this times the mean.
-        reading_share: part of the device that keeps the memory busy.
+        cut_ns: what cutting must save.
+        memory_ns: a token's keys and values of one KV head at the memory's full rate.
     """
 
     tiles: tuple[Tile, ...]
@@ -49,9 +50,15 @@ class CostModel:
     together: bool = False
     merge_tokens: int = 16
     min_tokens: int = 128
-    slack: float = 1.15
-    reading_share: float = 0.35
+    cut_ns: float = 6000.0
+    memory_ns: float = 0.17
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
         return np.array([tile.block_m // group for tile in self.tiles])
+
+    def crowded(self, readers: int) -> CostModel:
+        """The model where so many read at a time, who cannot be faster together than the memory."""
+        slowest = self.memory_ns * readers
+        narrow = (replace(t, token_ns=max(t.token_ns, slowest)) for t in self.tiles[:-1])
+        return replace(self, tiles=(*narrow, self.tiles[-1]))

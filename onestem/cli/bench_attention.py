@@ -1,0 +1,144 @@
+"""`onestem bench attention`: synthetic steps, against their floors and against others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onestem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onestem.ops.bench.cases import Case, Heads
+
+__all__ = ["attention"]
+
+
+def attention(
+    case: Annotated[
+        str | None,
+        typer.Option(help="A named case, several between ';', or all; default: the sizes below."),
+    ] = None,
+    groups: Annotated[int, typer.Option(help="Prefixes.")] = 1,
+    degree: Annotated[
+        str, typer.Option(help="Decodes per prefix; '8,32': 8 sub-prefixes of 32 each.")
+    ] = "32",
+    prefix: Annotated[
+        str, typer.Option(help="Tokens of the prefix; '2048,512' makes two levels.")
+    ] = "2048",
+    suffix: Annotated[int, typer.Option(help="Tokens of its own that each decode has.")] = 128,
+    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    against: Annotated[
+        str, typer.Option(help="Others to time: sdpa, cudnn, flashinfer, flash_attn; with commas.")
+    ] = "",
+    impl: Annotated[
+        str, typer.Option("--attention", help="Attention implementation: auto, or its name.")
+    ] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Time attention of one step. Exit code 1: its error is more than twice that of plain
+    attention in the same dtype."""
+    import torch
+
+    from onestem.ops.bench.cases import Heads
+    from onestem.ops.bench.measure import bench_attention
+
+    heads = Heads(q_heads, kv_heads, head_dim, _dtype(dtype), page_size)
+    _check(heads, device)
+    cases = _cases(case, groups, degree, prefix, suffix)
+    peers = tuple(name.strip() for name in against.split(",") if name.strip())
+    found = bench_attention(cases, heads, torch.device(device), peers, impl)
+    facts, entries = next(found), _shown(found, as_json)
+    facts = {"command": "onestem " + " ".join(sys.argv[1:]), **facts, "cases": entries}
+    typer.echo(json.dumps(facts) if as_json else _summary(facts))
+    if not all(entry["right"] for entry in entries):
+        raise typer.Exit(1)
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype is {name!r}, expected float32, bfloat16 or float16")
+    return getattr(torch, name)
+
+
+def _check(heads: Heads, device: str) -> None:
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}, expected cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: PyTorch sees no GPU here, choose --device cpu")
+    if min(heads.num_kv_heads, heads.head_dim, heads.page_size) < 1:
+        raise ConfigError("--kv-heads, --head-dim and --page-size must be at least 1")
+    if heads.num_q_heads < 1 or heads.num_q_heads % heads.num_kv_heads:
+        raise ConfigError(
+            f"{heads.num_q_heads} query heads are no multiple of {heads.num_kv_heads} KV heads"
+        )
+
+
+def _cases(
+    named: str | None, groups: int, degree: str, prefix: str, suffix: int
+) -> dict[str, Case]:
+    from onestem.ops.bench.cases import CASES, decodes
+
+    if named == "all":
+        return CASES
+    if named is None:
+        made = decodes(groups, _numbers("degree", degree), _numbers("prefix", prefix), suffix)
+        return {f"{groups}x{degree.replace(',', 'x')} {prefix.replace(',', '+')}/{suffix}": made}
+    names = [name.strip() for name in named.split(";")]
+    for name in names:
+        if name not in CASES:
+            raise ConfigError(f"case is {name!r}, expected all or one of: {'; '.join(CASES)}")
+    return {name: CASES[name] for name in names}
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected numbers between commas") from None
+
+
+def _shown(found: Iterator[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+    """All entries; each is shown as it comes, on stderr where JSON follows."""
+    entries = []
+    for entry in found:
+        entries.append(entry)
+        print(_line(entry), file=sys.stderr if as_json else sys.stdout, flush=True)
+    return entries
+
+
+def _line(entry: dict[str, Any]) -> str:
+    warm = f" ({entry['warm_ms']:.3f} warm)" if "warm_ms" in entry else ""
+    parts = [
+        f"{entry['case']:26} {entry['ms']:8.4f} ms{warm}",
+        f"floors {entry['flop_floor_ms']:.3f} FLOP {entry['byte_floor_ms']:.3f} bytes",
+        f"{entry['matrix_share']:.0%} of the matrix rate",
+        f"{entry['memory_share']:.0%} of memory's",
+        f"error {entry['error']:.1e} (plain {entry['plain_error']:.1e})",
+        *(f"{name} {ms:.4f}" for name, ms in entry["others_ms"].items()),
+        *(f"{name} refused: {why}" for name, why in entry["refused"].items()),
+    ]
+    if "speedup" in entry:
+        parts.append(f"{entry['speedup']:.2f}x the fastest other")
+    return " | ".join(parts)
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['device']}: {facts['matrix_flops_per_s'] / 1e12:.3g} TFLOP/s, "
+        f"{facts['bytes_per_s'] / 1e9:.4g} GB/s measured"
+    )

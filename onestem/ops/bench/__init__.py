@@ -1,0 +1,1 @@
+"""Steps to time attention on: their floors, and other implementations beside ours."""

@@ -1,0 +1,79 @@
+"""Who takes which item."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onestem.ops.work.model import CostModel
+
+__all__ = ["Deal", "dealt"]
+
+
+ALIKE = 1.1  # items whose times differ by no more are dealt out together
+
+
+def dealt(time: np.ndarray, hands: int) -> np.ndarray:
+    """int64 `[len(time)]`: to which hand each item goes: the longest first, to whoever is free
+    first (Graham, Bounds on multiprocessing timing anomalies, 1969, theorem 2)."""
+    order = np.argsort(-time, kind="stable")
+    hand = np.zeros(len(time), np.int64)
+    load = np.zeros(hands)
+    size = np.floor(np.log(time[order]) / np.log(ALIKE))
+    for items in np.split(order, np.flatnonzero(np.diff(size)) + 1):
+        if len(items) == 0:
+            continue
+        # When each hand could begin with its next item of this size, with the one after it, ...
+        longest = float(time[items[0]])
+        most = int(len(items) // hands + (load.max() - load.min()) // longest + 2)
+        begin = load[:, None] + longest * np.arange(min(most, len(items)))
+        first = np.argsort(begin.T.reshape(-1), kind="stable")[: len(items)]
+        hand[items] = first % hands
+        load += np.bincount(hand[items], time[items], hands)
+    return hand
+
+
+@dataclass(frozen=True)
+class Deal:
+    """`split`: programs that multiply and that read (`WorkList.split`)."""
+
+    split: tuple[int, int]
+    num_kv_heads: int
+    cost: CostModel
+
+    def in_order(self, time: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The order of items that take so long, those of the widest tiles last, and
+        `WorkList.queues`."""
+        if not self.cost.together:
+            # On each side the longest first. Those of about the same length stay as they are: they
+            # read the same keys, which are then in the cache.
+            length = np.rint(np.log(time) / np.log(1.25))
+            return np.lexsort((-length, wide)), np.zeros((0, 4), np.int32)
+        multiply, read = self.split
+        hands = 2 * read // self.num_kv_heads, multiply // self.num_kv_heads
+        hand = np.zeros(len(time), np.int64)
+        counts = []
+        for side, number in zip((~wide, wide), hands, strict=True):
+            chosen = np.flatnonzero(side)
+            hand[chosen] = dealt(time[chosen], number) if len(chosen) else 0
+            counts.append(np.bincount(hand[chosen], minlength=number))
+        return np.lexsort((-time, hand, wide)), self._queues(*counts)
+
+    def _queues(self, reading: np.ndarray, wide: np.ndarray) -> np.ndarray:
+        """From how many items each hand has: those of hand i stand behind those of hand i - 1."""
+        multiply, read = self.split
+        stop = np.cumsum(np.concatenate((reading, wide)))
+        start = stop - np.concatenate((reading, wide))
+        program = np.repeat(np.arange(multiply + read), 2)
+        multiplies = program < multiply
+        half = np.arange(len(program)) % 2
+        place = np.where(multiplies, program, 2 * (program - multiply) + half)
+        hand, head = np.divmod(place, self.num_kv_heads)
+        there = hand < np.where(multiplies, len(wide), len(reading))
+        hand = np.where(there, hand + len(reading) * multiplies, 0)
+        queues = np.zeros((len(program), 4), np.int32)
+        if len(stop):
+            queues[:, 0], queues[:, 1] = start[hand] * there, stop[hand] * there
+        queues[:, 2], queues[:, 3] = head, multiplies
+        return queues
