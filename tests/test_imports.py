@@ -25,6 +25,7 @@ LAYERS = [
     ("bench", "bench_pml", "bench_serve", "jobs"),
     ("server",),
     ("cli",),
+    ("__main__",),
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 NO_TORCH = [

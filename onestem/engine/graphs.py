@@ -1,4 +1,4 @@
-"""The runner of a GPU: decode steps are CUDA graphs over fixed buffers, replayed without waiting.
+"""The runner of a GPU: steps of few rows are CUDA graphs over fixed buffers, which do not wait.
 
 A graph is made for each of a few batch sizes; a step takes the next larger one, its spare rows see
 nothing and write to a page that nobody reads. What a step attends to is in the plan's work list,
@@ -28,6 +28,10 @@ BATCH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,
     320, 384, 448, 512, 640, 768, 896, 1024,
 )  # fmt: skip
+
+# Rows of a step with prompts that is a graph: a larger one takes the GPU longer than its launches
+# take the host, and would compute more rows that stand for nobody.
+MAX_PROMPT_ROWS = 512
 
 MAX_STATES = 4096
 
@@ -105,9 +109,9 @@ class GraphRunner(Runner):
     # ----------------------------------------------------------------------------- a step
 
     def prepare(self, inputs: StepInputs) -> Prepared | int:
-        """What `run` takes: for a step of decodes alone the batch size of its graph."""
+        """What `run` takes: for a step of few rows the batch size of its graph."""
         rows = len(inputs.positions)
-        if inputs.decodes is None or rows > BATCH_SIZES[-1]:
+        if rows > (MAX_PROMPT_ROWS if inputs.decodes is None else BATCH_SIZES[-1]):
             return super().prepare(inputs)
         size = int(self._sizes[np.searchsorted(self._sizes, rows)])
         if self.share != "no-attention":
@@ -126,9 +130,12 @@ class GraphRunner(Runner):
         return int(self._sizes[np.searchsorted(self._sizes, len(inputs.positions))])
 
     def run(self, inputs: StepInputs, prepared: Prepared | int) -> Tensor:
-        if isinstance(prepared, int):
-            return self.decode(inputs, prepared, None)
-        return super().run(inputs, prepared)
+        if not isinstance(prepared, int):
+            return super().run(inputs, prepared)
+        logits = self.decode(inputs, prepared, None)
+        if len(inputs.logit_rows) < len(logits):
+            logits = logits[self._on_device(inputs.logit_rows)]
+        return logits
 
     def decode(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Tensor:
         if not isinstance(prepared, int):

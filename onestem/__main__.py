@@ -1,0 +1,6 @@
+"""`python -m onestem` is `onestem`."""
+
+from onestem.cli import main
+
+if __name__ == "__main__":
+    main()
