@@ -110,10 +110,12 @@ def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> 
     engine.cache.clear()
     encode = _first_token(llm, cached.prompt(everything, case.new))
     _first_token(llm, cached.prompt(everything, case.new))  # warms up
-    at_hand = []
+    at_hand, sources = [], []
     for _ in range(case.repeat):
         _leave_only(llm, case.tier, folder)
+        before = _copied(llm)
         at_hand.append(_first_token(llm, cached.prompt(everything, case.new)))
+        sources.append(_source(case, before, _copied(llm)))
 
     linear = _linear_rate(llm, case.cached + case.new)
     prefill = (case.cached + case.new) / median(off)
@@ -122,6 +124,7 @@ def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> 
         **_setting(llm),
         "first_token_seconds": median(at_hand),
         "first_token_seconds_all": at_hand,
+        "modules_came_from": sources,
         "off_first_token_seconds": median(off),
         "off_first_token_seconds_all": off,
         "speedup": median(off) / median(at_hand),
@@ -146,6 +149,20 @@ def _first_token(llm: LLM, compiled: CompiledPrompt) -> float:
     metrics = output.metrics
     assert metrics.first_token_time is not None
     return metrics.first_token_time - metrics.arrival_time
+
+
+def _copied(llm: LLM) -> dict[str, int]:
+    """Tokens copied so far, by tier."""
+    tiers = llm.engine.tiers
+    if tiers is None:
+        return {"host": 0, "disk": 0}
+    return {"host": tiers.stats.from_host_tokens, "disk": tiers.stats.from_disk_tokens}
+
+
+def _source(case: FirstTokenCase, before: dict[str, int], after: dict[str, int]) -> str:
+    """Where a prompt's modules came from: with the disk tier a GPU may choose to compute them."""
+    used = [tier for tier in after if after[tier] > before[tier]]
+    return used[0] if used else "device" if case.tier == "device" else "computed"
 
 
 def _leave_only(llm: LLM, tier: Tier, folder: Path | None) -> None:

@@ -14,12 +14,12 @@ from onestem.batch.spool import Spool, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import JobError
 from onestem.planner import plan_job
-from onestem.pml import to_markup
+from onestem.pml import Library, to_markup
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["plan_file", "run_file"]
+__all__ = ["plan_file", "run_file", "schema_options"]
 
 
 def run_file(
@@ -67,14 +67,30 @@ def _schema_options(llm: LLM) -> dict[str, str]:
     """What answers to prompts in PML depend on besides; nothing where there is no schema."""
     if llm.tokenizer is None or not llm.schemas.layouts:
         return {}
-    markup = "".join(to_markup(layout.schema) for layout in llm.schemas.layouts.values())
-    return {"schemas": hashlib.sha256(markup.encode()).hexdigest()[:16]}
+    return schema_options([to_markup(layout.schema) for layout in llm.schemas.layouts.values()])
+
+
+def schema_options(markups: Sequence[str]) -> dict[str, str]:
+    """The option of a job that its schemas make; none where there are none."""
+    if not markups:
+        return {}
+    return {"schemas": hashlib.sha256("".join(markups).encode()).hexdigest()[:16]}
 
 
 def plan_file(
-    source: Path, folder: Path, *, model: str, levels: str, kv_memory: str | int
+    source: Path,
+    folder: Path,
+    *,
+    model: str,
+    levels: str,
+    kv_memory: str | int,
+    schemas: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Tokenise a job into `folder` and plan it; no weights are loaded.
+    """Tokenise a job into `folder` and plan it; no weights are loaded. Of prompts in PML only what
+    they have in common at their beginning counts as shared.
+
+    Args:
+        schemas: files of the PML schemas that lines may name.
 
     Returns:
         the plan's report (`PlanReport.to_dict`), with `failed_lines`.
@@ -104,6 +120,11 @@ def plan_file(
         tokenizer=tokenizer,
         grammars=None,
     )
+    library = None
+    if tokenizer is not None:
+        library = Library(tokenizer, max_positions=config.max_position_embeddings)
+        for file in schemas:
+            library.add(file)
     place = Workplace(folder / "plan.jsonl")
     with place.locked(), file_errors(folder):
         write_spool(
@@ -113,6 +134,7 @@ def plan_file(
             tokenizer=tokenizer,
             validate=validate,
             on_chunk=lambda lines, size: None,
+            compile_pml=library.compile if library is not None else None,
         )
         spool = Spool(place, "plan")
         try:

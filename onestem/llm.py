@@ -224,6 +224,8 @@ class LLM:
         requests = [self.pml_request(*one) for one in zip(compiled, each, texts, strict=True)]
         for request in requests:
             self.engine.validate(request)
+        for one in compiled:
+            self.engine.prefetch_modules(self.schemas.alternatives(one))
         outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
         return [outputs[request.request_id] for request in requests]
 

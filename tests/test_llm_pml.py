@@ -56,6 +56,39 @@ def test_markup_files_and_nodes_are_one(llm, tmp_path):
     assert llm.generate_pml(markup, GREEDY)[0].prompt == markup
 
 
+def test_choices(llm):
+    """One module alone sees itself alone, anchored or not: the scores are the same."""
+    llm.add_schema('<schema name="one"><module name="a">Anna lives in Ostby.</module></schema>')
+    markup = '<prompt schema="one"><a/>Where does Anna live?</prompt>'
+    params = SamplingParams(choices=["Ostby", "Westby", "Nordby"], logprobs=0)
+    found = [
+        llm.generate_pml(markup, params, isolation=isolation)[0].outputs[0]
+        for isolation in ("anchored", "off")
+    ]
+    assert found[0].text == found[1].text
+    assert found[0].cumulative_logprob == pytest.approx(found[1].cumulative_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("isolation", ["anchored", "isolated"])
+def test_an_encoded_schema_is_not_computed_again(isolation):
+    llm = LLM(**OPTIONS)
+    llm.add_schema(EXAMPLES / "travel" / "schema.xml")
+    for output in llm.encode_schema("travel", isolation):
+        assert output.finished
+    computed = [
+        output.metrics.num_computed_tokens
+        for output in llm.generate_pml(
+            [p for p in PROMPTS if p.parent.name == "travel"], GREEDY, isolation=isolation
+        )
+    ]
+    own = [
+        llm.schemas.compile(path, isolation).num_computed_tokens
+        for path in PROMPTS
+        if path.parent.name == "travel"
+    ]
+    assert computed == own
+
+
 def test_a_name_means_one_schema(llm):
     llm.add_schema(SCHEMA)
     llm.add_schema('<schema name="other">Text.</schema>')

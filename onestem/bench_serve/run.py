@@ -112,7 +112,8 @@ def model_name(base_url: str, api_key: str | None = None) -> str:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     url = base_url.rstrip("/").removesuffix("/v1") + "/v1/models"
     try:
-        answer = httpx2.get(url, headers=headers, timeout=30.0, trust_env=False)
+        https = url.startswith("https:")
+        answer = httpx2.get(url, headers=headers, timeout=30.0, trust_env=False, verify=https)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx2.HTTPError, ValueError, LookupError) as error:

@@ -99,7 +99,7 @@ def _wait_until_ready(
 
 def _healthy(base_url: str) -> bool:
     try:
-        answer = httpx2.get(f"{base_url}/health", timeout=5.0, trust_env=False)
+        answer = httpx2.get(f"{base_url}/health", timeout=5.0, trust_env=False, verify=False)
     except httpx2.HTTPError:
         return False
     return answer.status_code == 200

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -31,7 +32,7 @@ _FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
 class HostStore:
-    """Modules in host memory.
+    """Modules in host memory. Threads may share it.
 
     Args:
         budget: bytes.
@@ -41,6 +42,7 @@ class HostStore:
         self.budget = budget
         self.num_bytes = 0
         self._modules: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._modules
@@ -49,21 +51,23 @@ class HostStore:
         return len(self._modules)
 
     def get(self, name: Hashable) -> Tensor | None:
-        module = self._modules.get(name)
-        if module is not None:
-            self._modules.move_to_end(name)
-        return module
+        with self._lock:
+            module = self._modules.get(name)
+            if module is not None:
+                self._modules.move_to_end(name)
+            return module
 
     def put(self, name: Hashable, module: Tensor) -> bool:
         """Keep a module; False where it alone exceeds the budget."""
         if module.nbytes > self.budget:
             return False
-        known = self._modules.pop(name, None)
-        self.num_bytes += module.nbytes - (0 if known is None else known.nbytes)
-        self._modules[name] = module
-        while self.num_bytes > self.budget:
-            _, oldest = self._modules.popitem(last=False)
-            self.num_bytes -= oldest.nbytes
+        with self._lock:
+            known = self._modules.pop(name, None)
+            self.num_bytes += module.nbytes - (0 if known is None else known.nbytes)
+            self._modules[name] = module
+            while self.num_bytes > self.budget:
+                _, oldest = self._modules.popitem(last=False)
+                self.num_bytes -= oldest.nbytes
         return True
 
 

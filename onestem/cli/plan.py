@@ -19,6 +19,12 @@ def plan(
     model: options.Model = "embedded",
     levels: Annotated[str, typer.Option(help="all, or one (a single shared level).")] = "all",
     kv_memory: options.KvMemory = "auto",
+    schemas: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """Group and order a job's prompts; report what sharing saves. No weights are loaded."""
@@ -31,7 +37,12 @@ def plan(
         raise JobError(f"{input_file} is no file")
     with tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder:
         report = plan_file(
-            input_file, Path(folder), model=model, levels=levels, kv_memory=kv_memory
+            input_file,
+            Path(folder),
+            model=model,
+            levels=levels,
+            kv_memory=kv_memory,
+            schemas=schemas or (),
         )
     if as_json:
         typer.echo(json.dumps(report))

@@ -67,13 +67,13 @@ def serve(
     random_weights: options.RandomWeights = False,
     seed: options.Seed = None,
 ) -> None:
-    """Serve a model: chats, completions, files, batches, prefixes; a page at /.
+    """Serve a model: chats, completions, files, batches, prefixes, PML; a page at /.
 
     The openai client works with base_url=http://HOST:PORT/v1. Logs are JSON lines on stderr.
     SIGTERM or Ctrl-C ends it: running answers end, batches are put down and go on with the next
     start.
     """
-    from onestem.errors import ConfigError, UnsupportedError
+    from onestem.errors import ConfigError
     from onestem.llm import parse_memory
     from onestem.server.logs import LEVELS, set_up
     from onestem.server.prefixes import read_app
@@ -83,8 +83,6 @@ def serve(
 
     if log_level not in LEVELS:
         raise ConfigError(f"log-level is {log_level!r}, expected {', '.join(LEVELS)}")
-    if schema:
-        raise UnsupportedError("--schema is not served yet: leave it out")
     engine: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -105,6 +103,7 @@ def serve(
         port=port,
         state=state or default_state(port),
         apps=dict(map(read_app, app or ())),
+        schemas=schema or (),
         keys=read_key_file(api_key_file) if api_key_file is not None else Keys(),
         max_queue=max_queue,
         timeout=timeout,

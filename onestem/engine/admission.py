@@ -12,7 +12,7 @@ from onestem.models.config import ModelConfig
 from onestem.pml import CompiledPrompt
 from onestem.request import Request
 
-__all__ = ["check_pml", "check_request", "choice_ids"]
+__all__ = ["check_pml", "check_request", "choice_ids", "longest_choice"]
 
 
 def check_request(
@@ -46,21 +46,32 @@ def check_request(
 
 
 def check_pml(
-    compiled: CompiledPrompt, config: ModelConfig, num_pages: int, page_size: int
+    compiled: CompiledPrompt,
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    answer_tokens: int = 1,
 ) -> None:
-    """Raise `RequestError` for a prompt in PML that the model or the KV memory has no room for."""
+    """Raise `RequestError` for a prompt in PML that, with the least of an answer, the model's
+    positions or the KV memory have no room for.
+
+    Args:
+        num_pages: pages that it could have.
+    """
     prompt = PmlPrompt(compiled, "")
     positions = config.max_position_embeddings
-    if compiled.next_position >= positions:
+    if compiled.next_position + answer_tokens > positions:
         raise RequestError(
             f"the answer would begin at position {compiled.next_position}, and the model has "
             f"{positions}: shorten the prompt, or import less"
         )
     room = prompt.most_tokens(max_positions=positions, num_pages=num_pages, page_size=page_size)
-    if room <= len(prompt.tokens):
+    if room < len(prompt.tokens) + answer_tokens:
         raise RequestError(
             f"the prompt and what it imports take {prompt.num_pages(page_size)} pages of "
-            f"{page_size} tokens, KV memory has {num_pages} (and one to answer): raise kv_memory"
+            f"{page_size} tokens, and its answer at least one token; KV memory has {num_pages} "
+            "pages for them: raise kv_memory, or import less"
         )
 
 
@@ -69,6 +80,13 @@ def choice_ids(request: Request, tokenizer: Tokenizer) -> list[list[int]]:
     return [
         tokenizer.encode(text, add_special_tokens=False) for text in request.params.choices or ()
     ]
+
+
+def longest_choice(request: Request, tokenizer: Tokenizer | None) -> int:
+    """Tokens of the longest of a request's choices; 0: it has none."""
+    if not request.params.choices or tokenizer is None:
+        return 0
+    return max(map(len, choice_ids(request, tokenizer)))
 
 
 def _check_prompt(request: Request, max_model_len: int, vocab_size: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.admission import check_pml, check_request
+from onestem.engine.admission import check_pml, check_request, longest_choice
 from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import StepInputs, build_inputs
 from onestem.engine.jobs import Jobs
@@ -34,6 +34,7 @@ from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl, resolve
+from onestem.pml import EncodedSegment, Segment
 from onestem.request import FinishReason, Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats"]
@@ -120,6 +121,7 @@ class Engine:
         self._opening = Opening(
             decoder.config,
             self.cache.pool,
+            kept_pages=lambda: self.pins.num_pages,
             tokenizer=tokenizer,
             grammars=self._grammars,
             max_model_len=self.max_model_len,
@@ -163,14 +165,40 @@ class Engine:
         )
         if request.pml is not None:
             pool = self.cache.pool
-            check_pml(request.pml, self.decoder.config, pool.num_pages, pool.page_size)
+            check_pml(
+                request.pml,
+                self.decoder.config,
+                num_pages=pool.num_pages - self.pins.num_pages,
+                page_size=pool.page_size,
+                answer_tokens=longest_choice(request, self.tokenizer) or 1,
+            )
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`."""
         self._check_id(request)
         self.validate(request)
         self._opening.arrivals[request.request_id] = time.monotonic()
+        self._prefetch(request)
         self._fifo.push(request)
+
+    def _prefetch(self, request: Request) -> None:
+        """Have modules that the request will read copied nearer while it waits."""
+        if self.tiers is not None and request.pml is not None:
+            self.prefetch_modules(
+                [s for s in request.pml.segments if s.kind == "cached"], request.cache_salt
+            )
+
+    def prefetch_modules(
+        self, segments: Iterable[Segment | EncodedSegment], cache_salt: str = ""
+    ) -> None:
+        """Read modules that may soon be wanted from the disk, as far as they are there alone."""
+        if self.tiers is not None:
+            store = self.cache.modules
+            self.tiers.prefetch(
+                ((cache_salt, segment.key), len(segment.token_ids))
+                for segment in segments
+                if store.get((cache_salt, segment.key, None)) is None
+            )
 
     def _check_id(self, request: Request) -> None:
         if request.request_id in self._states or request.request_id in self._fifo:
@@ -308,6 +336,7 @@ class Engine:
     def _validated(self, request: Request) -> Request:
         self._check_id(request)
         self.validate(request)
+        self._prefetch(request)
         self._opening.arrivals[request.request_id] = time.monotonic()
         return request
 
@@ -372,6 +401,8 @@ class Engine:
         self._save_modules(chunks)
         ended = time.perf_counter()
         self.scheduler.note_step(ended - started)
+        if self.tiers is not None and inputs.wanted:  # else a GPU was not waited for
+            self.tiers.note_step(sum(c.num_prompt_rows for c in chunks), ended - started)
         self._count(built - started, computed - built, ended - computed)
         if inputs.decodes is not None:
             self._streaks.begin(inputs)
@@ -400,7 +431,6 @@ class Engine:
                 self._runner.pages,
                 host=host,
                 disk=disk,
-                row_seconds=lambda: self.scheduler.budget.row_seconds,
             )
 
     def _save_modules(self, chunks: list[Chunk]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
+from collections.abc import Callable
 
 from onestem.cache import PagePool
 from onestem.engine.admission import choice_ids
@@ -26,6 +27,7 @@ class Opening:
     Args:
         config: the model's.
         pool: the KV pages.
+        kept_pages: how many of them pinned prefixes keep for good.
         tokenizer, grammars: None for a model without tokenizer.
         max_model_len: most tokens of prompt and answer.
         together: a prompt's n sequences are one until the prompt is computed (prefixes are shared).
@@ -40,6 +42,7 @@ class Opening:
         config: ModelConfig,
         pool: PagePool,
         *,
+        kept_pages: Callable[[], int],
         tokenizer: Tokenizer | None,
         grammars: GrammarCompiler | None,
         max_model_len: int,
@@ -49,6 +52,7 @@ class Opening:
         self.arrivals: dict[str, float] = {}
         self._config = config
         self._pool = pool
+        self._kept_pages = kept_pages
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -110,7 +114,7 @@ class Opening:
             self._max_model_len - state.metrics.num_prompt_tokens + len(state.pml.tokens),
             state.pml.most_tokens(
                 max_positions=config.max_position_embeddings,
-                num_pages=pool.num_pages,
+                num_pages=pool.num_pages - self._kept_pages(),
                 page_size=pool.page_size,
             ),
         )

@@ -72,11 +72,6 @@ class StepBudget:
         self._row: float | None = None  # seconds of a prompt's row
 
     @property
-    def row_seconds(self) -> float | None:
-        """What a prompt's row takes; None: not measured yet."""
-        return self._row
-
-    @property
     def rows(self) -> int:
         """Rows of prompts that the next step may have."""
         if self.seconds is None or self._row is None:

@@ -88,12 +88,17 @@ class PinnedPrefixes:
             cache_salt=salt,
         )
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that prefixes may keep for good, at most."""
+        pool = self._cache.pool
+        return sum(pool.pages_for(len(pin.token_ids)) + 1 for pin in self._pins.values())
+
     def _check_room(self, name: str, num_tokens: int) -> None:
         """What never leaves must leave room for the longest request."""
         pool = self._cache.pool
-        kept = sum(pool.pages_for(len(pin.token_ids)) + 1 for pin in self._pins.values())
         longest = pool.pages_for(self._max_model_len) + 1
-        left = (pool.num_pages - kept - longest - 1) * pool.page_size
+        left = (pool.num_pages - self.num_pages - longest - 1) * pool.page_size
         if num_tokens > left:
             raise RequestError(
                 f"prefix {name!r} has {num_tokens} tokens; KV memory of "

@@ -7,7 +7,7 @@ computed them, the next step waits for those in. Files are read and written by a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -24,6 +24,7 @@ __all__ = ["ModuleTiers", "TierStats"]
 
 Name = Hashable
 KvPages = Sequence[tuple[Tensor, Tensor]]
+MOST_READ_AHEAD = 32  # modules
 FEW_STRETCHES = 4  # so many copies straight into the pages are no slower than one and a scatter
 
 
@@ -47,7 +48,6 @@ class ModuleTiers:
     Args:
         pages: K and V pages of each layer.
         host, disk: None: there is no such tier.
-        row_seconds: what computing a token takes, as measured so far; None: not known yet.
     """
 
     def __init__(
@@ -56,13 +56,11 @@ class ModuleTiers:
         *,
         host: HostStore | None,
         disk: DiskStore | None,
-        row_seconds: Callable[[], float | None],
     ) -> None:
         self.host = host
         self.disk = disk
         self.stats = TierStats()
         self._pages = pages
-        self._row_seconds = row_seconds
         self._device, self._dtype = pages[0][0].device, pages[0][0].dtype
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "onestem-modules")
@@ -70,6 +68,14 @@ class ModuleTiers:
         self._writing: dict[Name, Future[bool]] = {}
         self._damaged: set[Name] = set()
         self._bytes_per_second: float | None = None  # of the disk, with checksums
+        self._row_seconds: float | None = None  # of computing
+
+    def note_step(self, prompt_rows: int, seconds: float) -> None:
+        """A step of so many rows of prompts took `seconds`. The best rate counts: small steps wait
+        for the weights, and a module would be computed in large ones."""
+        if prompt_rows > 0:
+            row = seconds / prompt_rows
+            self._row_seconds = min(row, self._row_seconds or row)
 
     # ----------------------------------------------------------------------------- in
 
@@ -90,7 +96,7 @@ class ModuleTiers:
         is read on the side, for the next time."""
         if self._device.type == "cpu":
             return True
-        row = self._row_seconds()
+        row = self._row_seconds
         if self._bytes_per_second is None:
             self._read(name, num_tokens)
             return False
@@ -109,9 +115,15 @@ class ModuleTiers:
             if not here and self._on_disk(name) and self._disk_pays(name, num_tokens):
                 self._read(name, num_tokens)
 
-    def _read(self, name: Name, num_tokens: int) -> None:
-        if name not in self._reading:
-            self._reading[name] = self._thread.submit(self._timed_read, name, num_tokens)
+    def _read(self, name: Name, num_tokens: int) -> Future[Tensor | None]:
+        """Begin to read a module. What was read ahead and not wanted goes, the oldest first."""
+        future = self._reading.get(name)
+        if future is None:
+            future = self._thread.submit(self._timed_read, name, num_tokens)
+            self._reading[name] = future
+        while len(self._reading) > MOST_READ_AHEAD:
+            self._reading.pop(next(iter(self._reading)))
+        return future
 
     def _timed_read(self, name: Name, num_tokens: int) -> Tensor | None:
         assert self.disk is not None
@@ -120,6 +132,8 @@ class ModuleTiers:
         if module is not None:
             module = module.pin_memory() if self._stream is not None else module
             self._bytes_per_second = module.nbytes / (time.perf_counter() - started)
+            if self.host is not None and self.host.put(name, module):
+                self._reading.pop(name, None)
         return module
 
     def _shape(self, num_tokens: int) -> tuple[int, ...]:
@@ -130,6 +144,7 @@ class ModuleTiers:
         name, num_tokens = _name(run), len(run.tokens)
         module = self.host.get(name) if self.host is not None else None
         if module is not None:
+            self._reading.pop(name, None)
             self.stats.from_host_tokens += num_tokens
         else:
             module = self._from_disk(name, num_tokens)
@@ -140,13 +155,11 @@ class ModuleTiers:
         return True
 
     def _from_disk(self, name: Name, num_tokens: int) -> Tensor | None:
-        self._read(name, num_tokens)
-        module = self._reading.pop(name).result()
+        module = self._read(name, num_tokens).result()
+        self._reading.pop(name, None)
         if module is None:
             self._damaged.add(name)
             self.stats.damaged += 1
-        elif self.host is not None:
-            self.host.put(name, module)
         return module
 
     def _copy_in(self, run: ModuleRun, module: Tensor) -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from onestem.pml.binding import find_schema
 from onestem.pml.compile import compile_prompt
-from onestem.pml.layout import Layout, lay_out
-from onestem.pml.nodes import Prompt, Schema
+from onestem.pml.layout import Block, Layout, lay_out
+from onestem.pml.nodes import Prompt, Schema, modules_of
 from onestem.pml.parser import parse_prompt, parse_schema, read_prompt, read_schema
 from onestem.pml.place import PmlError
-from onestem.pml.segments import CompiledPrompt, Encoding, Isolation, parse_isolation
+from onestem.pml.segments import (
+    CompiledPrompt,
+    EncodedSegment,
+    Encoding,
+    Isolation,
+    parse_isolation,
+)
 from onestem.pml.tokens import Tokenizer
 
 __all__ = ["Library"]
@@ -71,6 +78,31 @@ class Library:
         if key not in self._encodings:
             self._encodings[key] = Encoding(self.layouts[name], key[1])
         return self._encodings[key]
+
+    def alternatives(self, compiled: CompiledPrompt) -> list[EncodedSegment]:
+        """Cached text of other members of the unions of which a prompt imports one: the next prompt
+        may want it."""
+        layout = self.layouts[compiled.schema]
+        segments = self.encoding(compiled.schema, compiled.isolation).segments
+        keys = {segment.key for segment in compiled.segments if segment.kind == "cached"}
+        found = []
+        for block in layout.blocks.values():
+            for members in _unions_of(layout, block):
+                own = [segments[i.index] for m in members for i in m.items if i.index in segments]
+                if any(segment.key in keys for segment in own):
+                    found += [s for s in own if s.kind == "cached" and s.key not in keys]
+        return found
+
+
+def _unions_of(layout: Layout, block: Block) -> Iterator[list[Block]]:
+    """The members of each union that stands directly in a block."""
+    body = layout.schema.body if block.module is None else block.module.body
+    members: dict[int, list[Block]] = {}
+    blocks = {child.path[-1]: child for child in block.children}
+    for module, union in modules_of(body):
+        if union is not None:
+            members.setdefault(id(union), []).append(blocks[module.name])
+    yield from members.values()
 
 
 def _schema(source: Source) -> Schema:

@@ -19,9 +19,9 @@ from onestem.server.completions import answer
 from onestem.server.errors import ApiError, as_api_error, error_response
 from onestem.server.limits import read_limited
 from onestem.server.logs import log
-from onestem.server.openapi import ERRORS, document, json_body
+from onestem.server.openapi import ERRORS, answers, document, json_body
 from onestem.server.page_routes import page_routes
-from onestem.server.protocol import BatchBody, ChatBody, CompletionBody, PrefixBody
+from onestem.server.protocol import BatchBody, ChatBody, CompletionBody, PrefixBody, SchemaBody
 from onestem.server.service import Service
 from onestem.server.tenants import Tenant
 
@@ -42,6 +42,7 @@ def _tenant(request: Request) -> Tenant:
 Serves = Annotated[Service, Depends(_service)]
 Asks = Annotated[Tenant, Depends(_tenant)]
 Limit = Annotated[int, Query(ge=1, le=10000)]
+COMPLETIONS = answers("application/json", "text/event-stream")
 api = APIRouter(prefix="/v1", responses=ERRORS)
 open_routes = APIRouter(responses=ERRORS)
 
@@ -53,13 +54,13 @@ async def _json(request: Request, service: Service) -> Json:
 # ----------------------------------------------------------------------------- completions
 
 
-@api.post("/chat/completions", openapi_extra=json_body(ChatBody))
+@api.post("/chat/completions", openapi_extra=json_body(ChatBody), responses=COMPLETIONS)
 async def chat_completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Answer a conversation."""
     return await answer(service, "chat", request, tenant)
 
 
-@api.post("/completions", openapi_extra=json_body(CompletionBody))
+@api.post("/completions", openapi_extra=json_body(CompletionBody), responses=COMPLETIONS)
 async def completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Continue one prompt or several."""
     return await answer(service, "completion", request, tenant)
@@ -124,25 +125,31 @@ async def delete_prefix(name: str, service: Serves, tenant: Asks) -> Json:
     return {"name": name, "object": "prefix", "deleted": True}
 
 
-def _no_schemas() -> ApiError:
-    return ApiError(
-        501,
-        "PML schemas are not served here yet: use `onestem pml` and onestem.LLM",
-        code="not_implemented",
-        headers={"x-should-retry": "false"},
-    )
-
-
 @api.get("/schemas")
 async def list_schemas(service: Serves, tenant: Asks) -> Json:
-    """The key's PML schemas."""
-    raise _no_schemas()
+    """The key's PML schemas and the operator's."""
+    visible = service.schemas.visible(tenant)
+    return {"object": "list", "data": [schema.describe() for schema in visible]}
 
 
-@api.api_route("/schemas/{name}", methods=["GET", "PUT", "DELETE"], include_in_schema=False)
-async def one_schema(name: str, service: Serves, tenant: Asks) -> Json:
-    """A PML schema."""
-    raise _no_schemas()
+@api.get("/schemas/{name}")
+async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
+    """A PML schema with its markup."""
+    schema = service.schemas.find(tenant, name)
+    return {**schema.describe(), "pml": schema.markup}
+
+
+@api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))
+async def put_schema(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
+    """Make a PML schema, or its next version."""
+    return await service.schemas.put(tenant, name, await _json(request, service))
+
+
+@api.delete("/schemas/{name}")
+async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
+    """Let a PML schema go."""
+    await service.schemas.delete(tenant, name)
+    return {"name": name, "object": "schema", "deleted": True}
 
 
 # ----------------------------------------------------------------------------- files, batches
@@ -170,7 +177,7 @@ async def get_file(file_id: str, service: Serves, tenant: Asks) -> Json:
     return files.describe(await files.find_file(service.store, tenant, file_id))
 
 
-@api.get("/files/{file_id}/content")
+@api.get("/files/{file_id}/content", responses=answers("application/octet-stream"))
 async def get_content(file_id: str, service: Serves, tenant: Asks) -> Response:
     """A file's bytes."""
     row = await files.find_file(service.store, tenant, file_id)
@@ -234,7 +241,7 @@ async def version() -> Json:
     return {"version": __version__}
 
 
-@open_routes.get("/metrics")
+@open_routes.get("/metrics", responses=answers("text/plain"))
 async def metrics(request: Request, service: Serves) -> Response:
     """Counts and times in Prometheus' text format."""
     service.settings.keys.operator(request.headers.get("authorization"))

@@ -27,7 +27,7 @@ MOST_PROMPTS = 256
 MOST_SEQUENCES = 1024
 LONGEST_SALT = 256
 LONGEST_TIMEOUT = 24 * 3600.0
-SERVER_FIELDS = ("cache_salt", "pml", "prefix", "stream", "stream_options", "timeout")
+SERVER_FIELDS = ("cache_salt", "prefix", "stream", "stream_options", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,6 @@ def read_body(kind: Kind, raw: bytes) -> Asked:
     """
     body = read_json(raw)
     own = {name: body.pop(name) for name in SERVER_FIELDS if name in body}
-    if own.get("pml") is not None:
-        raise ApiError(
-            501,
-            "pml is not served here yet: leave it out",
-            param="pml",
-            code="not_implemented",
-            headers={"x-should-retry": "false"},
-        )
     fields = checked_fields(kind, body)
     params = SamplingParams(**sampling_fields(kind, fields))
     prompts = [read_prompt(kind, {**fields, **prompt}) for prompt in _each_prompt(kind, fields)]
@@ -92,6 +84,8 @@ def read_body(kind: Kind, raw: bytes) -> Asked:
         cache_salt=_text("cache_salt", own.get("cache_salt")) or "",
         timeout=_timeout(own.get("timeout")),
     )
+    if asked.prefix is not None and prompts[0].pml is not None:
+        raise RequestError("prefix and pml are both given: a schema has its own beginning")
     _check_sizes(asked)
     return asked
 

@@ -55,7 +55,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
     name = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
     prefix = service.prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
     requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
-    if asked.params.response_format is not None:
+    if asked.params.response_format is not None or requests[0].pml is not None:
         await service.client.ask("validate", requests[0])
     begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
@@ -77,6 +77,8 @@ def _requests(
     service: Service, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
 ) -> list[Request]:
     """A request for each prompt, found good."""
+    if asked.prompts[0].pml is not None:
+        return [_pml_request(service, asked, tenant, asked.prompts[0], name)]
     requests = []
     for number, ids in enumerate(_token_ids(service.tokenizer, asked, prefix)):
         common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
@@ -91,6 +93,23 @@ def _requests(
         service.check(request)
         requests.append(request)
     return requests
+
+
+def _pml_request(
+    service: Service, asked: Asked, tenant: Tenant, prompt: Prompt, name: str
+) -> Request:
+    assert prompt.pml is not None
+    compiled = service.schemas.compile(tenant, prompt.pml, prompt.isolation)
+    request = Request(
+        request_id=f"{name}-0",
+        prompt_token_ids=compiled.ordered_token_ids.tolist(),
+        params=asked.params,
+        stream=asked.stream,
+        cache_salt=tenant.salt(asked.cache_salt),
+        pml=compiled,
+    )
+    service.check(request)
+    return request
 
 
 def _token_ids(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import queue
 import shutil
@@ -24,6 +25,7 @@ from onestem.batch import JobSummary, Progress, run_job
 from onestem.batch.fields import show
 from onestem.batch.format import KIND_OF_URL, LineError, read_object
 from onestem.errors import JobError, OnestemError
+from onestem.jobs import schema_options
 from onestem.planner import plan_job
 from onestem.request import Request, RequestOutput
 from onestem.server.client import EngineClient
@@ -31,6 +33,7 @@ from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.files import new_file_row
 from onestem.server.logs import log
 from onestem.server.messages import JobOutput, JobRequests
+from onestem.server.schemas import Schemas
 from onestem.server.store import Row, Store
 from onestem.server.tenants import Tenant
 
@@ -39,6 +42,7 @@ __all__ = ["JobModel", "Jobs"]
 WINDOW = 512  # requests of a job that the engine process holds and has not taken
 MOST_DEATHS = 3  # of the engine, without an answer of the job in between
 PROGRESS_SECONDS = 1.0
+SCHEMAS = "schemas.json"
 
 T = TypeVar("T")
 
@@ -106,7 +110,7 @@ class _Run:
         """As the engine would; a grammar is compiled there."""
         self.check()
         check(request)
-        if request.params.response_format is not None:
+        if request.params.response_format is not None or request.pml is not None:
             asked = self._client.ask("validate", request)
             asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
@@ -161,11 +165,13 @@ class Jobs:
         self,
         store: Store,
         client: EngineClient,
+        schemas: Schemas,
         model: Callable[[], JobModel],
         check: Callable[[Request], object],
     ) -> None:
         self._store = store
         self._client = client
+        self._schemas = schemas
         self._model = model
         self._check = check
         self._wake = asyncio.Event()
@@ -187,9 +193,17 @@ class Jobs:
                 param="input_file_id",
                 code="not_found",
             )
-        await asyncio.to_thread(self._store.save_batch, record["id"], tenant.name, record)
+        markups = self._schemas.markups(tenant)
+        await asyncio.to_thread(self._keep_new, tenant.name, record, markups)
         self._wake.set()
         return record
+
+    def _keep_new(self, owner: str, record: Row, markups: list[str]) -> None:
+        """A job keeps the schemas that were there when it was made."""
+        kept = self._place(record["id"]).with_name(SCHEMAS)
+        kept.parent.mkdir(parents=True)
+        kept.write_text(json.dumps(markups))
+        self._store.save_batch(record["id"], owner, record)
 
     async def find(self, tenant: Tenant, batch_id: str) -> Row:
         record = await asyncio.to_thread(self._store.batch, tenant.name, batch_id)
@@ -307,7 +321,7 @@ class Jobs:
             _check_urls(source, record["endpoint"], run)
         model = self._model()
         place = self._place(record["id"])
-        place.parent.mkdir(parents=True, exist_ok=True)
+        markups = json.loads(place.with_name(SCHEMAS).read_text())
         told = _Told(partial(self._note_progress, owner, record["id"]))
         return run_job(
             source,
@@ -318,7 +332,8 @@ class Jobs:
             planner=partial(plan_job, kv_budget_tokens=model.kv_tokens),
             model_identity=model.identity,
             model_name=model.name,
-            options=model.options,
+            options={**model.options, **schema_options(markups)},
+            compile_pml=self._schemas.compiler(markups),
             token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
             on_progress=told,
         )

@@ -10,19 +10,31 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from onestem import __version__
-from onestem.server.protocol import BatchBody, ChatBody, CompletionBody, ErrorAnswer, PrefixBody
+from onestem.server.protocol import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    ErrorAnswer,
+    PrefixBody,
+    SchemaBody,
+)
 
-__all__ = ["ERRORS", "document", "json_body"]
+__all__ = ["ERRORS", "answers", "document", "json_body"]
 
 REF = "#/components/schemas/{model}"
 MODELS: tuple[type[BaseModel], ...] = (
-    ChatBody, CompletionBody, PrefixBody, BatchBody, ErrorAnswer,
+    ChatBody, CompletionBody, PrefixBody, SchemaBody, BatchBody, ErrorAnswer,
 )  # fmt: skip
 _ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "What is wrong with the request.", "content": _ERROR},
     "5XX": {"description": "What is wrong with the server.", "content": _ERROR},
 }
+
+
+def answers(*types: str) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose answer is of these media types."""
+    return {200: {"description": "The answer.", "content": {name: {} for name in types}}}
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:

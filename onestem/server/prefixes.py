@@ -28,7 +28,6 @@ __all__ = ["APP_OWNER", "Prefix", "Prefixes", "check_name", "read_app"]
 
 APP_OWNER = "*"  # no key can have this name
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-MOST_PINNED = 0.75  # of KV memory
 READY_SECONDS = 600.0
 POLL_SECONDS = 0.02
 
@@ -202,14 +201,6 @@ class Prefixes:
                 raise RequestError(
                     f"token_ids has {max(ids)}, expected ids below {facts.vocab_size}"
                 )
-        pinned = prefix.num_tokens + sum(other.num_tokens for other in self._all.values())
-        if pinned > MOST_PINNED * facts.kv_tokens:
-            raise ApiError(
-                409,
-                f"prefixes would take {pinned} tokens of KV memory, limit is "
-                f"{int(MOST_PINNED * facts.kv_tokens)}: delete some, or raise --kv-memory",
-                code="kv_memory_full",
-            )
 
     def _pin(self, prefix: Prefix) -> None:
         prefix.ready = False

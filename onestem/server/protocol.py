@@ -16,6 +16,7 @@ __all__ = [
     "CompletionBody",
     "ErrorAnswer",
     "PrefixBody",
+    "SchemaBody",
 ]
 
 
@@ -106,11 +107,14 @@ class _Sampling(_Strict):
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = Field(
         None, description="Seconds until the request is given up."
     )
-    pml: Any = Field(None, description="Not served yet: refused with 501.")
+    pml: str | None = Field(None, description="A prompt in PML, in place of the other kinds.")
+    isolation: Literal["anchored", "isolated", "off"] | None = Field(
+        None, description="Of pml: who sees what."
+    )
 
 
 class ChatBody(_Sampling):
-    messages: Messages
+    messages: Messages | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -129,7 +133,8 @@ class CompletionBody(_Sampling):
         | Annotated[list[str], Field(min_length=1, max_length=256)]
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
-    )
+        | None
+    ) = None
     logprobs: Count | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -143,6 +148,12 @@ class PrefixBody(_Strict):
     text: Text | None = None
     messages: Messages | None = None
     token_ids: TokenIds | None = None
+
+
+class SchemaBody(_Strict):
+    """The markup of a schema (docs/pml.md)."""
+
+    pml: str
 
 
 class BatchBody(_Strict):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from onestem.batch.identity import model_identity
 from onestem.engine.admission import check_request
 from onestem.engine.tokenizer import Tokenizer
+from onestem.models.config import ModelConfig
 from onestem.request import Request
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
@@ -23,6 +24,7 @@ from onestem.server.logs import log
 from onestem.server.metrics import Metrics
 from onestem.server.prefixes import Prefixes
 from onestem.server.process import Launcher
+from onestem.server.schemas import Schemas
 from onestem.server.settings import Settings
 from onestem.server.state import SnapshotCache
 from onestem.server.store import Store
@@ -54,9 +56,12 @@ class Service:
         self.store = Store(settings.state)
         self.client = EngineClient(launcher, settings.max_queue)
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
+        self.schemas = Schemas(
+            tokenizer, ModelConfig.from_directory(path).max_position_embeddings, self.store
+        )
         self.metrics = Metrics(self.client)
         self.history = History(self._token_text)
-        self.jobs = Jobs(self.store, self.client, self._job_model, self.check)
+        self.jobs = Jobs(self.store, self.client, self.schemas, self._job_model, self.check)
         self.snapshots = SnapshotCache(self)
         self.stopping = asyncio.Event()
         self.started_at = int(time.time())
@@ -74,6 +79,7 @@ class Service:
             ConfigError, RequestError: an option or a prefix is wrong.
         """
         try:
+            self.schemas.load(self.settings.schemas)
             self.prefixes.load(self.settings.apps)
             await self.client.start()
             await self.prefixes.until_ready()

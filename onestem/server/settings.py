@@ -29,7 +29,7 @@ class Settings:
     Attributes:
         model: as the user names it; `engine` are the other options of `LLM`.
         model_names: what requests may call it; the first is shown.
-        apps: name -> source of the operator's prefixes.
+        apps: name -> source of the operator's prefixes; schemas: files of its PML schemas.
         max_queue: most requests of a key that wait in front of the engine.
         timeout: seconds that a request may take unless it says otherwise.
         max_body_bytes: of a JSON body; max_file_bytes: of an upload.
@@ -43,6 +43,7 @@ class Settings:
     port: int = 8000
     state: Path
     apps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schemas: Sequence[Path] = ()
     keys: Keys = field(default_factory=Keys)
     max_queue: int = 1024
     timeout: float = 600.0

@@ -8,7 +8,7 @@ import pytest
 
 from onestem import LLM, SamplingParams
 from onestem.errors import JobError
-from onestem.jobs import run_file
+from onestem.jobs import plan_file, run_file
 
 SCHEMA = """<schema name="people">
   <user>
@@ -99,3 +99,14 @@ def test_another_schema_is_another_job(schema, tmp_path):
     other = LLM(dtype="float32", kv_memory="32MiB")
     with pytest.raises(JobError, match=r"out\.jsonl"):
         run_file(other, tmp_path / "in.jsonl", tmp_path / "out.jsonl", schemas=[schema])
+
+
+def test_a_plan_reads_them_too(schema, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(line(name, {"pml": PROMPT}) for name in "ab"))
+    options = {"model": "embedded", "levels": "all", "kv_memory": "32MiB"}
+    for number, (schemas, failed) in enumerate([([schema], 0), ([], 2)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        report = plan_file(source, folder, schemas=schemas, **options)
+        assert (report["failed_lines"], report["requests"]) == (failed, 2 - failed)

@@ -54,7 +54,7 @@ def test_alone_and_in_any_order(tiny, isolation):
 
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 128), (4, 48), (16, 24)])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 260), (16, 20)])
 def test_a_small_pool_sets_back(tiny, page_size, num_pages, share):
     engine = check_pml(
         tiny("llama"),
@@ -62,10 +62,10 @@ def test_a_small_pool_sets_back(tiny, page_size, num_pages, share):
         share=share,
         page_size=page_size,
         num_pages=num_pages,
-        max_tokens=20,
+        max_tokens=60,
         max_step_tokens=64,
     )
-    assert engine.stats.requests == len(PROMPTS)
+    assert engine.stats.set_backs > 0 or share == "off"
 
 
 @pytest.mark.parametrize("isolation", ["anchored", "isolated"])

@@ -145,6 +145,51 @@ def test_a_file_of_another_model_is_not_used(tiny, tmp_path):
     assert engine.tiers.stats.damaged > 0
 
 
+def test_what_a_waiting_request_wants_is_read_ahead(tiny, tmp_path):
+    compiled = compiled_prompts("anchored")[0]
+    first = run(engine_with(tiny("llama"), tmp_path), [compiled])
+    engine = engine_with(tiny("llama"), tmp_path, host=16 * MIB)
+    request = pml_request("0", compiled)
+    engine.add_request(request)
+    engine.tiers.close()  # waits for the thread, which reads no more after this
+    cached = [segment for segment in compiled.segments if segment.kind == "cached"]
+    assert all(("", segment.key) in engine.tiers.host for segment in cached)
+    engine.abort("0")
+    assert same(first, run(engine, [compiled]))
+    assert engine.tiers.stats.from_host_tokens == sum(len(s.token_ids) for s in cached)
+    assert engine.tiers.stats.from_disk_tokens == 0
+
+
+def test_read_ahead_is_bounded(tiny, tmp_path, monkeypatch):
+    compiled = compiled_prompts("anchored")
+    run(engine_with(tiny("llama"), tmp_path), compiled)
+    monkeypatch.setattr("onestem.engine.tiers.MOST_READ_AHEAD", 2)
+    engine = engine_with(tiny("llama"), tmp_path)
+    engine.prefetch_modules([s for one in compiled for s in one.segments if s.kind == "cached"])
+    assert len(engine.tiers._reading) == 2
+    run(engine, compiled)
+
+
+def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path):
+    """The choice alone, made on the host."""
+    compiled = compiled_prompts("anchored")[0]
+    run(engine_with(tiny("llama"), tmp_path), [compiled])
+    tiers = engine_with(tiny("llama"), tmp_path).tiers
+    tiers._device = torch.device("cuda")
+    module = next(s for s in compiled.segments if s.kind == "cached")
+    name, count = ("", module.key), len(module.token_ids)
+    assert not tiers._disk_pays(name, count)  # no rate is known: this measures the disk's
+    tiers._reading[name].result()
+    assert tiers._bytes_per_second is not None
+    assert not tiers._disk_pays(name, count)  # that of computing is not known
+    seconds = tiers._bytes_per_token / tiers._bytes_per_second
+    tiers.note_step(100, 300 * seconds)
+    assert tiers._disk_pays(name, count)
+    tiers.note_step(100, 50 * seconds)
+    tiers.note_step(1, 1.0)  # a small step says nothing about a large one
+    assert not tiers._disk_pays(name, count)
+
+
 def test_salts_have_files_of_their_own(tiny, tmp_path):
     one = compiled_prompts("anchored")[0]
     for salt, hits in (("a", 0), ("b", 0), ("a", one.num_cached_tokens)):

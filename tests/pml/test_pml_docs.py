@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from onestem.batch.format import parse_line
 from onestem.pml import compile_prompt, lay_out, parse_prompt, parse_schema
 from tests.pml.characters import Characters
 
@@ -26,8 +27,19 @@ def test_markup():
 
 
 def test_python():
-    (code,) = blocks("python")
+    code = blocks("python")[0]
     names: dict = {}
     exec(code, names)
     compiled = compile_prompt(lay_out(names["schema"], Characters()), names["prompt"])
     assert compiled.num_computed_tokens == len("3 days") + len("Surf?")
+
+
+def test_what_runs_them_is_python():
+    for code in blocks("python"):
+        compile(code, "docs/pml.md", "exec")
+
+
+def test_a_line_of_a_job():
+    (line,) = blocks("json")
+    request = parse_line(line.encode())
+    assert parse_prompt(request.prompt.pml or "").schema == "cities"

@@ -21,7 +21,7 @@ from onestem.server.settings import Settings
 from onestem.server.wire import Channel
 from onestem.server.worker import Worker
 
-WAIT = 60.0
+WAIT = 30.0
 
 
 class EngineThread:
@@ -82,6 +82,44 @@ class EngineThread:
 
     def kill(self) -> None:
         self._ends[-1].shutdown(socket.SHUT_RDWR)
+
+
+class Held:
+    """Holds an engine's steps up, so that a test finds it half done: pass it as `change`."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._engines = 0
+        self._limit = 0.0
+        self._finished = 0
+
+    def __call__(self, llm: LLM) -> None:
+        step = llm.engine.step
+        self._engines += 1
+        number = self._engines
+
+        def held() -> list:
+            with self._change:
+                self._change.wait_for(
+                    lambda: number < self._engines or self._finished < self._limit, WAIT
+                )
+            outputs = step()
+            self._finished += sum(output.finished for output in outputs)
+            return outputs
+
+        llm.engine.step = held
+
+    def let(self, count: float) -> None:
+        """Let steps pass until so many requests have finished in all."""
+        with self._change:
+            self._limit = count
+            self._change.notify_all()
+
+    def forget(self) -> None:
+        """The engine was killed: its thread may run into its end."""
+        with self._change:
+            self._engines += 1
+            self._change.notify_all()
 
 
 class _Link:

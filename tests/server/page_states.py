@@ -15,7 +15,7 @@ RUNS = [
     (3, 1, 800, 200, 50, 2, None, EVIL),
     (4, 3, 1000, 40, 40, 1, None, None),
     (5, 3, 1000, 60, 60, 1, None, None),
-    (6, None, 0, 300, 300, 0, None, "Something that nobody reads any more"),
+    (6, None, 0, 300, 300, 0, True, "Something that nobody reads any more"),
 ]
 
 
@@ -35,7 +35,7 @@ def _reuse(matched: int, source: str, ended: str, **other: Any) -> dict[str, Any
 
 
 REQUESTS = [
-    _request(9, 812, _reuse(812, "prefix support", "differs", at=812, expected=" your", got=EVIL)),
+    _request(9, 812, _reuse(812, "prefix support", "differs", at=812, expected="\n", got=EVIL)),
     _request(8, 899, _reuse(899, "earlier request", "prompt ended")),
     _request(7, 500, _reuse(500, "earlier request", "salt", at=500)),
     _request(6, 0, _reuse(0, "none", "evicted", at=0)),
@@ -68,7 +68,13 @@ def state(seconds: int = 120, **changes: Any) -> dict[str, Any]:
             ],
         },
         "runs": [
-            {**dict(zip(names, run)), "first_token_ids": [run[0], 55, 3]} for run in RUNS
+            {
+                **dict(zip(names, run)),
+                "first_token_ids": [run[0], 55, 3],
+                "owner": "prefix" if run[6] else "interactive",
+                "salted": run[0] == 3,
+            }
+            for run in RUNS
         ],
         "runs_left_out": 7,
         "queue": {"waiting": 3, "running": 12, "limit": 1024, "by_key": []},

@@ -1,9 +1,9 @@
-"""/v1/files and /v1/batches: results as `onestem batch` writes them, whatever happens in between."""
+"""/v1/files and /v1/batches: results as `onestem batch` writes them, whatever happens."""
 
 from __future__ import annotations
 
 import json
-import threading
+import math
 import time
 
 import openai
@@ -11,7 +11,7 @@ import pytest
 
 from onestem.jobs import run_file
 from onestem.llm import LLM
-from tests.server.harness import running
+from tests.server.harness import Held, running
 
 DOCUMENT = "The mill of Oakham stands by the river and grinds the corn of nine villages. " * 3
 
@@ -111,17 +111,28 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
 
 
 def test_a_batch_across_a_restart_and_deaths_of_the_engine(tmp_path, tiny_model, expected):
-    """The engine dies twice and the server stops once in the middle of a job."""
-    slow = {"max_model_len": 512, "kv_memory": "256KiB"}
-    with running(tmp_path, model=tiny_model, engine=slow, change=one_by_one) as server:
-        with server.http() as http:
-            batch_id = create(http, lines(60, temperature=0))["id"]
-            for deaths in (1, 2):
-                server.until(lambda: done(server, batch_id) >= 8 * deaths)
-                server.launcher.kill()
-                server.until(lambda: server.service.client.restarts == deaths)
-            server.until(lambda: done(server, batch_id) >= 24)
-    with running(tmp_path, model=tiny_model, engine=slow) as server, server.http() as http:
+    """The engine dies twice and the server stops once, each time in the middle of the job."""
+    few = {"max_model_len": 512, "kv_memory": "256KiB"}
+    held = Held()
+    with (
+        running(tmp_path, model=tiny_model, engine=few, change=held) as server,
+        server.http() as http,
+    ):
+        batch_id = create(http, lines(60, temperature=0))["id"]
+        for deaths in (1, 2):
+            answers = 8 * deaths
+            held.let(answers)
+            wait_for(server, batch_id, answers)
+            server.launcher.kill()
+            held.forget()
+            wait_for_restart(server, deaths)
+        held.let(24)
+        wait_for(server, batch_id, 24)
+        assert done(server, batch_id) < 60
+        server.on_loop(server.service.jobs.stop)
+        assert http.get(f"/v1/batches/{batch_id}").json()["status"] == "in_progress"
+        held.let(math.inf)
+    with running(tmp_path, model=tiny_model, engine=few) as server, server.http() as http:
         made = [json.loads(line) for line in output(http, ended(http, batch_id)).splitlines()]
         whole = [json.loads(line) for line in expected(60).splitlines()]
         assert [one["custom_id"] for one in made] == [one["custom_id"] for one in whole]
@@ -131,47 +142,67 @@ def test_a_batch_across_a_restart_and_deaths_of_the_engine(tmp_path, tiny_model,
                 assert body["choices"] == known["choices"]
 
 
+def wait_for(server, batch_id: str, answers: int) -> None:
+    server.until(lambda: done(server, batch_id) >= answers)
+
+
+def wait_for_restart(server, deaths: int) -> None:
+    client = server.service.client
+    server.until(lambda: client.restarts == deaths and client.state == "running")
+
+
 def done(server, batch_id: str) -> int:
     """Answers in the journal."""
     journal = server.service.store.work / batch_id / "output.jsonl.partial"
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
-def one_by_one(llm: LLM) -> None:
-    """A step waits until the job's thread has written down what came before, so that the test sees
-    a job that is half done."""
-    step = llm.engine.step
-    gate = threading.Event()
-
-    def slow_step():
-        gate.wait(0.002)
-        return step()
-
-    llm.engine.step = slow_step
-
-
 def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
-    with running(tmp_path, model=tiny_model, change=one_by_one) as server, server.http() as http:
-        batch_id = create(http, lines(300, max_tokens=60, ignore_eos=True))["id"]
-        server.until(lambda: done(server, batch_id) >= 3)
+    few, held = {"max_model_len": 512, "kv_memory": "256KiB"}, Held()
+    with (
+        running(tmp_path, model=tiny_model, engine=few, change=held) as server,
+        server.http() as http,
+    ):
+        batch_id = create(http, lines(30))["id"]
+        held.let(3)
+        wait_for(server, batch_id, 3)
         assert http.post(f"/v1/batches/{batch_id}/cancel").json()["status"] == "cancelling"
+        held.let(math.inf)
         batch = ended(http, batch_id)
         assert batch["status"] == "cancelled"
         answered = [json.loads(line)["custom_id"] for line in output(http, batch).splitlines()]
-        assert 3 <= len(answered) < 300
+        assert 3 <= len(answered) < 30
         assert len(set(answered)) == len(answered)
         assert http.post(f"/v1/batches/{batch_id}/cancel").status_code == 409
         server.check()
 
 
-def test_keys_take_turns_with_batches_and_files_in_use_stay(tmp_path, tiny_model):
-    with running(tmp_path, model=tiny_model, change=one_by_one) as server, server.http() as http:
-        first = create(http, lines(100))
-        busy = http.delete(f"/v1/files/{first['input_file_id']}")
+def test_files_in_use_stay(tmp_path, tiny_model):
+    held = Held()
+    with running(tmp_path, model=tiny_model, change=held) as server, server.http() as http:
+        batch = create(http, lines(5))
+        busy = http.delete(f"/v1/files/{batch['input_file_id']}")
         assert busy.status_code == 409
-        assert first["id"] in busy.json()["error"]["message"]
-        second = create(http, lines(5))
-        assert ended(http, second["id"])["completed_at"] >= ended(http, first["id"])["completed_at"]
+        assert batch["id"] in busy.json()["error"]["message"]
+        held.let(math.inf)
+        ended(http, batch["id"])
+        assert http.delete(f"/v1/files/{batch['input_file_id']}").status_code == 200
+
+
+def test_a_line_in_pml(tmp_path, tiny_model):
+    """A job keeps the schema that was there when it was made."""
+    schema = '<schema name="s"><module name="m">Oakham lies by the river.</module></schema>'
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    line["body"] = {"pml": '<prompt schema="s"><m/>Where?</prompt>', "max_tokens": 3}
+    held = Held()
+    with running(tmp_path, model=tiny_model, change=held) as server, server.http() as http:
+        assert http.put("/v1/schemas/s", json={"pml": schema}).status_code == 200
+        batch = create(http, json.dumps(line).encode() + b"\n")
+        assert http.delete("/v1/schemas/s").status_code == 200
+        held.let(math.inf)
+        batch = ended(http, batch["id"])
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        server.check()
 
 
 def test_bad_batches(embedded):

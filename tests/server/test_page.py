@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.server.page_states import EVIL, RUNS, START, state
 from tests.server.page_stub import PAGE, Stub, serving
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+By = pytest.importorskip("selenium.webdriver.common.by").By
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -80,7 +81,7 @@ def test_the_tree_has_tokens_as_width_and_readers_as_colour(page):
     for run, level in ((1, 4), (2, 1), (3, 2), (6, 0)):
         assert f"readers-{level}" in drawn[run][4]
     assert len(browser.find_elements(By.CSS_SELECTOR, "#tree rect.missing")) == 1
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree rect.pin")) == 1
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree rect.pin")) == 2
     assert "7 smaller runs" in text(browser, "left-out")
 
 
@@ -97,11 +98,12 @@ def test_a_run_is_as_high_as_what_continues_it(page):
 def test_a_run_tells_what_it_is(page):
     browser, stub = page
     browser.find_element(By.CSS_SELECTOR, "[data-run='1']").click()
-    for part in ("800, from 0 to 800", "9 running sequences", "support", "You are a helpful"):
+    for part in ("800, from 0 to 800", "9 running", "by prefix support", "You are a helpful"):
         assert part in text(browser, "run")
     browser.switch_to.active_element.send_keys("\ue014\ue015")  # right, down
     assert "run 1" in text(browser, "run")
     assert "50 of 200" in text(browser, "run")
+    assert "interactive; other keys never match it" in text(browser, "run")
     # It stays chosen when the tree changes.
     changed = state(121)
     changed["runs"][2]["computed"] = 180
@@ -152,6 +154,8 @@ def test_every_requests_reuse_is_explained(page):
     assert len(rows) == len(wanted)
     for row, part in zip(rows, wanted):
         assert part in row
+    # What cannot be seen is written out.
+    assert f"goes on with {EVIL} where \\n is stored" in rows[0]
 
 
 def test_tables_and_tiles(page):
@@ -178,8 +182,10 @@ def test_lines_grow_with_the_seconds_that_events_bring(page):
     stub.say(more)
     until(browser, lambda: script(browser, points)[0] == 125)
     assert sorted(script(browser, points)) == [124, *[125] * 9]
+    assert "−1 min" not in text(browser, "charts")
     stub.say(state(900))
     until(browser, lambda: script(browser, points) == [301] * 10)
+    assert "−5 min" in text(browser, "charts")
 
 
 def test_an_engine_that_is_down_is_said_clearly(page):

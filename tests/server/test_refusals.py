@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+PML = '<prompt schema="nobody">Hello</prompt>'
 USER = [{"role": "user", "content": "hi"}]
 
 # (endpoint, field, value): each alone, beside what the endpoint needs.
@@ -35,7 +36,8 @@ BAD = [
         ("prefix", 3), ("response_format", {"type": "grammar"}), ("response_format", "json"),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}),
         ("temperatur", 1), ("user", 3), ("metadata", []), ("min_tokens", 99),
-        ("stop_token_ids", [99999]), ("model", 3),
+        ("stop_token_ids", [99999]), ("model", 3), ("pml", "text"), ("pml", 3),
+        ("isolation", "off"),
     ]],
 ]  # fmt: skip
 
@@ -56,19 +58,14 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(embedded, endpoint, nam
     assert name in error["message"] or name == error["param"]
 
 
-def test_what_is_not_there_yet_says_so(embedded):
-    with embedded.http() as http:
-        for answer in (ask(http, "completions", pml="<prompt/>"), http.put("/v1/schemas/a")):
-            assert answer.status_code == 501
-            assert answer.json()["error"]["code"] == "not_implemented"
-
-
 def test_unknown_names_are_404(embedded):
     with embedded.http() as http:
         for answer, code in (
             (ask(http, "completions", model="gpt-9"), "model_not_found"),
             (ask(http, "completions", prefix="nobody"), "prefix_not_found"),
             (http.get("/v1/prefixes/nobody"), "prefix_not_found"),
+            (http.get("/v1/schemas/nobody"), "schema_not_found"),
+            (http.post("/v1/completions", json={"pml": PML}), "schema_not_found"),
             (http.get("/v1/files/file-1"), "not_found"),
             (http.get("/v1/batches/batch_1"), "not_found"),
             (http.get("/v1/nothing"), None),

@@ -6,7 +6,7 @@ const HEIGHT = 120; // As in page.css.
 const LEFT = 42;
 const BOTTOM = 16;
 const TOP = 6;
-const SECONDS = 300;
+const SPAN = [60, 300]; // Seconds shown at least and at most.
 const OWNERS_SHOWN = 8;
 
 // The least of 1, 2, 2.5 and 5 times a power of ten that is at least value.
@@ -40,12 +40,17 @@ export class Chart {
 
   point(event) {
     const box = this.picture.getBoundingClientRect();
-    this.cursor = this.end - SECONDS * (1 - (event.clientX - box.left - LEFT) / (this.width - LEFT));
+    this.cursor = this.end - this.span * (1 - (event.clientX - box.left - LEFT) / (this.width - LEFT));
     this.draw();
   }
 
   get width() {
     return this.picture.clientWidth || 320;
+  }
+
+  get span() {
+    const known = this.end - (this.columns.time[0] ?? 0);
+    return Math.min(SPAN[1], Math.max(SPAN[0], known));
   }
 
   get end() {
@@ -56,7 +61,7 @@ export class Chart {
     const values = this.series.flatMap(([name]) => this.columns[name] ?? []).filter((value) => value !== null);
     const most = roundUp(Math.max(0, ...values));
     const width = this.width;
-    const x = (time) => LEFT + (1 - (this.end - time) / SECONDS) * (width - LEFT);
+    const x = (time) => LEFT + (1 - (this.end - time) / this.span) * (width - LEFT);
     const y = (value) => HEIGHT - BOTTOM - (value / most) * (HEIGHT - BOTTOM - TOP);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.picture.replaceChildren(
@@ -90,9 +95,12 @@ export class Chart {
       svg("line", { x1: LEFT, x2: this.width, y1: y(value), y2: y(value) }),
       svg("text", { x: 0, y: y(value) + 4 }, value ? this.format(value) : "0"),
     ]);
-    const marks = [5, 4, 3, 2, 1].map((minutes) =>
-      svg("text", { x: x(this.end - minutes * 60), y: HEIGHT - 3 }, `−${minutes} min`),
-    );
+    const every = this.span > 150 ? 60 : this.span > 75 ? 30 : 15;
+    const marks = [];
+    for (let ago = every; ago <= this.span; ago += every) {
+      const text = every === 60 ? `−${ago / 60} min` : `−${ago} s`;
+      marks.push(svg("text", { x: x(this.end - ago), y: HEIGHT - 3 }, text));
+    }
     return [...parts, ...marks];
   }
 }

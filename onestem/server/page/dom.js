@@ -50,6 +50,12 @@ export const clock = (time) =>
 
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
 
+// A token's text in quotation marks; what cannot be seen stands as in JSON.
+export const quoted = (text) => html("q", {}, JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"'));
+
+// Long names are cut by the style; pointing at one shows all of it.
+export const name = (text) => html("span", { class: "cut", title: text }, text);
+
 // Draws a part only when what it shows has changed, so that a selection or a hover stays.
 export function whenChanged(draw) {
   let drawn;

@@ -1,6 +1,6 @@
 // Prefixes, jobs and recent requests.
 
-import { bytes, clock, html, percent, seconds, short } from "./dom.js";
+import { bytes, clock, html, name, percent, quoted, seconds, short } from "./dom.js";
 
 // columns: [[title, cell(row) -> text or element, class]]
 function table(columns, rows, empty) {
@@ -24,7 +24,7 @@ const PREFIXES = [
 ];
 
 const JOBS = [
-  ["Job", (job) => job.id],
+  ["Job", (job) => name(job.id)],
   ["Of", (job) => job.key ?? "–"],
   ["State", (job) => job.status.replace("_", " ")],
   ["Done", progress],
@@ -34,7 +34,7 @@ const JOBS = [
 
 const REQUESTS = [
   ["Time", (request) => clock(request.time)],
-  ["Request", (request) => request.id],
+  ["Request", (request) => name(request.id)],
   ["Of", (request) => [request.key, request.app].filter((part) => part !== null).join(" / ") || "–"],
   ["Prompt", (request) => short(request.prompt_tokens), "number"],
   ["Answer", (request) => short(request.output_tokens), "number"],
@@ -83,5 +83,5 @@ function ending({ ended, at, expected, got, matched_tokens: matched }, prompt) {
   if (reasons[ended]) return reasons[ended];
   if (ended !== "differs") return [`the match ended at token ${where}: ${ended}.`];
   if (expected === null || got === null) return [`at token ${where} the prompt goes on differently.`];
-  return [`at token ${where} it goes on with `, html("q", {}, got), " where ", html("q", {}, expected), " is stored."];
+  return [`at token ${where} it goes on with `, quoted(got), " where ", quoted(expected), " is stored."];
 }

@@ -4,7 +4,7 @@ import { html, short, svg } from "./dom.js";
 
 const LEVELS = ["0", "1", "2–3", "4–7", "8–15", "16 or more"];
 const AXIS = 16;
-const ROW_LEAST = 7;
+const ROW_LEAST = 5;
 const ROW_MOST = 34;
 
 export const level = (readers) => (readers > 0 ? Math.min(5, 1 + Math.floor(Math.log2(readers))) : 0);
@@ -86,7 +86,7 @@ export class Tree {
       parts.push(svg("rect", { ...box, x: box.x + box.width - missing, width: missing, class: "missing" }));
     }
     if (run.pinned) parts.push(svg("rect", { ...box, width: 3, class: "pin" }));
-    if (box.width > 60 && box.height > 11) parts.push(label(run, box));
+    if (box.width > 60 && box.height > 13) parts.push(label(run, box));
     return parts;
   }
 
@@ -134,8 +134,13 @@ function idOf(event) {
 
 const key = (name, text) => html("span", {}, html("i", { class: name }), text);
 
+// A run that several prefixes share has no single name: it is just pinned.
+const pinName = (run) => (typeof run.pinned === "string" ? run.pinned : null);
+
+const owner = (run) => `${run.owner ?? "unknown"}${run.salted ? "; other keys never match it" : ""}`;
+
 function label(run, box) {
-  const words = run.pinned ?? run.text ?? `${run.tokens} tokens`;
+  const words = pinName(run) ?? run.text ?? `${run.tokens} tokens`;
   // About 6.2 pixels a letter at this size: what is longer is cut.
   const letters = Math.floor((box.width - 10) / 6.2);
   const line = words.replace(/\s+/g, " ");
@@ -159,8 +164,9 @@ function facts({ run, parent, children }) {
     ["Run", String(run.id)],
     ["Tokens", `${run.tokens}, from ${run.start} to ${run.start + run.tokens}`],
     ["Computed", run.computed < run.tokens ? `${run.computed} of ${run.tokens}` : "all"],
-    ["Readers", run.readers ? `${run.readers} running sequence${run.readers > 1 ? "s" : ""}` : "none: may be evicted"],
-    ["Pinned by", run.pinned ?? "nobody"],
+    ["Readers", run.readers ? `${run.readers} running sequence${run.readers > 1 ? "s" : ""}` : run.pinned ? "none now" : "none: may be evicted"],
+    ["Pinned", run.pinned ? `by ${pinName(run) ? `prefix ${pinName(run)}` : "a prefix"}` : "no"],
+    ["Owner", owner(run)],
     ["Continues", parent ? `run ${parent.run.id}` : "nothing: prompts begin here"],
     ["Continued by", `${children.length} run${children.length === 1 ? "" : "s"}`],
     ["First ids", run.first_token_ids.join(" ")],

@@ -1,0 +1,165 @@
+"""PML schemas as objects: named, versioned; a prompt in PML names the one it is of.
+
+The operator's (`--schema`) serve all keys; a key's own are its own. Their modules are computed with
+the first prompt that imports them, and shared by what has the same cache salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onestem.batch.fields import show
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import ConfigError, RequestError
+from onestem.pml import CompiledPrompt, Library, parse_prompt, read_schema, to_markup
+from onestem.server.errors import ApiError
+from onestem.server.prefixes import APP_OWNER
+from onestem.server.store import Store
+from onestem.server.tenants import Tenant
+
+__all__ = ["CompilePml", "Schemas"]
+
+# Markup and isolation -> segments.
+CompilePml = Callable[[str, str], CompiledPrompt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schema:
+    owner: str
+    name: str
+    version: int
+    markup: str
+    created_at: int
+    library: Library
+
+    def describe(self) -> dict[str, Any]:
+        """As the API shows it."""
+        layout = self.library.layouts[self.name]
+        return {
+            "object": "schema",
+            "name": self.name,
+            "owner": "operator" if self.owner == APP_OWNER else "key",
+            "version": self.version,
+            "positions": layout.end,
+            "modules": len(layout.blocks) - 1,
+            "created_at": self.created_at,
+        }
+
+
+class Schemas:
+    """All schemas of a server.
+
+    Args:
+        max_positions: that the model has.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, max_positions: int, store: Store) -> None:
+        self._tokenizer = tokenizer
+        self._max_positions = max_positions
+        self._store = store
+        self._current: dict[tuple[str, str], _Schema] = {}
+
+    def load(self, files: Iterable[Path]) -> None:
+        """The operator's, and those that keys have made before."""
+        for file in files:
+            made = self._made(APP_OWNER, 1, to_markup(read_schema(file)), int(time.time()))
+            if (APP_OWNER, made.name) in self._current:
+                raise ConfigError(f"--schema {file}: another file has a schema {made.name!r}")
+            self._current[made.owner, made.name] = made
+        for row in self._store.list_named("schemas"):
+            made = self._made(row["owner"], row["version"], row["source"], row["created_at"])
+            self._current[made.owner, made.name] = made
+
+    def _made(self, owner: str, version: int, markup: str, created_at: int) -> _Schema:
+        library = self._library([markup])
+        (name,) = library.layouts
+        return _Schema(
+            owner=owner,
+            name=name,
+            version=version,
+            markup=markup,
+            created_at=created_at,
+            library=library,
+        )
+
+    def _library(self, markups: Sequence[str]) -> Library:
+        if self._tokenizer is None:
+            raise RequestError("PML needs a tokenizer, and this model directory has none")
+        library = Library(self._tokenizer, max_positions=self._max_positions)
+        for markup in markups:
+            library.add(_checked(markup))
+        return library
+
+    # ------------------------------------------------------------------------- API
+
+    async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a schema, or its next version."""
+        for field in body:
+            if field != "pml":
+                raise RequestError(f"unknown field in body: {show(field)}")
+        markup = body.get("pml")
+        if not isinstance(markup, str):
+            raise RequestError(f"pml is {show(markup)}, expected the markup of a schema")
+        if (APP_OWNER, name) in self._current:
+            raise ApiError(409, f"{name!r} is a schema of the operator's: choose another name")
+        before = self._current.get((tenant.name, name))
+        version = before.version + 1 if before is not None else 1
+        made = await asyncio.to_thread(self._made, tenant.name, version, markup, int(time.time()))
+        if made.name != name:
+            raise RequestError(f"pml is a schema named {made.name!r}, expected {name!r}")
+        row = {"owner": made.owner, "name": name, "version": version, "source": markup}
+        await asyncio.to_thread(
+            self._store.save_named, "schemas", {**row, "created_at": made.created_at}
+        )
+        self._current[tenant.name, name] = made
+        return made.describe()
+
+    def find(self, tenant: Tenant, name: str) -> _Schema:
+        for owner in (tenant.name, APP_OWNER):
+            found = self._current.get((owner, name))
+            if found is not None:
+                return found
+        raise ApiError(404, f"there is no schema {show(name)}", code="schema_not_found")
+
+    def visible(self, tenant: Tenant) -> list[_Schema]:
+        return [s for s in self._current.values() if s.owner in (tenant.name, APP_OWNER)]
+
+    async def delete(self, tenant: Tenant, name: str) -> None:
+        schema = self.find(tenant, name)
+        if schema.owner == APP_OWNER:
+            raise ApiError(
+                403, f"{name!r} is the operator's: it ends with the server", code="operator_only"
+            )
+        await asyncio.to_thread(self._store.delete_named, "schemas", tenant.name, name)
+        self._current.pop((tenant.name, name), None)
+
+    # ------------------------------------------------------------------------- prompts
+
+    def compile(self, tenant: Tenant, markup: str, isolation: str) -> CompiledPrompt:
+        """A prompt's segments.
+
+        Raises:
+            PmlError: what is wrong with it; ApiError: its schema is not here.
+        """
+        prompt = parse_prompt(_checked(markup))
+        return self.find(tenant, prompt.schema).library.compile(prompt, isolation)
+
+    def markups(self, tenant: Tenant) -> list[str]:
+        """What a job keeps of the schemas that are there when it is made."""
+        return [schema.markup for schema in self.visible(tenant)]
+
+    def compiler(self, markups: Sequence[str]) -> CompilePml | None:
+        """Compiles prompts of some schemas; None for a model without a tokenizer."""
+        return None if self._tokenizer is None else self._library(markups).compile
+
+
+def _checked(markup: str) -> str:
+    """Markup, that no one can take for a file's name."""
+    if not markup.lstrip("\ufeff \t\r\n").startswith("<"):
+        raise RequestError(f"pml is {show(markup)}, expected markup that begins with <")
+    return markup

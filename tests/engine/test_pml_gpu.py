@@ -1,0 +1,88 @@
+"""Prompts of modules on a GPU: the tokens of the CPU, from every tier. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.engine.engine import Engine
+from onestem.models.weights import load_decoder
+from tests.engine.harness import NO_DEFAULTS, answer
+from tests.engine.pml_harness import compiled_prompts, pml_request
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def engine_on(device: str, path, **options) -> Engine:
+    decoder = load_decoder(path, dtype=torch.float32, device=device)
+    return Engine(decoder, None, NO_DEFAULTS, **{"num_pages": 512, **options})
+
+
+def tokens(engine: Engine, isolation: str) -> list[list[int]]:
+    compiled = compiled_prompts(isolation)
+    requests = [pml_request(i, one, max_tokens=24) for i, one in enumerate(compiled)]
+    outputs = answer(engine, requests)
+    return [outputs[str(i)].outputs[0].token_ids for i in range(len(compiled))]
+
+
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("isolation", ["anchored", "isolated", "off"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "falcon_40b", "mpt", "phi", "gpt2"])
+def test_tokens_are_those_of_the_cpu(tiny, family, isolation, share):
+    want = tokens(engine_on("cpu", tiny(family), impl="torch"), isolation)
+    assert tokens(engine_on("cuda", tiny(family), share=share), isolation) == want
+
+
+@pytest.mark.parametrize("page_size", [1, 16])  # scattered slots, and stretches of them
+@pytest.mark.parametrize("isolation", ["anchored", "isolated"])
+def test_from_host_memory(tiny, isolation, page_size):
+    want = tokens(engine_on("cpu", tiny("llama"), impl="torch"), isolation)
+    engine = engine_on("cuda", tiny("llama"), page_size=page_size)
+    engine.keep_modules(host=HostStore(1 << 26), disk=None)
+    assert tokens(engine, isolation) == want
+    for _ in range(2):
+        engine.cache.clear()
+        assert tokens(engine, isolation) == want
+    assert engine.tiers is not None
+    assert engine.tiers.stats.from_host_tokens >= 2 * engine.tiers.stats.saved_tokens > 0
+
+
+def test_from_scattered_pages(tiny):
+    """A pool so full of other runs that modules get pages here and there."""
+    want = tokens(engine_on("cpu", tiny("llama"), impl="torch"), "anchored")
+    engine = engine_on("cuda", tiny("llama"), page_size=1)
+    engine.keep_modules(host=HostStore(1 << 26), disk=None)
+    assert tokens(engine, "anchored") == want
+    engine.cache.clear()
+    taken = engine.cache.pool.allocate(512)
+    engine.cache.pool.release(taken[::2] + taken[301::2])
+    kept = sorted(set(taken) - set(taken[::2] + taken[301::2]))
+    compiled = compiled_prompts("anchored")[0]
+    requests = [pml_request("0", compiled, max_tokens=24)]
+    engine.add_request(requests[0])
+    outputs = []
+    while engine._states or not outputs:
+        outputs += engine.step()
+    assert outputs[0].outputs[0].token_ids == want[0]
+    engine.cache.clear()
+    engine.cache.pool.release(kept)
+    engine.check()
+
+
+def test_from_the_disk_where_that_pays(tiny, tmp_path, monkeypatch):
+    want = tokens(engine_on("cpu", tiny("llama"), impl="torch"), "anchored")
+    first = engine_on("cuda", tiny("llama"))
+    first.keep_modules(host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
+    assert tokens(first, "anchored") == want
+    assert first.tiers is not None
+    first.tiers.flush()
+    for row_seconds, used in ((1e-12, False), (1e3, True)):
+        engine = engine_on("cuda", tiny("llama"))
+        engine.keep_modules(host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
+        assert engine.tiers is not None
+        monkeypatch.setattr(engine.tiers, "note_step", lambda *_: None)
+        engine.tiers._row_seconds = row_seconds
+        engine.tiers._bytes_per_second = 1e9
+        assert tokens(engine, "anchored") == want
+        assert (engine.tiers.stats.from_disk_tokens > 0) is used
