@@ -101,6 +101,19 @@ struct SiluMulCall {
   int64_t width;
 };
 
+// Of every token of a row of logits: its weight exp((logit - top) / temperature) in units of 2^-bits,
+// rounded down, and its bucket (0: the most probable ones).
+struct WeighCall {
+  const float* logits;
+  int64_t count;
+  double temperature;
+  int32_t bits;  // at most 52
+  int64_t* weights;
+  int32_t* buckets;
+};
+constexpr int32_t kDrawBuckets = 1024;
+constexpr double kDrawBucketsPerUnit = 32;  // of (top - logit) / temperature
+
 // What work costs, in nanoseconds of one core, for a KV head: reading a byte of K or V; multiplying
 // one query head with one element in a thin item; converting an element for a wide one; multiplying
 // one lane with one element there. `state`: one element of a state, written and merged.
@@ -124,6 +137,7 @@ struct KernelsOf {
 
 struct Kernels {
   KernelsOf of[kNumDtypes];
+  void (*weigh_tokens)(const WeighCall&);
 };
 
 // Query heads that a thin item multiplies at most with a KV head.

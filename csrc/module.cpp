@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "draw.h"
 #include "driver.h"
 #include "isa.h"
 #include "threads.h"
@@ -136,6 +137,24 @@ void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t ou
             [&](int64_t begin, int64_t end) { run(call, begin, end); });
 }
 
+void draw_tokens(const std::string& isa, uintptr_t logits, int64_t rows, int64_t count, int32_t bits,
+                 uintptr_t temperature, uintptr_t top_k, uintptr_t top_p, uintptr_t min_p,
+                 uintptr_t uniform, uintptr_t ids, int32_t threads) {
+  const DrawCall call{pointer<float>(logits),
+                      count,
+                      bits,
+                      pointer<double>(temperature),
+                      pointer<double>(top_p),
+                      pointer<double>(min_p),
+                      pointer<double>(uniform),
+                      pointer<int64_t>(top_k),
+                      pointer<int64_t>(ids)};
+  const Kernels& kernels = kernels_of(isa);
+  nb::gil_scoped_release released;
+  over_rows(rows, rows * count * 16, threads,
+            [&](int64_t begin, int64_t end) { draw(call, kernels, begin, end); });
+}
+
 }  // namespace
 
 NB_MODULE(ONESTEM_MODULE, m) {
@@ -152,6 +171,7 @@ NB_MODULE(ONESTEM_MODULE, m) {
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);
+  m.def("draw_tokens", draw_tokens);
 #ifdef ONESTEM_EMULATED
   add_instructions(m);
 #endif

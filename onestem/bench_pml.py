@@ -109,7 +109,9 @@ def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> 
         off.append(_first_token(llm, plain.prompt(everything, case.new)))
     engine.cache.clear()
     encode = _first_token(llm, cached.prompt(everything, case.new))
-    _first_token(llm, cached.prompt(everything, case.new))  # warms up
+    device = [
+        _first_token(llm, cached.prompt(everything, case.new)) for _ in range(case.repeat + 1)
+    ]
     at_hand, sources = [], []
     for _ in range(case.repeat):
         _leave_only(llm, case.tier, folder)
@@ -117,12 +119,14 @@ def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> 
         at_hand.append(_first_token(llm, cached.prompt(everything, case.new)))
         sources.append(_source(case, before, _copied(llm)))
 
+    step = median(device[1:])  # the first warms up
     linear = _linear_rate(llm, case.cached + case.new)
     prefill = (case.cached + case.new) / median(off)
     return {
         **asdict(case),
         **_setting(llm),
         "first_token_seconds": median(at_hand),
+        "device_first_token_seconds": step,
         "first_token_seconds_all": at_hand,
         "modules_came_from": sources,
         "off_first_token_seconds": median(off),
@@ -133,7 +137,7 @@ def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> 
         "linear_tokens_per_s": linear,
         "off_share_of_linear_rate": prefill / linear,
         "tiers": engine.tiers.stats.to_dict() if engine.tiers is not None else None,
-        **_copy_times(llm, case),
+        **_copy_times(llm, case, step),
     }
 
 
@@ -217,8 +221,9 @@ def _wait(llm: LLM) -> None:
         torch.cuda.synchronize(llm.device)
 
 
-def _copy_times(llm: LLM, case: FirstTokenCase) -> dict[str, float]:
-    """What copying the modules from pinned host memory takes at the link's measured rate."""
+def _copy_times(llm: LLM, case: FirstTokenCase, step: float) -> dict[str, float]:
+    """What copying the modules from pinned host memory takes at the link's measured rate, and what
+    a first token from there may take: 1.3 times the larger of copying and computing, and a step."""
     if llm.device.type != "cuda":
         return {}
     source = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
@@ -226,7 +231,13 @@ def _copy_times(llm: LLM, case: FirstTokenCase) -> dict[str, float]:
     seconds = min(_timed(llm, lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
     rate = source.nbytes / seconds
     size = case.cached * llm.decoder.kv_bytes_per_token
-    return {"link_bytes_per_s": rate, "copy_seconds": size / rate, "copy_bytes": size}
+    copy = size / rate
+    return {
+        "link_bytes_per_s": rate,
+        "copy_seconds": copy,
+        "copy_bytes": size,
+        "host_bound_seconds": 1.3 * max(copy, step) + step,
+    }
 
 
 # --- a library ----------------------------------------------------------------------------------

@@ -21,13 +21,28 @@ RUNNERS = Path(__file__).parent / "runners"
 
 
 class Bench:
-    """A job that engines take turns with."""
+    """A job that engines take turns with.
 
-    def __init__(self, job: Job, environments: Path, work: Path, timeout: float) -> None:
+    Args:
+        answers: file for the first answers, with which others are compared; one that is there
+            (of a command that was stopped) is used.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        environments: Path,
+        work: Path,
+        timeout: float,
+        answers: Path | None = None,
+    ) -> None:
         self.job, self.environments, self.timeout = job, environments, timeout
         self.work = work.resolve()
         self.work.mkdir(parents=True, exist_ok=True)
+        self.answers = answers or self.work / "first.outputs.json"
         self.first_answers: list[list[int]] | None = None
+        if answers is not None and answers.exists():
+            self.first_answers = json.loads(answers.read_text())
 
     def rates(self) -> Rates:
         """This machine's ceilings, measured now."""
@@ -95,6 +110,7 @@ class Bench:
         each request's first that differs."""
         if self.first_answers is None:
             self.first_answers = answers
+            self.answers.write_text(json.dumps(answers))
         pairs = list(zip(answers, self.first_answers, strict=True))
         same = [_same_prefix(a, b) for a, b in pairs]
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,13 @@ def main() -> None:
     parser.add_argument("results", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "peers.png")
     options = parser.parse_args()
-    paths = options.results or sorted((ROOT / "benchmarks" / "results").glob("peers-*.json"))
-    draw([json.loads(path.read_text()) for path in paths], options.out)
+    plot_results(options.out, options.results)
+
+
+def plot_results(out: Path, paths: Sequence[Path] = ()) -> None:
+    """Draw results, by default all that there are."""
+    paths = paths or sorted((ROOT / "benchmarks" / "results").glob("peers-*.json"))
+    draw([json.loads(path.read_text()) for path in paths], out)
 
 
 def draw(results: list[dict[str, Any]], out: Path) -> None:

@@ -4,7 +4,8 @@
 
 An engine runs in the environment DIRECTORY/ENGINE (`benchmarks/peers/install`), Onestem in this
 one. Each run is a process of its own; loading, compiling and a warm-up are outside its clock.
-Results go to benchmarks/results/peers-CASE.json.
+Results go to benchmarks/results/peers-CASE.json. `--resume` goes on where a stopped command was:
+runs that it finished are taken from its log in the work directory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 from benchmarks.peers.cases import CASES, Case
 from benchmarks.peers.engines import Bench
 from benchmarks.peers.floors import floor
+from benchmarks.peers.log import RunLog
 from benchmarks.peers.report import show, summary
 from benchmarks.peers.settings import ENGINES, default, sweep
 from benchmarks.peers.weights import model_directory
@@ -32,12 +35,18 @@ SIZES = ("groups", "degree", "prefix", "distinct", "output")
 
 def main() -> None:
     options = parse()
+    # So that a run that is stopped stops its engine.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for name in options.cases or CASES:
         case = sized(CASES[name], options)
         result = measure(name, case, options)
         path = RESULTS / f"peers-{name}{options.suffix}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         show(result)
+    if options.plot is not None:
+        from benchmarks.peers.plot import plot_results  # matplotlib is for developers
+
+        plot_results(options.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -65,6 +74,8 @@ def parse() -> argparse.Namespace:
         help='settings of an engine, like vllm:{"eager":true}',
     )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
+    parser.add_argument("--resume", action="store_true", help="keep the runs of a stopped command")
+    parser.add_argument("--plot", type=Path, help="draw all results there afterwards")
     parser.add_argument("--suffix", default="", help="appended to the result file's name")
     options = parser.parse_args()
     for what, given, known in (
@@ -95,12 +106,14 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     job = case.job(
         model=model, dtype=options.dtype, threads=options.threads, outputs=options.work / "outputs"
     )
-    bench = Bench(job, options.environments, options.work, options.timeout)
+    log = RunLog(options.work / f"{name}{options.suffix}", job, keep=options.resume)
+    bench = Bench(job, options.environments, options.work, options.timeout, log.answers)
+    runs_of = Turns(bench, log)
     rates = [bench.rates()]
     engines = options.engines.split(",")
-    swept = sweep_all(bench, engines, options) if options.sweep else {}
+    swept = sweep_all(runs_of, engines, options) if options.sweep else {}
     chosen = {engine: choice(engine, swept, name, options) for engine in engines}
-    runs = interleaved(bench, chosen, options.repeats)
+    runs = interleaved(runs_of, chosen, options.repeats)
     rates.append(bench.rates())
     return summary(
         name=name,
@@ -115,12 +128,28 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     )
 
 
+class Turns:
+    """Runs of a job's engines, those that the log has taken from there."""
+
+    def __init__(self, bench: Bench, log: RunLog) -> None:
+        self.bench, self.log = bench, log
+
+    def run(self, engine: str, settings: dict[str, Any], turn: int) -> dict[str, Any]:
+        """Turn -1 is the sweep's; in others answers are compared."""
+        key = {"engine": engine, "settings": settings, "turn": turn}
+        result = self.log.find(key)
+        if result is None:
+            result = self.bench.run(engine, settings, keep=turn >= 0)
+            self.log.add(key, result)
+        return result
+
+
 def sweep_all(
-    bench: Bench, engines: list[str], options: argparse.Namespace
+    runs_of: Turns, engines: list[str], options: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
     """One run of each setting of each peer."""
     return {
-        engine: [bench.run(engine, settings) for settings in sweep(engine, options.dtype)]
+        engine: [runs_of.run(engine, settings, -1) for settings in sweep(engine, options.dtype)]
         for engine in engines
         if len(sweep(engine, options.dtype)) > 1
     }
@@ -148,14 +177,14 @@ def choice(
 
 
 def interleaved(
-    bench: Bench, chosen: dict[str, dict[str, Any]], repeats: int
+    runs_of: Turns, chosen: dict[str, dict[str, Any]], repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Every engine in turn, the order reversed each time; one that failed is not tried again."""
     runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in chosen}
     for repeat in range(repeats):
         for engine in list(chosen)[:: 1 if repeat % 2 == 0 else -1]:
             if not any("error" in run for run in runs[engine]):
-                runs[engine].append(bench.run(engine, chosen[engine], keep=True))
+                runs[engine].append(runs_of.run(engine, chosen[engine], repeat))
     return runs
 
 

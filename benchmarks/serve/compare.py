@@ -32,7 +32,7 @@ from onestem.bench_serve.search import RateSearch
 from onestem.bench_serve.workload import Workload
 
 ROOT = Path(__file__).parents[2]
-# Longest warm-up: servers that compile do so for the row counts that they meet.
+# Servers that compile do so for the row counts that they meet.
 WARM_UP_SECONDS = 15.0
 # What is asked of `full`: times the rate of another server, by tokens of system prompt.
 ASKED = {

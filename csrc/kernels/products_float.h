@@ -74,7 +74,8 @@ struct LaneProducts {
     }
   }
 
-  // out [dim][lanes] = out * rescale + values of keys k0..k1-1 times weights.
+  // out [dim][lanes] = out * rescale + values of keys k0..k1-1 times weights. A tile is summed apart:
+  // one chain of sums over a long run would lose digits.
   template <int VECS>
   static void accumulate(const Element* values, const Element* weights, int32_t k0, int32_t k1,
                          int32_t dim, const vf (&rescale)[VECS], float* out) {
@@ -82,18 +83,16 @@ struct LaneProducts {
     const int32_t from = k0 / kPack, steps = (k1 - k0) / kPack;
     for (int32_t d = 0; d < dim; d += kRows) {
       float* to = out + int64_t{d} * VECS * kLanes;
-      vf sums[kRows][VECS];
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) sums[r][v] = load(to + (r * VECS + v) * kLanes) * rescale[v];
-      }
+      vf sums[kRows][VECS] = {};
       const Element* panel = values + d / 8 * kPanel + from * 8 + d % 8;
       product<Multiply>(panel, 1, 8, weights + int64_t{from} * VECS * kLanes, steps, sums);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) store(to + (r * VECS + v) * kLanes, sums[r][v]);
+        for (int v = 0; v < VECS; ++v) {
+          float* at = to + (r * VECS + v) * kLanes;
+          store(at, fma(load(at), rescale[v], sums[r][v]));
+        }
       }
     }
   }
@@ -130,14 +129,19 @@ struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
   template <int VECS>
   static const float* weigh(float* scores, float*, int32_t k0, int32_t k1, vf scale,
                             const vf (&minus_top)[VECS], vf (&sums)[VECS]) {
-    for (int32_t k = k0; k < k1; ++k) {
+    for (int32_t k = k0; k < k1; k += FloatProducts::kKeyStep) {
+      vf some[VECS] = {};  // of a few keys: shorter chains of sums
+      for (int32_t i = k; i < k + FloatProducts::kKeyStep; ++i) {
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; ++v) {
-        float* at = scores + (k * VECS + v) * kLanes;
-        const vf weight = exp2<5>(fma(load(at), scale, minus_top[v]));
-        sums[v] = sums[v] + weight;
-        store(at, weight);
+        for (int v = 0; v < VECS; ++v) {
+          float* at = scores + (i * VECS + v) * kLanes;
+          const vf weight = exp2<5>(fma(load(at), scale, minus_top[v]));
+          some[v] = some[v] + weight;
+          store(at, weight);
+        }
       }
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; ++v) sums[v] = sums[v] + some[v];
     }
     return scores;
   }

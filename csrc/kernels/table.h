@@ -9,6 +9,7 @@
 #include "kernels/wide.h"
 #include "kernels/thin.h"
 #include "kernels/layers.h"
+#include "kernels/draw.h"
 
 namespace onestem::ONESTEM_ISA {
 
@@ -23,6 +24,7 @@ void attend_item(const AttentionCall& call, const Item& item, char* scratch) {
 
 template <class T, class Products>
 void fill(Kernels& kernels, Dtype dtype, Rates rates) {
+  kernels.weigh_tokens = weigh_tokens;
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;

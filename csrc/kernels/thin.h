@@ -301,12 +301,7 @@ class ThinItem {
 
   template <int HEADS, int PAIRS>
   void weighted_pairs(const Weights& from, int32_t d, float* out) {
-    vf sums[HEADS][2 * PAIRS];
-#pragma GCC unroll 4
-    for (int h = 0; h < HEADS; ++h) {
-#pragma GCC unroll 8
-      for (int i = 0; i < 2 * PAIRS; ++i) sums[h][i] = load(out + h * padded_dim_ + d + i * kLanes);
-    }
+    vf sums[HEADS][2 * PAIRS] = {};
     for (int32_t t = 0; t < 8; ++t) {
       const T* v = from.v + from.offsets[t] + d;
       vf weight[HEADS];
@@ -326,7 +321,10 @@ class ThinItem {
 #pragma GCC unroll 4
     for (int h = 0; h < HEADS; ++h) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 2 * PAIRS; ++i) store(out + h * padded_dim_ + d + i * kLanes, sums[h][i]);
+      for (int i = 0; i < 2 * PAIRS; ++i) {
+        float* at = out + h * padded_dim_ + d + i * kLanes;
+        store(at, load(at) + sums[h][i]);
+      }
     }
   }
 

@@ -225,12 +225,14 @@ class WideItem {
     if (special_) adjust<VECS>(block, keys, call_->work.runs[piece.run].position);
     if (keys.masked) mask<VECS>(block, keys);
     const vf scale = all(special_ ? kLog2e : call_->scale * kLog2e);
-    vf minus_top[VECS], rescale[VECS], sums[VECS];
+    vf minus_top[VECS], rescale[VECS], sums[VECS] = {};
     raise_tops<VECS>(block, keys, scale, minus_top, rescale);
-    for (int v = 0; v < VECS; ++v) sums[v] = load(sum_ + block.lane + v * kLanes) * rescale[v];
     const Element* weights = Products::template weigh<VECS>(scores_, weights_, keys.k0, keys.k1,
                                                             scale, minus_top, sums);
-    for (int v = 0; v < VECS; ++v) store(sum_ + block.lane + v * kLanes, sums[v]);
+    for (int v = 0; v < VECS; ++v) {
+      float* sum = sum_ + block.lane + v * kLanes;
+      store(sum, fma(load(sum), rescale[v], sums[v]));
+    }
     Products::template accumulate<VECS>(values_, weights, keys.k0, keys.k1, dim, rescale,
                                         out_ + int64_t{block.lane} * Products::out_rows(dim));
   }

@@ -20,6 +20,9 @@ from onestem.errors import ConfigError
 
 __all__ = ["Bench", "model_name"]
 
+# Of a run by duration: a 90th percentile of fewer says nothing.
+FEWEST_REQUESTS = 20
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -27,7 +30,8 @@ class Bench:
 
     Attributes:
         limit: seconds per output token that nine of ten requests must stay within.
-        requests: requests of a run; None: as many as arrive within `duration` seconds.
+        requests: requests of a run; None: as many as arrive within `duration` seconds, at least
+            20.
         timeout: most seconds without a byte of an answer.
         runs: numbers of the runs; each has questions of its own.
     """
@@ -96,7 +100,8 @@ class Bench:
                     raise ConfigError(f"the warm-up request failed: {problem}")
 
     async def _measure(self, rate: float, cut: bool, run: int) -> list[Outcome]:
-        count = self.requests or self.workload.count_within(rate, self.duration)
+        within = self.workload.count_within(rate, self.duration)
+        count = self.requests or max(FEWEST_REQUESTS, within)
         asks = [self.workload.ask(i, run) for i in range(count)]
         arrivals = self.workload.arrivals(rate, count)
         async with self._client() as client:

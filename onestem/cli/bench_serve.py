@@ -122,7 +122,8 @@ def serve(
     duration: Annotated[
         float,
         typer.Option(
-            help="Seconds of arrivals of a run, where --requests is not given.",
+            help="Seconds of arrivals of a run, of 20 requests at least, where --requests is not "
+            "given.",
             rich_help_panel=RUN,
         ),
     ] = 60.0,

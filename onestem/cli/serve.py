@@ -61,6 +61,22 @@ def serve(
     kv_memory: options.KvMemory = "auto",
     max_model_len: options.MaxModelLen = None,
     max_step_tokens: options.MaxStepTokens = None,
+    max_step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="About what a step may take, in milliseconds, while it computes prompts "
+            "(default: 300 CPU, 100 GPU; 0: no limit)."
+        ),
+    ] = None,
+    module_host_memory: Annotated[
+        str, typer.Option(help="Host memory for PML modules that KV memory has no room for.")
+    ] = "0",
+    module_disk: Annotated[
+        Path | None, typer.Option(help="Folder in which PML modules outlive the server.")
+    ] = None,
+    module_disk_memory: Annotated[
+        str, typer.Option(help="Most that PML modules take there.")
+    ] = "16GiB",
     page_size: options.PageSize = 16,
     share: options.Share = "full",
     impl: options.Impl = "auto",
@@ -89,6 +105,10 @@ def serve(
         "kv_memory": kv_memory,
         "max_model_len": max_model_len,
         "max_step_tokens": max_step_tokens,
+        "max_step_ms": max_step_ms,
+        "module_host_memory": module_host_memory,
+        "module_disk": module_disk,
+        "module_disk_memory": module_disk_memory,
         "page_size": page_size,
         "share": share,
         "impl": impl,

@@ -39,6 +39,8 @@ from onestem.request import FinishReason, Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats"]
 
+CHECK_SHARE = 0.001  # of the time may go into checking books
+
 
 class Engine:
     """Answers requests with one model.
@@ -105,6 +107,8 @@ class Engine:
             max_step_seconds=max_step_seconds,
         )
         self.scheduler.on_admitted = self._note_admitted
+        self.scheduler.on_unfit = self._end_unfit
+        self.scheduler.let_pins_go = self._let_pins_go
         self.pins = PinnedPrefixes(
             self.cache,
             max_model_len=self.max_model_len,
@@ -151,6 +155,7 @@ class Engine:
         self._runs_a_job = False
         self.tiers: ModuleTiers | None = None  # see `keep_modules`
         self._checked_at = 0
+        self._check_from = 0.0
 
     # ----------------------------------------------------------------------------- requests
 
@@ -201,7 +206,8 @@ class Engine:
             )
 
     def _check_id(self, request: Request) -> None:
-        if request.request_id in self._states or request.request_id in self._fifo:
+        here = (self._states, self._opening.arrivals, self._fifo)
+        if any(request.request_id in each for each in here):
             raise RequestError(
                 f"request id {request.request_id!r} is in use: give each request its own"
             )
@@ -212,8 +218,9 @@ class Engine:
         from `step` as an error.
 
         Raises:
-            RequestError: the engine has a job of this name.
+            RequestError: the engine has a job of this name that has not ended.
         """
+        self._jobs.unfinished(self._queue.job_ids)
         self._jobs.add(job_id)
         self._queue.add_job(job_id, filter(None, (self._of_job(job_id, r) for r in requests)))
 
@@ -268,8 +275,9 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Interactive requests that are not admitted, and sequences that were set back."""
-        return len(self._fifo) + len(self.scheduler.waiting)
+        """Interactive requests that are not admitted, and their sequences that were set back."""
+        back = sum(not sequence.is_job for sequence in self.scheduler.waiting)
+        return len(self._fifo) + back
 
     @property
     def num_running(self) -> int:
@@ -298,13 +306,21 @@ class Engine:
         return request_output(state)
 
     def has_unfinished(self) -> bool:
-        """Whether a step has something to do. An engine that falls idle checks its books."""
+        """Whether a step has something to do. An engine that falls idle checks its books now and
+        then."""
         if not self.scheduler.idle() or self._results.touched or self._refused:
             return True
-        if self._checked_at != self.scheduler.step:
+        self._check_now_and_then()
+        return False
+
+    def _check_now_and_then(self) -> None:
+        """Recounting many runs takes long, and the next request may come any moment."""
+        started = time.monotonic()
+        if self._checked_at != self.scheduler.step and started >= self._check_from:
             self._checked_at = self.scheduler.step
             self.check()
-        return False
+            ended = time.monotonic()
+            self._check_from = ended + (ended - started) / CHECK_SHARE
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests in the given order, read as there is room for them; yield each as it
@@ -354,6 +370,17 @@ class Engine:
         if self.cache.enabled and sequence.state.reuse is None:
             sequence.state.reuse = explain(sequence, path, self.pins.deepest(path))
         self.pins.admitted(sequence, path)
+
+    def _end_unfit(self, sequence: Sequence, reason: str) -> None:
+        sequence.stop_reason = reason
+        self._results.finish(sequence, "error")
+
+    def _let_pins_go(self) -> bool:
+        """Pinned prefixes make room, and are computed again behind who waits; False: none did."""
+        requests = self.pins.let_go()
+        for request in requests:
+            self._fifo.push(request)
+        return bool(requests)
 
     def _note_finished(self, state: RequestState, reason: FinishReason) -> None:
         request_id = state.request.request_id

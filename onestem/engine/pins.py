@@ -54,6 +54,15 @@ class _Pin:
     def stretches(self) -> tuple[Stretch, ...]:
         return (Stretch(0, Label(self.salt)),)
 
+    def request(self) -> Request:
+        """What computes it."""
+        return Request(
+            request_id=PREFIX + self.name,
+            prompt_token_ids=self.token_ids.tolist(),
+            params=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
+            cache_salt=self.salt,
+        )
+
 
 class PinnedPrefixes:
     """Which prefixes are kept, and who reads them.
@@ -80,13 +89,8 @@ class PinnedPrefixes:
         if not self._cache.enabled:
             raise RequestError("prefixes cannot be pinned with share off: use full or storage")
         self._check_room(name, len(token_ids))
-        self._pins[name] = _Pin(name, np.array(token_ids, np.int32), salt)
-        return Request(
-            request_id=PREFIX + name,
-            prompt_token_ids=token_ids,
-            params=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
-            cache_salt=salt,
-        )
+        pin = self._pins[name] = _Pin(name, np.array(token_ids, np.int32), salt)
+        return pin.request()
 
     @property
     def num_pages(self) -> int:
@@ -114,6 +118,15 @@ class PinnedPrefixes:
             raise RequestError(f"prefix {name!r} is not pinned")
         if pin.run is not None:
             self._cache.unpin(pin.run)
+
+    def let_go(self) -> list[Request]:
+        """Keep none for now; the requests that compute them again."""
+        kept = [pin for pin in self._pins.values() if pin.run is not None]
+        for pin in kept:
+            assert pin.run is not None
+            self._cache.unpin(pin.run)
+            pin.run = None
+        return [pin.request() for pin in kept]
 
     def computed(self, request_id: str) -> None:
         """A request has ended: if it was a prefix's, keep what it computed."""

@@ -74,12 +74,14 @@ class PlannedQueue:
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests: Iterator[Request] = iter(requests)
         self._next: Request | None = None
+        self._last_group: int | None = None  # of the request that was read last
         self._ended = False
 
     def peek(self) -> Request | None:
         if self._next is None and not self._ended:
             self._next = next(self._requests, None)
             self._ended = self._next is None
+            self._last_group = self._next.group if self._next is not None else None
         return self._next
 
     def pop(self) -> Request:
@@ -90,10 +92,8 @@ class PlannedQueue:
         return request
 
     def group_open(self, group: int) -> bool:
-        """What is not read yet may be of any group: it is not read just to find out."""
-        if self._next is not None:
-            return self._next.group == group
-        return not self._ended
+        """Only the group that was read last can go on; what follows is not read to find out."""
+        return self._last_group == group
 
 
 class HybridQueue:

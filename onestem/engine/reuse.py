@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from onestem.cache import Run
 from onestem.engine.sequence import Sequence
 from onestem.request import Reuse
@@ -35,4 +37,4 @@ def _beside(own: Run) -> tuple[int, ...]:
     another salt has stored is nobody's business."""
     assert own.parent is not None
     others = (run for run in own.parent.children.values() if run is not own)
-    return tuple(run.tokens[0] for run in others if run.label == own.label)[:SHOWN]
+    return tuple(islice((run.tokens[0] for run in others if run.label == own.label), SHOWN))

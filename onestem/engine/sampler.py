@@ -13,7 +13,8 @@ splits a sum.
 
 Sorting a vocabulary costs more than everything else here, so the walk goes along the leading
 tokens first; a row that needs more of the order than that walks again with more of it, in the end
-with all, and the same result.
+with all, and the same result. On a CPU the C++ extension does the same in one pass over the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from onestem.engine.random import uniform
 from onestem.errors import OnestemError, RequestError
+from onestem.ops.cpu import draw_tokens, is_built
 from onestem.request import SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -492,6 +494,8 @@ class _Draw:
 
 def _draw_tokens(work: Tensor, draw: _Draw) -> Tensor:
     """Token ids int64 `[m]` drawn from processed logits `[m, vocab]`."""
+    if _is_native(work):
+        return _draw_natively(work, draw)
     vocab_size = work.shape[1]
     top = work.amax(dim=-1)
     totals = _total_weights(work, top, draw)
@@ -503,6 +507,22 @@ def _draw_tokens(work: Tensor, draw: _Draw) -> Tensor:
                 work[part], top[part], totals[part], draw.rows(part), count
             )
     return token_ids
+
+
+def _is_native(work: Tensor) -> bool:
+    return work.device.type == "cpu" and is_built()
+
+
+def _draw_natively(work: Tensor, draw: _Draw) -> Tensor:
+    return draw_tokens(
+        work,
+        temperature=draw.temperature,
+        top_k=draw.top_k,
+        top_p=draw.top_p,
+        min_p=draw.min_p,
+        uniform=draw.uniform,
+        weight_bits=_weight_bits(work.shape[1]),
+    )
 
 
 def _draw_among(
@@ -662,6 +682,9 @@ class Drawing:
                 numbers = numbers.pin_memory()  # from pageable memory a copy waits for the device
             draw = replace(self._draw, uniform=numbers.to(logits.device, non_blocking=True))
             work = logits[self._drawn]
+            if _is_native(work):
+                ids[self._drawn] = _draw_natively(work, draw)
+                return Pending(ids, unsure)
             top = highest[self._drawn]
             totals = _sum_weights(work, top, draw, self._weighed)
             drawn, resolved = _draw_among(work, top, totals, draw, _CANDIDATES[0])

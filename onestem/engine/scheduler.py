@@ -103,6 +103,8 @@ class Scheduler:
         self.num_set_backs = 0
         self.num_paused = 0  # jobs' sequences that the present step leaves out
         self.on_admitted: Callable[[Sequence], None] | None = None
+        self.on_unfit: Callable[[Sequence, str], None] | None = None
+        self.let_pins_go: Callable[[], bool] | None = None
         self._open_request = open_request
         self._orders = itertools.count()
         self._group_pins: dict[int, Run] = {}
@@ -237,10 +239,10 @@ class Scheduler:
         room = len(run.pages) * self.cache.pool.page_size - run.offset
         if computed > room and not self._reserve(sequence, run, computed):
             return
-        run.computed = computed
         sequence.scheduled_step = self.step
         end = run.start + computed
         self._chunks.append(Chunk(sequence, end - 1, end))
+        run.computed = computed
 
     def _extend_prompt(self, sequence: Sequence, budget: int) -> int:
         """`_extend`, and before it jobs that compute what an interactive sequence waits for."""
@@ -274,11 +276,11 @@ class Scheduler:
             start, take = run.computed, min(budget - used, len(run.tokens) - run.computed)
             if take <= 0 or not self._reserve(sequence, run, start + take):
                 break
+            sequence.scheduled_step = self.step
+            self._chunks.append(Chunk(sequence, start, start + take, run, attends))
             run.owner = sequence
             run.computed += take
             used += take
-            sequence.scheduled_step = self.step
-            self._chunks.append(Chunk(sequence, start, start + take, run, attends))
         return used
 
     def _load(self, sequence: Sequence, run: ModuleRun) -> bool:
@@ -295,6 +297,7 @@ class Scheduler:
     def _extend_path(self, sequence: Sequence, budget: int) -> int:
         """Its own tokens, up to a run that another computes."""
         start = at = sequence.frontier
+        chunk: Chunk | None = None
         for run in sequence.path(self.version):
             if run.end <= at:
                 continue
@@ -303,13 +306,21 @@ class Scheduler:
             take = min(budget - (at - start), run.end - at, sequence.num_to_compute - at)
             if take <= 0 or not self._reserve(sequence, run, run.computed + take):
                 break
+            at += take
+            chunk = self._note_rows(chunk, sequence, start, at)
             run.owner = sequence
             run.computed += take
-            at += take
-        if at > start:
-            sequence.scheduled_step = self.step
-            self._chunks.append(Chunk(sequence, start, at))
         return at - start
+
+    def _note_rows(self, chunk: Chunk | None, sequence: Sequence, start: int, end: int) -> Chunk:
+        """Put tokens into the step, before they count as computed: `undo` takes them back then,
+        wherever scheduling is interrupted."""
+        if chunk is None:
+            sequence.scheduled_step = self.step
+            chunk = Chunk(sequence, start, end)
+            self._chunks.append(chunk)
+        chunk.end = end
+        return chunk
 
     def _reserve(self, sequence: Sequence, run: Run, tokens: int) -> bool:
         """Pages for a run's first tokens; newer sequences that have no rows yet make room."""
@@ -335,12 +346,27 @@ class Scheduler:
                 # The oldest alone, in an empty cache and undisturbed, fits: its path is one run (of
                 # each stretch).
                 self._alone = self.waiting[0]
+                self._alone.stand_alone()
                 self.cache.clear()
             return True
-        raise CacheError(
-            f"a sequence of {len(self.running[0].tokens)} tokens does not fit in KV memory of "
-            f"{self.cache.pool.num_pages} pages of {self.cache.pool.page_size}"
+        return self._let_pins_go() or self._end_unfit(last)
+
+    def _end_unfit(self, sequence: Sequence) -> bool:
+        """A sequence that has KV memory for itself and cannot go on ends; others may."""
+        pool = self.cache.pool
+        reason = (
+            f"a sequence of {len(sequence.tokens)} tokens does not fit in KV memory of "
+            f"{pool.num_pages} pages of {pool.page_size}"
         )
+        if self.on_unfit is None:
+            raise CacheError(reason)
+        self.on_unfit(sequence, reason)
+        return True
+
+    def _let_pins_go(self) -> bool:
+        """Pinned prefixes can take more pages than they need (their runs may be many and short):
+        they are computed anew then."""
+        return self.let_pins_go is not None and self.let_pins_go()
 
     def _num_own_runs(self, sequence: Sequence) -> int:
         """Runs of its path that nobody else keeps (pinned prefixes are kept)."""
@@ -365,7 +391,9 @@ class Scheduler:
         if not self.waiting or (self.waiting[0].is_job and not jobs):
             request = self.queue.peek()
             if request is not None and (request.priority == "job") is jobs:
-                for sequence in self._open_request(self.queue.pop()):
+                sequences = self._open_request(request)  # where this fails nothing is lost
+                self.queue.pop()
+                for sequence in sequences:
                     self._wait(sequence)
                 self._release_closed_groups()
         first = self.waiting[0] if self.waiting else None

@@ -197,6 +197,11 @@ class Sequence:
     def forget_path(self) -> None:
         self._path_version = -1
 
+    def stand_alone(self) -> None:
+        """Share no common prefix from here on: one run takes fewer pages than two."""
+        if self.state.pml is None:
+            self.stretches = (Stretch(0, self.last_label),)
+
     def ids(self) -> np.ndarray:
         """int32 `[len(tokens)]`, a view: drop it before the sequence grows."""
         return np.frombuffer(self.tokens, dtype=np.int32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "num_runs": len(tree),
         "runs": [_run(run, readers, owners) for run in _largest(tree)],
         "num_modules": len(modules),
-        "modules": [_run(run, readers, owners) for run in _by_size(modules)[:MOST_MODULES]],
+        "modules": [_run(run, readers, owners) for run in _by_size(modules, MOST_MODULES)],
     }
 
 
@@ -75,30 +77,28 @@ def _owner(run: Run, readers: dict[Run, list[int]], pinned: set[Run]) -> str:
 
 
 def _pages_by_owner(owners: dict[Run, str]) -> dict[str, int]:
+    held = [(run, owner) for run, owner in owners.items() if owner != "cached"]
     pages: dict[int, str] = {}
-    for name in ("cached", "job", "interactive", "prefix"):
-        for run, owner in owners.items():
+    for name in ("job", "interactive", "prefix"):
+        for run, owner in held:
             if owner == name:
                 pages.update(dict.fromkeys(run.pages, name))
-    counts = dict.fromkeys(("prefix", "interactive", "job"), 0)
-    for owner in pages.values():
-        if owner != "cached":
-            counts[owner] += 1
-    return counts
+    counts = Counter(pages.values())
+    return {name: counts[name] for name in ("prefix", "interactive", "job")}
 
 
 def _largest(owners: dict[Run, str]) -> list[Run]:
     """The largest runs, those above them with them, from the top down."""
     chosen: dict[Run, None] = {}
-    for run in _by_size(owners):
+    for run in _by_size(owners, MOST_RUNS):
         path = [node for node in run.path() if node not in chosen]
         if len(chosen) + len(path) <= MOST_RUNS:
             chosen.update(dict.fromkeys(path))
     return sorted(chosen, key=lambda run: (run.start, run.uid))
 
 
-def _by_size(runs: Iterable[Run]) -> list[Run]:
-    return sorted(runs, key=lambda run: len(run.tokens), reverse=True)
+def _by_size(runs: Iterable[Run], most: int) -> list[Run]:
+    return heapq.nlargest(most, runs, key=lambda run: len(run.tokens))
 
 
 def _run(run: Run, readers: dict[Run, list[int]], owners: dict[Run, str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from onestem.engine.scheduler import Scheduler
 from onestem.engine.sequence import Sequence
 from onestem.engine.stats import EngineStats
 from onestem.engine.streak import Streak, StreakHost, fits_streak
+from onestem.request import Request
 
 __all__ = ["Streaks"]
 
@@ -111,7 +112,7 @@ class Streaks:
             and self._cache.may_grow(run)
         )
 
-    def _head(self) -> object:
+    def _head(self) -> Sequence | Request | None:
         """Who would be admitted next."""
         waiting, first = self._scheduler.waiting, self._scheduler.queue.peek()
         if waiting and (first is None or first.priority == "job" or not waiting[0].is_job):
@@ -125,10 +126,23 @@ class Streaks:
 
     def _is_long(self, streak: Streak) -> bool:
         """Where jobs run beside interactive requests, their share is looked at now and then."""
-        mixed = 0 < self._num_jobs < len(streak.sequences)
-        if not mixed and not self._scheduler.num_paused:
+        interactive = self._num_jobs < len(streak.sequences)
+        if not interactive:
             return False
-        return streak.num_steps >= (MIXED_STEPS if self._num_jobs else REFERENCE_STEPS)
+        if self._num_jobs:
+            return streak.num_steps >= MIXED_STEPS
+        if self._scheduler.job_share.limit == 0:
+            return False
+        paused = self._scheduler.num_paused
+        most = REFERENCE_STEPS if paused else MIXED_STEPS
+        return streak.num_steps >= most and (paused > 0 or self._job_waits())
+
+    def _job_waits(self) -> bool:
+        """Whether who would be admitted next is a job."""
+        head = self._head()
+        if isinstance(head, Sequence):
+            return head.is_job
+        return head is not None and head.priority == "job"
 
     def _step(self, streak: Streak) -> bool:
         started, host, steps = time.perf_counter(), streak.host_seconds, streak.num_steps

@@ -69,6 +69,7 @@ class ModuleTiers:
         self._damaged: set[Name] = set()
         self._bytes_per_second: float | None = None  # of the disk, with checksums
         self._row_seconds: float | None = None  # of computing
+        self._probe: Future[None] | None = None
 
     def note_step(self, prompt_rows: int, seconds: float) -> None:
         """A step of so many rows of prompts took `seconds`. The best rate counts: small steps wait
@@ -92,16 +93,22 @@ class ModuleTiers:
         return self.disk is not None and name not in self._damaged and name in self.disk
 
     def _disk_pays(self, name: Name, num_tokens: int) -> bool:
-        """On a GPU only where both rates were measured and say so; a file whose rate is not known
-        is read on the side, for the next time."""
+        """On a GPU only where both rates were measured and say so. That of the disk is measured on
+        the side, with the beginning of the first file that is asked for."""
         if self._device.type == "cpu":
             return True
         row = self._row_seconds
         if self._bytes_per_second is None:
-            self._read(name, num_tokens)
+            self._probe = self._probe or self._thread.submit(self._measure, name)
             return False
         copy = num_tokens * self._bytes_per_token / self._bytes_per_second
         return row is not None and copy < num_tokens * row
+
+    def _measure(self, name: Name) -> None:
+        assert self.disk is not None
+        rate = self.disk.measure(name)
+        self._bytes_per_second = self._bytes_per_second or rate
+        self._probe = None
 
     @property
     def _bytes_per_token(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
@@ -306,15 +307,17 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 def _errored(request: Request, error: ApiError) -> Response:
     service = _service(request)
     service.metrics.note_error(error.status)
+    name = f"req-{secrets.token_hex(12)}"
     log.info(
         "refused",
+        id=name,
         method=request.method,
         path=request.url.path,
         status=error.status,
         code=error.code,
         param=error.param,
     )
-    return error_response(error)
+    return error_response(error, name)
 
 
 HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

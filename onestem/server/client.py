@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from onestem.errors import ConfigError, RequestError
+from onestem.pml import EncodedSegment
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.logs import log
@@ -29,6 +30,7 @@ from onestem.server.messages import (
     JobOutput,
     JobRequests,
     Pin,
+    Prefetch,
     Ready,
     RemoveJob,
     Report,
@@ -357,6 +359,9 @@ class EngineClient:
 
     def unpin(self, name: str) -> None:
         self._send(Unpin(name))
+
+    def prefetch(self, segments: Sequence[EncodedSegment], cache_salt: str) -> None:
+        self._send(Prefetch(segments, cache_salt))
 
     def open_job(self, job_id: str, sink: JobSink) -> None:
         self.check_up()

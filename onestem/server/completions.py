@@ -55,8 +55,12 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
     name = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
     prefix = service.prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
     requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
-    if asked.params.response_format is not None or requests[0].pml is not None:
-        await service.client.ask("validate", requests[0])
+    first = requests[0]
+    if asked.params.response_format is not None or first.pml is not None:
+        await service.client.ask("validate", first)
+    if first.pml is not None and service.settings.engine.get("module_disk") is not None:
+        wanted = service.schemas.alternatives(tenant, first.pml)
+        service.client.prefetch(wanted, first.cache_salt)
     begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
         id=name,

@@ -77,8 +77,8 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+def error_response(error: ApiError, request_id: str) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, {**error.headers, "x-request-id": request_id})
 
 
 def as_api_error(error: OnestemError) -> ApiError:

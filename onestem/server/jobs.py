@@ -11,15 +11,12 @@ import asyncio
 import dataclasses
 import json
 import os
-import queue
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from onestem.batch import JobSummary, Progress, run_job
 from onestem.batch.fields import show
@@ -27,24 +24,21 @@ from onestem.batch.format import KIND_OF_URL, LineError, read_object
 from onestem.errors import JobError, OnestemError
 from onestem.jobs import schema_options
 from onestem.planner import plan_job
-from onestem.request import Request, RequestOutput
+from onestem.request import Request
+from onestem.server.batch_records import counts_of, error_list, new_batch, now
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.files import new_file_row
+from onestem.server.job_attempt import JobAttempt, StoppedError, Told, in_thread
 from onestem.server.logs import log
-from onestem.server.messages import JobOutput, JobRequests
 from onestem.server.schemas import Schemas
 from onestem.server.store import Row, Store
 from onestem.server.tenants import Tenant
 
 __all__ = ["JobModel", "Jobs"]
 
-WINDOW = 512  # requests of a job that the engine process holds and has not taken
 MOST_DEATHS = 3  # of the engine, without an answer of the job in between
-PROGRESS_SECONDS = 1.0
 SCHEMAS = "schemas.json"
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,102 +50,6 @@ class JobModel:
     name: str
     options: Mapping[str, Any]
     kv_tokens: int
-
-
-class _StoppedError(Exception):
-    """The server is going, or the job was cancelled."""
-
-
-class _Sink:
-    """Carries a job's outputs from the event loop to its thread."""
-
-    def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[RequestOutput | Exception | int] = queue.SimpleQueue()
-
-    def on_output(self, output: JobOutput) -> None:
-        self.inbox.put(output.output)
-
-    def on_pulled(self, count: int) -> None:
-        self.inbox.put(count)
-
-    def on_down(self) -> None:
-        self.inbox.put(EngineDownError("the engine died"))
-
-
-class _Run:
-    """One attempt at a job, in its thread."""
-
-    def __init__(
-        self, batch_id: str, client: EngineClient, loop: asyncio.AbstractEventLoop, salt: str
-    ) -> None:
-        self._name = batch_id
-        self._client = client
-        self._loop = loop
-        self._salt = salt
-        self._sink = _Sink()
-        self._stop: Exception | None = None
-        self.num_answered = 0
-
-    def stop(self, reason: Exception) -> None:
-        self._stop = reason
-        self._sink.inbox.put(reason)
-
-    def check(self) -> None:
-        if self._stop is not None:
-            raise self._stop
-
-    def _on_loop(self, call: Callable[..., T], *arguments: Any) -> T:
-        async def run() -> T:
-            return call(*arguments)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-    def validate(self, check: Callable[[Request], object], request: Request) -> None:
-        """As the engine would; a grammar is compiled there."""
-        self.check()
-        check(request)
-        if request.params.response_format is not None or request.pml is not None:
-            asked = self._client.ask("validate", request)
-            asyncio.run_coroutine_threadsafe(asked, self._loop).result()
-
-    def __call__(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-        """Hand requests over as there is room for them, yield outputs as they come."""
-        source = iter(requests)
-        names: dict[str, str] = {}
-        sent = pulled = 0
-        exhausted = False
-        self._on_loop(self._client.open_job, self._name, self._sink)
-        try:
-            while not exhausted or names:
-                if not exhausted and sent - pulled <= WINDOW // 2:
-                    more = list(islice(source, WINDOW - (sent - pulled)))
-                    exhausted = not more
-                    sent += len(more)
-                    self._hand_over(more, names)
-                    continue
-                news = self._sink.inbox.get()
-                self.check()
-                if isinstance(news, Exception):
-                    raise news
-                if isinstance(news, int):
-                    pulled = news
-                elif news.finished:
-                    self.num_answered += 1
-                    yield dataclasses.replace(news, request_id=names.pop(news.request_id))
-        finally:
-            self._on_loop(self._client.close_job, self._name)
-
-    def _hand_over(self, requests: list[Request], names: dict[str, str]) -> None:
-        self.check()
-        renamed = []
-        for request in requests:
-            name = f"{self._name}/{request.request_id}"
-            names[name] = request.request_id
-            renamed.append(
-                dataclasses.replace(request, request_id=name, cache_salt=self._salt, priority="job")
-            )
-        if renamed:
-            self._on_loop(self._client.send_job, JobRequests(self._name, renamed, False))
 
 
 class Jobs:
@@ -176,7 +74,7 @@ class Jobs:
         self._check = check
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._active: tuple[str, _Run] | None = None
+        self._active: tuple[str, JobAttempt] | None = None
         self._last_owner = ""
         self._stopping = False
         self._lock = threading.Lock()
@@ -184,7 +82,7 @@ class Jobs:
     # ------------------------------------------------------------------------- API
 
     async def create(self, tenant: Tenant, body: Mapping[str, Any]) -> Row:
-        record = _new_batch(body)
+        record = new_batch(body)
         file = await asyncio.to_thread(self._store.file, tenant.name, record["input_file_id"])
         if file is None:
             raise ApiError(
@@ -215,7 +113,7 @@ class Jobs:
         await self.find(tenant, batch_id)
         record = await asyncio.to_thread(self._mark_cancelling, tenant.name, batch_id)
         if self._active is not None and self._active[0] == batch_id:
-            self._active[1].stop(_StoppedError("cancelled"))
+            self._active[1].stop(StoppedError("cancelled"))
         self._wake.set()
         return record
 
@@ -237,7 +135,7 @@ class Jobs:
                 raise ApiError(
                     409, f"the batch is {record['status']}: it cannot be cancelled any more"
                 )
-            return self._save(owner, record, status="cancelling", cancelling_at=_now())
+            return self._save(owner, record, status="cancelling", cancelling_at=now())
 
     def _save(self, owner: str, record: Row, **changes: Any) -> Row:
         record = {**record, **changes}
@@ -254,7 +152,7 @@ class Jobs:
         self._stopping = True
         self._wake.set()
         if self._active is not None:
-            self._active[1].stop(_StoppedError("the server is stopping"))
+            self._active[1].stop(StoppedError("the server is stopping"))
         if self._task is not None:
             await self._task
 
@@ -275,7 +173,7 @@ class Jobs:
                 await self._attempt(owner, record, deaths)
             except Exception as error:
                 log.exception("job_failed", error, job=record["id"])
-                await self._close(owner, record["id"], "failed", _error("internal", str(error)))
+                await self._close(owner, record["id"], "failed", error_list("internal", str(error)))
 
     def _choose(self) -> tuple[str, Row] | None:
         """The oldest open batch of the key that comes after the last one's."""
@@ -290,39 +188,39 @@ class Jobs:
     async def _attempt(self, owner: str, record: Row, deaths: dict[str, int]) -> None:
         self._last_owner = owner
         batch_id = record["id"]
-        run = _Run(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
+        run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
         if record["status"] == "cancelling":
             await self._cancelled(owner, batch_id)
             return
         self._active = (batch_id, run)
         log.info("job_started", job=batch_id, key=owner or None)
         try:
-            summary = await _in_thread(partial(self._run_job, owner, record, run))
+            summary = await in_thread(partial(self._run_job, owner, record, run))
             await self._completed(owner, batch_id, summary)
-        except _StoppedError:
+        except StoppedError:
             if not self._stopping:
                 await self._cancelled(owner, batch_id)
         except EngineDownError:
             deaths[batch_id] = 1 if run.num_answered else deaths.get(batch_id, 0) + 1
             if deaths[batch_id] >= MOST_DEATHS:
                 why = f"the engine died {MOST_DEATHS} times without an answer of this job"
-                await self._close(owner, batch_id, "failed", _error("engine_down", why))
+                await self._close(owner, batch_id, "failed", error_list("engine_down", why))
         except (OnestemError, ApiError) as error:
-            await self._close(owner, batch_id, "failed", _error("job_error", str(error)))
+            await self._close(owner, batch_id, "failed", error_list("job_error", str(error)))
         finally:
             self._active = None
 
     def _place(self, batch_id: str) -> Path:
         return self._store.work / batch_id / "output.jsonl"
 
-    def _run_job(self, owner: str, record: Row, run: _Run) -> JobSummary:
+    def _run_job(self, owner: str, record: Row, run: JobAttempt) -> JobSummary:
         source = self._store.files / record["input_file_id"]
         if record["status"] == "validating":
             _check_urls(source, record["endpoint"], run)
         model = self._model()
         place = self._place(record["id"])
         markups = json.loads(place.with_name(SCHEMAS).read_text())
-        told = _Told(partial(self._note_progress, owner, record["id"]))
+        told = Told(partial(self._note_progress, owner, record["id"]))
         return run_job(
             source,
             place,
@@ -343,9 +241,9 @@ class Jobs:
             record = self._store.batch(owner, batch_id)
             if record is None or record["status"] not in ("validating", "in_progress"):
                 return
-            changes: dict[str, Any] = {"request_counts": _counts(progress)}
+            changes: dict[str, Any] = {"request_counts": counts_of(progress)}
             if record["status"] == "validating":
-                changes |= {"status": "in_progress", "in_progress_at": _now()}
+                changes |= {"status": "in_progress", "in_progress_at": now()}
             self._save(owner, record, **changes)
 
     # ------------------------------------------------------------------------- endings
@@ -358,7 +256,7 @@ class Jobs:
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
-            record = self._save(owner, record, status="finalizing", finalizing_at=_now())
+            record = self._save(owner, record, status="finalizing", finalizing_at=now())
             place = self._place(batch_id)
             output = self._keep(owner, place, f"{batch_id}_output.jsonl", f"file-{batch_id[6:]}o")
             errors = None
@@ -372,7 +270,7 @@ class Jobs:
                 owner,
                 record,
                 status="completed",
-                completed_at=_now(),
+                completed_at=now(),
                 output_file_id=output,
                 error_file_id=errors,
                 request_counts={
@@ -411,65 +309,21 @@ class Jobs:
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
-            self._save(
-                owner, record, status="cancelled", cancelled_at=_now(), output_file_id=output
-            )
+            self._save(owner, record, status="cancelled", cancelled_at=now(), output_file_id=output)
 
     async def _close(self, owner: str, batch_id: str, status: str, errors: Row) -> None:
         def close() -> None:
             with self._lock:
                 record = self._store.batch(owner, batch_id)
                 if record is not None:
-                    self._save(owner, record, status=status, failed_at=_now(), errors=errors)
+                    self._save(owner, record, status=status, failed_at=now(), errors=errors)
             shutil.rmtree(self._place(batch_id).parent, ignore_errors=True)
 
         await asyncio.to_thread(close)
         log.warning("job_ended", job=batch_id, status=status, error=errors["data"][0]["message"])
 
 
-class _Told:
-    """Passes progress on, once a second and where it matters."""
-
-    def __init__(self, tell: Callable[[Progress], object]) -> None:
-        self._tell = tell
-        self._at = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.stage == "read":
-            return
-        now = time.monotonic()
-        if progress.stage == "write" or now - self._at >= PROGRESS_SECONDS:
-            self._at = now
-            self._tell(progress)
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Run a job's thread; unlike the loop's own pool it keeps nobody else waiting."""
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            loop.call_soon_threadsafe(_settle, future, None, error)
-        else:
-            loop.call_soon_threadsafe(_settle, future, result, None)
-
-    threading.Thread(target=run, name="job", daemon=True).start()
-    return await future
-
-
-def _settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-def _check_urls(source: Path, endpoint: str, run: _Run) -> None:
+def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
     """A batch has one endpoint. Lines that are no requests get their errors later."""
     with open(source, "rb") as file:
         for number, raw in enumerate(file, 1):
@@ -485,80 +339,3 @@ def _check_urls(source: Path, endpoint: str, run: _Run) -> None:
 def _copy_errors(output: Path, target: Path) -> None:
     with open(output, "rb") as source, open(target, "wb") as file:
         file.writelines(raw for raw in source if read_object(raw).get("error") is not None)
-
-
-def _counts(progress: Progress) -> dict[str, int]:
-    return {
-        "total": progress.total,
-        "completed": progress.done - progress.failed,
-        "failed": progress.failed,
-    }
-
-
-def _error(code: str, message: str) -> Row:
-    entry = {"code": code, "message": message, "param": None, "line": None}
-    return {"object": "list", "data": [entry]}
-
-
-def _now() -> int:
-    return int(time.time())
-
-
-TIMES = (
-    "in_progress_at",
-    "expires_at",
-    "finalizing_at",
-    "completed_at",
-    "failed_at",
-    "expired_at",
-    "cancelling_at",
-    "cancelled_at",
-)
-
-
-def _new_batch(body: Mapping[str, Any]) -> Row:
-    for name in body:
-        if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
-            raise ApiError(400, f"unknown field in body: {show(name)}", param=name)
-    file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
-    if not isinstance(file_id, str):
-        raise ApiError(
-            400, f"input_file_id is {show(file_id)}, expected a file's id", param="input_file_id"
-        )
-    if not isinstance(endpoint, str) or endpoint not in KIND_OF_URL:
-        expected = " or ".join(KIND_OF_URL)
-        raise ApiError(400, f"endpoint is {show(endpoint)}, expected {expected}", param="endpoint")
-    window = body.get("completion_window")
-    if window != "24h":
-        raise ApiError(
-            400,
-            f"completion_window is {show(window)}, expected '24h' (batches do not expire here)",
-            param="completion_window",
-        )
-    return {
-        "id": f"batch_{os.urandom(12).hex()}",
-        "object": "batch",
-        "endpoint": endpoint,
-        "errors": None,
-        "input_file_id": file_id,
-        "completion_window": window,
-        "status": "validating",
-        "output_file_id": None,
-        "error_file_id": None,
-        "created_at": _now(),
-        **dict.fromkeys(TIMES),
-        "request_counts": {"total": 0, "completed": 0, "failed": 0},
-        "metadata": _metadata(body.get("metadata")),
-    }
-
-
-def _metadata(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    good = isinstance(value, dict) and len(value) <= 16
-    if not good or not all(isinstance(text, str) and len(text) <= 512 for text in value.values()):
-        raise ApiError(
-            400, f"metadata is {show(value)}, expected at most 16 texts by name", param="metadata"
-        )
-    metadata: dict[str, str] = value
-    return metadata

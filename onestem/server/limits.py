@@ -1,6 +1,8 @@
-"""Sizes of bodies."""
+"""How long bodies may be, and how long they may take."""
 
 from __future__ import annotations
+
+import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
@@ -8,6 +10,8 @@ from starlette.types import Message
 from onestem.server.errors import ApiError
 
 __all__ = ["limited", "read_limited"]
+
+BODY_SECONDS = 60.0
 
 
 def _too_large(limit: int) -> ApiError:
@@ -30,11 +34,19 @@ async def read_limited(request: Request, limit: int) -> bytes:
     _check_declared(request, limit)
     parts, size = [], 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"the body did not come within {BODY_SECONDS:.0f} s",
+            code="body_too_slow",
+            headers={"Connection": "close"},
+        ) from error
     except ClientDisconnect as error:
         raise ApiError(400, "the client went away before its body had come") from error
     return b"".join(parts)

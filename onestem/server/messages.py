@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from onestem.pml import EncodedSegment
 from onestem.request import (
     CompletionOutput,
     FinishReason,
@@ -27,6 +28,7 @@ __all__ = [
     "JobRequests",
     "Pin",
     "Piece",
+    "Prefetch",
     "Ready",
     "RemoveJob",
     "Report",
@@ -71,6 +73,14 @@ class Pin:
 @dataclass(frozen=True)
 class Unpin:
     name: str
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Modules that the next prompts in PML may want, to be read from the disk if they are there."""
+
+    segments: Sequence[EncodedSegment]
+    cache_salt: str
 
 
 @dataclass(frozen=True)

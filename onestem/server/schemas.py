@@ -16,7 +16,14 @@ from typing import Any
 from onestem.batch.fields import show
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
-from onestem.pml import CompiledPrompt, Library, parse_prompt, read_schema, to_markup
+from onestem.pml import (
+    CompiledPrompt,
+    EncodedSegment,
+    Library,
+    parse_prompt,
+    read_schema,
+    to_markup,
+)
 from onestem.server.errors import ApiError
 from onestem.server.prefixes import APP_OWNER
 from onestem.server.store import Store
@@ -148,6 +155,10 @@ class Schemas:
         """
         prompt = parse_prompt(_checked(markup))
         return self.find(tenant, prompt.schema).library.compile(prompt, isolation)
+
+    def alternatives(self, tenant: Tenant, compiled: CompiledPrompt) -> list[EncodedSegment]:
+        """Modules that the next prompt may want in place of what this one imports."""
+        return self.find(tenant, compiled.schema).library.alternatives(compiled)
 
     def markups(self, tenant: Tenant) -> list[str]:
         """What a job keeps of the schemas that are there when it is made."""

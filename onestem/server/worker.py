@@ -35,6 +35,7 @@ from onestem.server.messages import (
     JobOutput,
     JobRequests,
     Pin,
+    Prefetch,
     Ready,
     RemoveJob,
     Report,
@@ -49,13 +50,19 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "facts_of", "load", "main"]
 
 STATS_SECONDS = 0.25
+# What a step may take: about what a request that has just come has to wait for.
+CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
 
 
 def load(options: Mapping[str, Any]) -> LLM:
-    """The model and its engine."""
-    from onestem.llm import LLM
+    """The model and its engine; `max_step_ms`: None: as fits the device, 0: no limit."""
+    from onestem.llm import LLM, pick_device
 
-    return LLM(**options)
+    device = pick_device(options.get("device", "auto"))
+    limit = options.get("max_step_ms")
+    if limit is None:
+        limit = GPU_STEP_MS if device.type == "cuda" else CPU_STEP_MS
+    return LLM(**{**options, "max_step_ms": limit or None})
 
 
 def facts_of(llm: LLM) -> Facts:
@@ -270,6 +277,10 @@ class Worker:
     def _unpin(self, message: Unpin) -> None:
         if any(prefix.name == message.name for prefix in self._engine.prefixes()):
             self._engine.unpin_prefix(message.name)
+
+    @_take.register
+    def _prefetch(self, message: Prefetch) -> None:
+        self._engine.prefetch_modules(message.segments, message.cache_salt)
 
     @_take.register
     def _ask(self, message: Ask) -> None:

@@ -84,6 +84,7 @@ def test_a_job_gives_way_before_an_interactive_request_waits():
     engine.step()
     assert [s.state.request.request_id for s in engine.scheduler.running if not s.is_job] == ["a"]
     assert engine.scheduler.num_set_backs > 0
+    assert engine.num_waiting == 0  # jobs that wait keep no interactive request out
     outputs = drain(engine)
     assert len(outputs) == 9
     assert outputs["a"].metrics.num_set_backs == 0

@@ -9,6 +9,7 @@ import struct
 import pytest
 import torch
 
+from onestem.cache import ModuleRun
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.errors import ConfigError
 from tests.engine.harness import TOLERANCE, answer, make_engine, requests_for, shared_prompts
@@ -178,9 +179,13 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path):
     tiers._device = torch.device("cuda")
     module = next(s for s in compiled.segments if s.kind == "cached")
     name, count = ("", module.key), len(module.token_ids)
-    assert not tiers._disk_pays(name, count)  # no rate is known: this measures the disk's
-    tiers._reading[name].result()
+    run_of_it = ModuleRun((*name, None), module.token_ids, 0, True)
+    assert not tiers.has(run_of_it)  # no rate is known: this measures the disk's
+    tiers.prefetch([(name, count)])
+    tiers._thread.submit(lambda: None).result()
     assert tiers._bytes_per_second is not None
+    assert not tiers._reading
+    assert not tiers.has(run_of_it)
     assert not tiers._disk_pays(name, count)  # that of computing is not known
     seconds = tiers._bytes_per_token / tiers._bytes_per_second
     tiers.note_step(100, 300 * seconds)
@@ -229,6 +234,18 @@ def test_disk_budget_lets_the_oldest_go(tmp_path):
     assert (tmp_path / "notes.txt").exists()
     assert not store.put("d", torch.zeros(1, 2, 999, 2, 4))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_leftovers_of_a_killed_process_go(tmp_path):
+    store = DiskStore(tmp_path, MIB, "m")
+    old, new = (tmp_path / f".{store.path('a').name}.{pid}-1.part" for pid in (1, 2))
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (1e9, 1e9))
+    (tmp_path / ".mine.part").write_text("")
+    os.utime(tmp_path / ".mine.part", (1e9, 1e9))
+    DiskStore(tmp_path, MIB, "m")
+    assert {path.name for path in tmp_path.iterdir()} == {new.name, ".mine.part"}
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):

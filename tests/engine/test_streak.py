@@ -156,6 +156,7 @@ def test_an_unsure_draw_is_sampled_by_the_scheduler(
     tiny, streaks: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flat distribution needs more than the leading tokens that a streak looks at."""
+    monkeypatch.setattr("onestem.engine.sampler._is_native", lambda work: False)  # as on a GPU
     monkeypatch.setattr("onestem.engine.sampler._CANDIDATES", (4, 16))
     one = Request(
         request_id="0",

@@ -42,11 +42,12 @@ def create(http, raw: bytes, **changes) -> dict:
 
 
 def ended(http, batch_id: str) -> dict:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 30
     while time.monotonic() < until:
         batch = http.get(f"/v1/batches/{batch_id}").json()
         if batch["status"] in ("completed", "failed", "cancelled"):
             return batch
+        time.sleep(0.02)
     raise AssertionError(f"the batch did not end: {batch}")
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import resource
 
 import pytest
 
 from tests.server.harness import running
 
-STREAMS = 120
-LEAVERS = 48
-SLOW = 12
-TOKENS = 24
+STREAMS = 500
+LEAVERS = 200
+SLOW = 25
+TOKENS = 12
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tiny_model):
+    # Both ends of each connection are in this process.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4 * STREAMS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4 * STREAMS, hard))
     with running(tmp_path_factory.mktemp("many"), model=tiny_model) as server:
         yield server
 
@@ -34,7 +39,7 @@ class Reader:
         self._host, self._port = server.url.removeprefix("http://").split(":")
 
     def _request(self) -> bytes:
-        prompt = [7, *range(10, 40), 3 + self.number, 3 + self.number % 7]
+        prompt = [7, *range(10, 40), 3 + self.number // 25, 3 + self.number % 25]
         body = {"prompt": prompt, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
         raw = json.dumps({**body, "return_token_ids": True, "seed": self.number}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"

@@ -93,7 +93,7 @@ names = sorted({*CompletionBody.model_fields, *ChatBody.model_fields})
 bodies = st.dictionaries(st.sampled_from(names) | st.text(max_size=8), values, max_size=5)
 
 
-@settings(BOUNDED, max_examples=150)
+@settings(BOUNDED, max_examples=100)
 @given(body=bodies, chat=st.booleans())
 def test_fuzzed_bodies(http, body, chat):
     """No 500, no hang."""
@@ -106,7 +106,7 @@ def test_fuzzed_bodies(http, body, chat):
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@settings(BOUNDED, max_examples=60)
+@settings(BOUNDED, max_examples=25)
 @given(raw=st.binary(max_size=60), method=st.sampled_from(["POST", "PUT"]))
 def test_fuzzed_bytes(http, raw, method):
     for path in ("/v1/completions", "/v1/prefixes/a", "/v1/batches", "/v1/files"):

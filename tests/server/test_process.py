@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from onestem.cli import main
 from tests.server.test_batches import ended, lines, output, upload
 
 WAIT = 90.0
+REQUESTS = 24
 SECRET = "a sentence that no log may ever show"
 
 
@@ -31,7 +33,7 @@ class Command:
         self._file = open(self.log, "wb")  # noqa: SIM115 - closed by `close`
         command = [
             sys.executable, "-c", "from onestem.cli import main; main()", "serve", "--port", "0",
-            "--state", str(state), "--model", str(model), "--kv-memory", "1MiB",
+            "--state", str(state), "--model", str(model), "--kv-memory", "2MiB",
             "--max-model-len", "1024", "--device", "cpu", "--dtype", "float32", "--grace", "20",
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -77,9 +79,9 @@ def served(state: Path, model: Path) -> Iterator[Command]:
         command.close()
 
 
-def is_gone(pid: int) -> bool:
-    until = time.monotonic() + WAIT
-    while time.monotonic() < until:
+def is_gone(pid: int, seconds: float = 60.0) -> bool:
+    until = time.monotonic() + seconds
+    while True:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -88,13 +90,14 @@ def is_gone(pid: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
             if stat.read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
+        if time.monotonic() >= until:
+            return False
         time.sleep(0.02)
-    return False
 
 
 def ask(command: Command, number: int, ends: dict[int, str]) -> None:
     """One request of many; notes how it ended."""
-    body = {"prompt": f"{SECRET} {number}", "max_tokens": 150, "ignore_eos": True}
+    body = {"prompt": f"{SECRET} {number}", "max_tokens": 60, "ignore_eos": True}
     stream = number % 2 == 0
     try:
         answer = command.http.post("/v1/completions", json={**body, "stream": stream})
@@ -114,66 +117,87 @@ def ask(command: Command, number: int, ends: dict[int, str]) -> None:
     ends[number] = last["error"]["code"] if "error" in last else "whole"
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory):
-    return tmp_path_factory.mktemp("process") / "state"
+def start_job(command: Command, raw: bytes) -> str:
+    file = upload(command.http, raw)
+    body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch: str = command.http.post("/v1/batches", json=body).json()["id"]
+    return batch
 
 
-def test_kill_9_of_the_engine_under_load(state, tiny_model):
+def test_a_servers_life(tmp_path, tiny_model):
+    """kill -9 of the engine under load; then SIGTERM while a stream and a job run."""
+    state = tmp_path / "state"
+    with served(state, tiny_model) as command:
+        check_kill_9(command)
+        check_sigterm(command, state)
+
+
+def check_kill_9(command: Command) -> None:
     """Every request gets an answer or an error; the job's output is complete, without doubles."""
     ends: dict[int, str] = {}
-    with served(state, tiny_model) as command:
-        raw = lines(80, ignore_eos=True, temperature=0)
-        file = upload(command.http, raw)
-        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = command.http.post("/v1/batches", json=body).json()["id"]
-        threads = [threading.Thread(target=ask, args=(command, i, ends)) for i in range(40)]
-        for thread in threads:
-            thread.start()
-        pid = command.engine_pid()
-        os.kill(pid, signal.SIGKILL)
-        for thread in threads:
-            thread.join(WAIT)
-        assert sorted(ends) == list(range(40))
-        assert set(ends.values()) <= {"whole", "engine_down"}
-        assert "engine_down" in ends.values()
-        command.engine_ready(2)
-        finished = ended(command.http, batch)
-        assert finished["status"] == "completed"
-        made = [json.loads(line) for line in output(command.http, finished).splitlines()]
-        assert [one["custom_id"] for one in made] == [f"line-{i}" for i in range(80)] + [None]
-        again = command.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
-        assert again.status_code == 200
-        assert SECRET not in command.log.read_text()
-        pid = command.engine_pid()
-        command.process.kill()
-        assert is_gone(pid)
+    batch = start_job(command, lines(40, ignore_eos=True, temperature=0))
+    threads = [threading.Thread(target=ask, args=(command, i, ends)) for i in range(REQUESTS)]
+    for thread in threads:
+        thread.start()
+    os.kill(command.engine_pid(), signal.SIGKILL)
+    for thread in threads:
+        thread.join(WAIT)
+    assert sorted(ends) == list(range(REQUESTS))
+    assert set(ends.values()) <= {"whole", "engine_down"}
+    assert "engine_down" in ends.values()
+    command.engine_ready(2)
+    finished = ended(command.http, batch)
+    assert finished["status"] == "completed"
+    made = [json.loads(line) for line in output(command.http, finished).splitlines()]
+    assert [one["custom_id"] for one in made] == [f"line-{i}" for i in range(40)] + [None]
+    assert SECRET not in command.log.read_text()
 
 
-def test_sigterm_lets_streams_end_and_puts_jobs_down(state, tiny_model):
-    with served(state, tiny_model) as command:
-        file = upload(command.http, lines(200, max_tokens=200, ignore_eos=True))
-        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = command.http.post("/v1/batches", json=body).json()["id"]
-        asked = {"prompt": SECRET, "max_tokens": 500, "ignore_eos": True, "stream": True}
-        pid = command.engine_pid()
-        with command.http.stream("POST", "/v1/completions", json=asked) as answer:
-            parts = answer.iter_text()
-            text = next(parts)
-            command.process.send_signal(signal.SIGTERM)
-            text += "".join(parts)
-        events = text.split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        last = json.loads(events[-3].removeprefix("data: "))
-        assert last["choices"][0]["finish_reason"] == "length"
-        assert command.process.wait(WAIT) == 0
-        assert is_gone(pid)
-        assert command.events()[-1]["event"] == "stopped"
-    import sqlite3
-
+def check_sigterm(command: Command, state: Path) -> None:
+    """The stream ends whole; the job is put down; both processes are gone."""
+    batch = start_job(command, lines(60, max_tokens=200, ignore_eos=True))
+    asked = {"prompt": SECRET, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    pid = command.engine_pid()
+    with command.http.stream("POST", "/v1/completions", json=asked) as answer:
+        parts = answer.iter_text()
+        text = next(parts)
+        command.process.send_signal(signal.SIGTERM)
+        text += "".join(parts)
+    events = text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    last = json.loads(events[-3].removeprefix("data: "))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert command.process.wait(WAIT) == 0
+    assert is_gone(pid)
+    assert command.events()[-1]["event"] == "stopped"
     with contextlib.closing(sqlite3.connect(state / "server.db")) as db:
         status = db.execute("SELECT status FROM batches WHERE id = ?", (batch,)).fetchone()[0]
     assert status in ("validating", "in_progress")
+
+
+LAUNCH = """
+import asyncio, sys
+from onestem.server.process import EngineProcess
+from onestem.server.wire import read_message
+
+async def main():
+    link = await EngineProcess({}, "tests.server.fake_engine:load").launch()
+    ready = await read_message(link.reader)
+    print(ready.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_with_the_server():
+    """However that ends: nothing is left to tell it."""
+    with subprocess.Popen([sys.executable, "-c", LAUNCH], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        assert not is_gone(pid, seconds=0)
+        server.kill()
+        assert is_gone(pid)
 
 
 @pytest.mark.parametrize(

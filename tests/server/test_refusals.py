@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
+
+from onestem.server import limits
 
 PML = '<prompt schema="nobody">Hello</prompt>'
 USER = [{"role": "user", "content": "hi"}]
@@ -55,6 +58,7 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(embedded, endpoint, nam
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+    assert answer.headers["x-request-id"].startswith("req-")
     assert name in error["message"] or name == error["param"]
 
 
@@ -113,6 +117,18 @@ def test_a_body_that_is_too_long(embedded):
     for answer in (declared, chunked):
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_body_that_does_not_come(embedded, monkeypatch):
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.05)
+    host, port = embedded.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        )
+        connection.settimeout(30)
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_a_stream_is_refused_before_it_begins(embedded):

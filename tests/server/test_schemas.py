@@ -65,6 +65,24 @@ def test_bad_schemas(embedded, name, body, reason):
     assert reason in answer.json()["error"]["message"]
 
 
+def test_modules_outlive_the_server(tmp_path, tiny_model):
+    """With a folder for them, a second server reads what the first has computed."""
+    engine = {"module_disk": tmp_path / "modules", "module_host_memory": "1MiB"}
+    file = tmp_path / "places.xml"
+    file.write_text(SCHEMA)
+    texts = []
+    for state in ("first", "second"):
+        with (
+            running(tmp_path / state, model=tiny_model, engine=engine, schemas=[file]) as server,
+            server.http() as http,
+        ):
+            texts += [ask(http, pml=PROMPT.format(m)).json() for m in ("oakham", "ashford")]
+            server.check()
+            server.launcher.llms[0].engine.tiers.flush()
+    assert [t["choices"] for t in texts[:2]] == [t["choices"] for t in texts[2:]]
+    assert any((tmp_path / "modules").rglob("*.safetensors"))
+
+
 def test_bad_prompts(tmp_path, tiny_model):
     file = tmp_path / "places.xml"
     file.write_text(SCHEMA)
