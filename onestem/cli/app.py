@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onestem import __version__
-from onestem.cli import batch, bench, env, generate, plan, pml, serve
+from onestem.cli import batch, bench, env, generate, plan, pml, serve, tune
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
@@ -24,6 +24,7 @@ app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("env")(env.env)
+app.command("tune")(tune.tune)
 app.add_typer(pml.app, name="pml")
 app.add_typer(bench.app, name="bench")
 

@@ -14,7 +14,7 @@ from onestem.errors import ConfigError
 if TYPE_CHECKING:
     from onestem.ops.bench.cases import Case, Heads
 
-__all__ = ["attention"]
+__all__ = ["attention", "check_heads", "dtype_of"]
 
 
 def attention(
@@ -53,8 +53,8 @@ def attention(
     from onestem.ops.bench.cases import Heads
     from onestem.ops.bench.measure import bench_attention
 
-    heads = Heads(q_heads, kv_heads, head_dim, _dtype(dtype), page_size)
-    _check(heads, device)
+    heads = Heads(q_heads, kv_heads, head_dim, dtype_of(dtype), page_size)
+    check_heads(heads, device)
     cases = _cases(case, groups, degree, prefix, suffix)
     peers = tuple(name.strip() for name in against.split(",") if name.strip())
     found = bench_attention(cases, heads, torch.device(device), peers, impl)
@@ -65,7 +65,8 @@ def attention(
         raise typer.Exit(1)
 
 
-def _dtype(name: str) -> Any:
+def dtype_of(name: str) -> Any:
+    """The torch dtype of a name."""
     import torch
 
     if name not in ("float32", "bfloat16", "float16"):
@@ -73,7 +74,8 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _check(heads: Heads, device: str) -> None:
+def check_heads(heads: Heads, device: str) -> None:
+    """Raise for heads or a device that cannot be."""
     import torch
 
     if device not in ("cpu", "cuda"):

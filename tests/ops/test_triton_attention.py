@@ -276,9 +276,26 @@ def test_wide_tiles_of_the_default_configuration():
     assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
 
 
-@pytest.mark.skipif(
+NEEDS_HOPPER = pytest.mark.skipif(
     DEVICE.type == "cpu" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("num_seqs", [3, 700])
+def test_few_and_many_turns_on_hopper(num_seqs):
+    """Steps of a few rows have kernels of their own; of many rows each reader has 40 items."""
+    plan = random_plan(
+        np.random.default_rng(0), page_size=16, num_runs=2, num_seqs=num_seqs, max_rows=2,
+        max_len=90, num_pages=16384,
+    )  # fmt: skip
+    q, k, v = tensors(plan, 0, kv_heads=16, group=2, head_dim=64, dtype=torch.bfloat16)
+    want = attention(q, k, v, plan, impl="reference")
+    for _ in range(3):
+        assert_matches(attention(q, k, v, plan, impl="triton"), want, torch.bfloat16)
+
+
+@NEEDS_HOPPER
 @pytest.mark.parametrize(
     ("head_dim", "group", "page_size", "window", "special"),
     [

@@ -75,6 +75,8 @@ def _measure(
     impl: str,
     rates: Rates,
 ) -> dict[str, Any]:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # each case in fresh memory, whatever stood there before it
     q, k, v = make_tensors(step, heads, device)
     group = heads.num_q_heads // heads.num_kv_heads
     chosen = resolve(impl, device, head_dim=heads.head_dim, group=group)

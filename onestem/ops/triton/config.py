@@ -1,8 +1,9 @@
 """Which tile shapes run where: tuned configurations are data, an unknown GPU gets a stated rule.
 
-`configs/DEVICE.json` holds a list of objects: `dtype`, `head_dim`, `group` (up to which query heads
-per KV head it was tuned) and the fields of `KernelConfig`. The first that fits is taken: same
-dtype, the smallest head_dim and group that are not below the ones asked for.
+`configs/DEVICE.json` holds a list of objects: `dtype`, `head_dim`, `group` (the shape it was tuned
+for) and the fields of `KernelConfig`. Of those of the same dtype and head_dim and the same kernel
+(Hopper's or its twin), the one with the nearest group is taken. `onestem tune` writes such a file;
+nothing is tuned at start.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class KernelConfig:
             time.
         hopper_registers: of a multiplying and of a copying thread of `hopper.attend_hopper`; None:
             `kernels.attend_kernel` is used.
-        merge_tokens, min_tokens, memory_ns: see `CostModel`.
+        merge_tokens, min_tokens, cut_ns, memory_ns: see `CostModel`.
     """
 
     tiles: tuple[Tile, ...]
@@ -48,6 +49,7 @@ class KernelConfig:
     hopper_registers: tuple[int, int] | None = None
     merge_tokens: int = 16
     min_tokens: int = 128
+    cut_ns: float = 6000.0
     memory_ns: float = 0.17
 
     def cost(self, num_sms: int) -> CostModel:
@@ -57,6 +59,7 @@ class KernelConfig:
             together=self.hopper_registers is not None,
             merge_tokens=self.merge_tokens,
             min_tokens=self.min_tokens,
+            cut_ns=self.cut_ns,
             memory_ns=self.memory_ns,
         )
 
@@ -93,14 +96,12 @@ def load_config(
     fitting = [
         entry
         for entry in _stored(device_name)
-        if entry["dtype"] == name
-        and entry["head_dim"] >= head_dim
-        and entry["group"] >= group
-        and ("hopper_registers" in entry) == hopper
+        if (entry["dtype"], entry["head_dim"]) == (name, head_dim)
+        and (entry.get("hopper_registers") is not None) == hopper
     ]
     if not fitting:
         return default_config(dtype, head_dim, hopper), False
-    best = min(fitting, key=lambda entry: (entry["head_dim"], entry["group"]))
+    best = min(fitting, key=lambda entry: abs(entry["group"] - group))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
     return KernelConfig.from_json(fields), True
 

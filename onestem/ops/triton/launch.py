@@ -210,8 +210,9 @@ class Kernels:
 
     def merge(self, control: Tensor, states: States, out: Tensor, lse: Tensor) -> None:
         """The second kernel alone."""
-        few = len(out) * self.num_q_heads <= 4 * self.num_sms
-        merge_kernel[(MERGING * self.num_sms,)](
+        most = len(out) * self.num_q_heads  # works, for one warp each
+        few = most <= 4 * self.num_sms
+        merge_kernel[(max(1, min(most, MERGING * self.num_sms)),)](
             control, out, lse, states.out, states.lse,
             NUM_HEADS=self.num_q_heads,
             HEAD_DIM=self.head_dim,

@@ -56,11 +56,21 @@ def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> t
         return (0, most) if len(wide.block) == 0 else (most, 0)
     hands = np.arange(1, (most - (num_kv_heads + 1) // 2) // num_kv_heads + 1)
     programs = hands * num_kv_heads
-    memory = float(reading.length.sum()) * num_kv_heads * cost.memory_ns
+    once = float(reading.length.sum()) * num_kv_heads * cost.memory_ns
+    memory = once + _read_again(wide, hands, num_kv_heads, cost)
     read = reading.ends(2 * (most - programs) // num_kv_heads, cost)
     end = np.maximum(wide.ends(hands, cost), np.maximum(read, memory))
     chosen = int(programs[np.flatnonzero(end <= 1.02 * end.min())[0]])
     return chosen, most - chosen
+
+
+def _read_again(wide: _Side, hands: np.ndarray, num_kv_heads: int, cost: CostModel) -> np.ndarray:
+    """float64 `[len(hands)]`: what the memory takes for walks that the cache does not hold. Blocks
+    of rows that walk the same keys at the same time read them once; laid end to end and cut for so
+    many hands, they begin at `hands / gcd` places."""
+    walk = float(wide.length.max()) * num_kv_heads * cost.memory_ns
+    places = np.minimum(len(wide.block), hands // np.gcd(hands, len(wide.block)))
+    return walk * places * (walk > cost.cache_ns)
 
 
 def tile_columns(cost: CostModel, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -103,17 +113,14 @@ class _Side:
 
         Long walks are laid end to end and cut at equal distances, so that each program gets the
         same length and few walks are cut (as Stream-K does with products, arXiv 2301.03598,
-        section 4). Where none is long, those are cut that would be the last round.
+        section 4).
         """
         time = self.time
         mean = float(time.sum()) / at_once
-        if len(time) == 0 or _longest(time, at_once) <= mean + cost.cut_ns:
-            return np.zeros(0, np.int64)
         long = np.flatnonzero(time > mean / 4)
+        if len(long) == 0 or _longest(time, at_once) <= mean + cost.cut_ns:
+            return np.zeros(0, np.int64)
         pieces = max(1, round(float(time[long].sum()) / mean))
-        if len(long) == 0:
-            long = np.sort(np.argsort(-time, kind="stable")[len(time) // at_once * at_once :])
-            pieces = at_once
         length, token_ns, block_n = self.length[long], self.token_ns[long], self.block_n[long]
         stop = np.cumsum(length * token_ns)
         begin = stop - length * token_ns

@@ -43,6 +43,7 @@ class CostModel:
         min_tokens: no item is cut shorter.
         cut_ns: what cutting must save.
         memory_ns: a token's keys and values of one KV head at the memory's full rate.
+        cache_ns: as much as the cache holds, at that rate.
     """
 
     tiles: tuple[Tile, ...]
@@ -52,6 +53,7 @@ class CostModel:
     min_tokens: int = 128
     cut_ns: float = 6000.0
     memory_ns: float = 0.17
+    cache_ns: float = 14_000.0
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""

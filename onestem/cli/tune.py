@@ -1,0 +1,37 @@
+"""`onestem tune`: find the fastest configuration of the attention kernels on this GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["tune"]
+
+
+def tune(
+    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: the installed package's own.")
+    ] = None,
+) -> None:
+    """Time candidate configurations of the attention kernels on this GPU (a minute or two) and
+    write the fastest to its file, which later starts read. Nothing is ever tuned at start."""
+    import torch
+
+    from onestem.cli.bench_attention import check_heads, dtype_of
+    from onestem.ops.bench.cases import Heads
+    from onestem.ops.bench.tune import store
+    from onestem.ops.bench.tune import tune as found
+
+    heads = Heads(q_heads, kv_heads, head_dim, dtype_of(dtype), page_size)
+    check_heads(heads, "cuda")
+    entries = list(found(heads, torch.device("cuda")))
+    for entry in entries:
+        typer.echo(entry)
+    typer.echo(f"written: {store(entries, torch.cuda.get_device_name(), out)}")

@@ -1,0 +1,129 @@
+"""Tuning: which constants of the kernels' configuration are the fastest on this GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onestem.errors import ConfigError
+from onestem.ops.bench.cases import CASES, Heads, Step, make_tensors
+from onestem.ops.bench.timing import graph_ms
+from onestem.ops.triton import KernelConfig, TritonAttention, load_config
+from onestem.ops.triton.config import config_file
+
+__all__ = ["store", "tune"]
+
+# What is timed: each bounds something else.
+MANY_ROWS = (
+    "1x32 2048/128", "1x256 2048/256", "1x256 16384/256", "16x16 2048/256", "85x3 1568/128",
+    "1x1024 8192/128", "1x8x32 2048+512/128", "mixed",
+)  # fmt: skip
+FEW_ROWS = ("1x1 2048/128",)
+LEAST_GAIN = 0.004  # below it a difference is noise
+
+Change = Callable[[KernelConfig], KernelConfig]
+
+
+def _tile(index: int, **fields: Any) -> Change:
+    def change(config: KernelConfig) -> KernelConfig:
+        tiles = list(config.tiles)
+        tiles[index] = replace(tiles[index], **fields)
+        return replace(config, tiles=tuple(tiles))
+
+    return change
+
+
+def _field(**fields: Any) -> Change:
+    return lambda config: replace(config, **fields)
+
+
+# Tried one after the other, each on the best of those before it.
+HOPPER: tuple[Change, ...] = (
+    *(_tile(0, item_ns=ns) for ns in (2900, 4400)),
+    *(_tile(1, item_ns=ns) for ns in (4000, 9000)),
+    *(_tile(1, token_ns=ns) for ns in (15.5, 18.0)),
+    *(_field(merge_tokens=tokens) for tokens in (8, 32)),
+    *(_field(cut_ns=ns) for ns in (3000, 12000)),
+    *(_field(hopper_registers=count) for count in ((208, 88), (224, 56))),
+)
+TWIN: tuple[Change, ...] = (
+    *(_field(min_tokens=tokens) for tokens in (64, 192)),
+    *(_field(stages=stages) for stages in ((2, 2, 2), (4, 3, 3))),
+    *(_field(programs_per_sm=programs) for programs in ((1, 1), (3, 1))),
+    *(_field(num_warps=warps) for warps in ((2, 8), (8, 8))),
+)
+
+
+def tune(heads: Heads, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Entries for the GPU's file of configurations, as they are found: on Hopper one for its own
+    kernel and one for steps of few rows, else one for all steps."""
+    if device.type != "cuda":
+        raise ConfigError("onestem tune needs a GPU: attention on a CPU has nothing to tune")
+    name, group = torch.cuda.get_device_name(device), heads.num_q_heads // heads.num_kv_heads
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    for hopper in (True, False) if is_hopper and heads.dtype.itemsize == 2 else (False,):
+        start, _ = load_config(name, heads.dtype, heads.head_dim, group, hopper)
+        steps = FEW_ROWS if is_hopper and not hopper else MANY_ROWS + FEW_ROWS
+        best = _best(start, HOPPER if hopper else TWIN, steps, heads, device)
+        dtype = str(heads.dtype).removeprefix("torch.")
+        shape = {"dtype": dtype, "head_dim": heads.head_dim, "group": group}
+        yield {**shape, **best.to_json()}
+
+
+def _best(
+    start: KernelConfig,
+    changes: tuple[Change, ...],
+    names: tuple[str, ...],
+    heads: Heads,
+    device: torch.device,
+) -> KernelConfig:
+    """Changes are kept that make the steps' times, in the geometric mean, shorter."""
+    best, least = start, _mean_log_ms(start, names, heads, device)
+    for change in changes:
+        config = change(best)
+        try:
+            mean = _mean_log_ms(config, names, heads, device)
+        except RuntimeError:  # more registers or shared memory than there are
+            continue
+        if mean < least - LEAST_GAIN:
+            best, least = config, mean
+    return best
+
+
+def _mean_log_ms(
+    config: KernelConfig, names: tuple[str, ...], heads: Heads, device: torch.device
+) -> float:
+    times = (_ms(config, *_step(name, heads), device) for name in names)
+    return sum(map(math.log, times)) / len(names)
+
+
+def _step(name: str, heads: Heads) -> tuple[Step, Heads]:
+    return CASES[name].step(heads)
+
+
+def _ms(config: KernelConfig, step: Step, heads: Heads, device: torch.device) -> float:
+    q, k, v = make_tensors(step, heads, device)
+    prepared = TritonAttention(config=config).prepare(step.plan)
+    return graph_ms(lambda: prepared.attend(q, k, v), repeat=5)
+
+
+def store(entries: list[dict[str, Any]], device_name: str, path: Path | None = None) -> Path:
+    """Write entries to the GPU's file (default: the package's own); those of the same shape and
+    kernel that it holds are replaced, others stay."""
+    path = config_file(device_name) if path is None else path
+    old = json.loads(path.read_text()) if path.exists() else []
+    new = {_key(entry): entry for entry in [*old, *entries]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([new[key] for key in sorted(new)], indent=1) + "\n")
+    return path
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, int, int, bool]:
+    hopper = entry.get("hopper_registers") is not None
+    return entry["dtype"], entry["head_dim"], entry["group"], hopper
