@@ -46,6 +46,7 @@ __all__ = ["EngineClient", "JobSink", "Listener"]
 LOOKAHEAD = 32  # requests in the engine that are not admitted yet
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
+STOP_SECONDS = 10.0
 
 State = Literal["starting", "running", "down", "stopped"]
 
@@ -113,7 +114,7 @@ class EngineClient:
         self._stats_before: dict[str, float] = {}
         self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._finished_at: list[float] = []
 
     # ------------------------------------------------------------------------- life
@@ -132,9 +133,13 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the engine; whoever still waits gets an error."""
-        self._stopping = True
+        self._stopping.set()
         self._send(Stop())
         if self._supervisor is not None:
+            patience = STOP_SECONDS if self.state == "running" else 0
+            await asyncio.wait({self._supervisor}, timeout=patience)
+            if self._link is not None:  # it loads, or a step does not end
+                self._link.writer.close()
             await self._supervisor
         self._set_state("stopped", "the server is stopping")
         self.fail_all(EngineDownError("the server is stopping: try again later"))
@@ -148,17 +153,19 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         pause = 0.0
-        while not self._stopping:
+        while not self._stopping.is_set():
             began = time.monotonic()
             reason = await self._run_engine()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             self._go_down(reason)
             if self._started is not None and not self._started.done():
                 self._started.set_exception(ConfigError(reason))
                 return
             pause = 0.0 if time.monotonic() - began > 60 else min(2 * pause + 0.5, LONGEST_PAUSE)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return
             self.restarts += 1
 
     async def _run_engine(self) -> str:
@@ -168,6 +175,8 @@ class EngineClient:
             link = self._link = await self._launcher.launch()
         except OSError as error:
             return f"the engine process cannot be started: {error}"
+        if self._stopping.is_set():
+            link.writer.close()
         try:
             while True:
                 message = await read_message(link.reader)

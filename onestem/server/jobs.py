@@ -192,11 +192,16 @@ class Jobs:
         if record["status"] == "cancelling":
             await self._cancelled(owner, batch_id)
             return
+        if record["status"] == "finalizing" and not self._place(batch_id).exists():
+            # The server died when the output was among the files already.
+            await self._completed(owner, batch_id, record["request_counts"])
+            return
         self._active = (batch_id, run)
         log.info("job_started", job=batch_id, key=owner or None)
         try:
             summary = await in_thread(partial(self._run_job, owner, record, run))
-            await self._completed(owner, batch_id, summary)
+            counts = {"total": summary.total, "completed": summary.ok, "failed": summary.failed}
+            await self._completed(owner, batch_id, counts)
         except StoppedError:
             if not self._stopping:
                 await self._cancelled(owner, batch_id)
@@ -248,20 +253,28 @@ class Jobs:
 
     # ------------------------------------------------------------------------- endings
 
-    async def _completed(self, owner: str, batch_id: str, summary: JobSummary) -> None:
-        await asyncio.to_thread(self._finalize, owner, batch_id, summary)
-        log.info("job_completed", job=batch_id, total=summary.total, failed=summary.failed)
+    async def _completed(self, owner: str, batch_id: str, counts: Mapping[str, int]) -> None:
+        await asyncio.to_thread(self._finalize, owner, batch_id, counts)
+        log.info("job_completed", job=batch_id, **counts)
 
-    def _finalize(self, owner: str, batch_id: str, summary: JobSummary) -> None:
+    def _finalize(self, owner: str, batch_id: str, counts: Mapping[str, int]) -> None:
+        """Each step may be done again after a crash, and then changes nothing."""
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
-            record = self._save(owner, record, status="finalizing", finalizing_at=now())
+            record = self._save(
+                owner,
+                record,
+                status="finalizing",
+                finalizing_at=now(),
+                request_counts=dict(counts),
+            )
             place = self._place(batch_id)
             output = self._keep(owner, place, f"{batch_id}_output.jsonl", f"file-{batch_id[6:]}o")
             errors = None
-            if summary.failed:
+            if counts["failed"]:
                 failed = place.with_name("errors.jsonl")
+                failed.parent.mkdir(exist_ok=True)
                 _copy_errors(self._store.files / output, failed)
                 errors = self._keep(
                     owner, failed, f"{batch_id}_errors.jsonl", f"file-{batch_id[6:]}e"
@@ -273,11 +286,6 @@ class Jobs:
                 completed_at=now(),
                 output_file_id=output,
                 error_file_id=errors,
-                request_counts={
-                    "total": summary.total,
-                    "completed": summary.ok,
-                    "failed": summary.failed,
-                },
             )
             shutil.rmtree(place.parent, ignore_errors=True)
 

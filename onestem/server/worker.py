@@ -326,7 +326,9 @@ class Worker:
 
 def main() -> None:
     """`python -m onestem.server.worker FD`: the channel is that file descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    # The server says when to end, also where a signal goes to the whole group of processes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     factory, options = channel.receive()
     module, _, name = factory.partition(":")

@@ -236,3 +236,120 @@ def test_a_snapshot_adds_up():
         assert run["start"] == (above["start"] + above["tokens"] if above else 0)
     assert {run["owner"] for run in runs.values()} >= {"prefix", "interactive", "cached"}
     assert [prefix["readers"] for prefix in state["prefixes"]] == [1]
+
+
+# ----------------------------------------------------------------------------- what once failed
+
+
+def test_a_job_may_come_again_once_it_has_ended():
+    engine = make_symbolic()
+    for _ in range(2):
+        engine.add_job("x", [request("a", [1], max_tokens=1)])
+        assert list(drain(engine)) == ["a"]
+
+
+def test_an_id_that_a_job_has_read_is_in_use():
+    engine = fast(make_symbolic(num_pages=8))
+    prompts = {"b": ([1] * 4, 28), "c": ([2] * 28, 3), "a": ([2] * 28, 3)}
+    engine.add_job("j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()])
+    engine.step()
+    engine.step()
+    assert "a" in engine._opening.arrivals  # read, and not open
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request(request("a", [3, 4]))
+    assert sorted(drain(engine)) == ["a", "b", "c"]
+
+
+def test_groups_close_though_another_job_waits():
+    """A group that has ended holds no memory until a later job is read."""
+    engine = make_symbolic(num_pages=64, page_size=4, max_step_tokens=64)
+    prefixes = [[g % 8, g // 8, *[1] * 10] for g in range(40)]
+    requests = [
+        request(f"{g}.{i}", [*prefixes[g], i], max_tokens=2, group=g, group_prefix_tokens=12)
+        for g in range(40)
+        for i in range(4)
+    ]
+    engine.add_job("x", requests)
+    engine.add_job("y", [request("y", [1], max_tokens=1)])
+    pinned = []
+    while engine.has_unfinished():
+        engine.step()
+        pinned.append(len(engine.scheduler._group_pins))
+    assert max(pinned) <= 6
+
+
+@pytest.mark.parametrize("at", range(60, 80))
+def test_a_job_does_not_wait_for_a_long_answer_to_end(at):
+    """Also where it comes while the share of jobs is measured."""
+    engine = fast(make_symbolic(num_pages=600, page_size=16))
+    engine.add_request(request("long", [1, 2], max_tokens=1000))
+    for _ in range(at):
+        engine.step()
+    engine.add_job("j", [request("j", [3, 4], max_tokens=3)])
+    assert any(engine.step() for _ in range(40))
+
+
+def test_pinned_prefixes_in_many_short_runs_make_room():
+    """Their pages are more than their tokens need; the longest request fits all the same."""
+    engine = make_symbolic(num_pages=40, page_size=16, max_model_len=256)
+    prefix = [(i * i + i // 3) % 8 for i in range(20)]
+    for n in range(1, 21):
+        run_all(engine, [request(n, prefix[:n], max_tokens=1)])
+    engine.pin_prefix("many", prefix)
+    engine.pin_prefix("other", [7] * 200)
+    drain(engine)
+    assert engine.cache.pool.num_held == 33
+    output = run_all(engine, [request("long", [5, 6, 7] * 84, max_tokens=None)])["long"]
+    assert len(output.outputs[0].token_ids) == 4
+    assert [info.ready for info in engine.prefixes()] == [True, True]
+    assert engine.cache.pool.num_held < 33
+
+
+def test_a_common_prefix_costs_no_page_that_memory_lacks():
+    engine = make_symbolic(num_pages=4, page_size=4, max_model_len=16)
+    one = request("a", [1] * 10, max_tokens=None, cache_salt="s", common_prefix_tokens=5)
+    same_as_alone(one, run_all(engine, [one])["a"], 16)
+    assert_idle(engine)
+
+
+def test_what_cannot_fit_ends_and_others_go_on():
+    engine = make_symbolic(num_pages=4, page_size=4, max_model_len=16)
+    engine.cache.pool.hold([3])  # as if something kept it
+    engine.cache.pool._free[3] = False
+    engine.cache.pool._num_free -= 1
+    engine.add_request(request("a", [1] * 10, max_tokens=None))
+    engine.add_request(request("b", [2] * 4, max_tokens=2))
+    outputs, steps = {}, 0
+    while len(outputs) < 2 and steps < 100:
+        outputs |= {output.request_id: output for output in engine.step()}
+        steps += 1
+    assert outputs["a"].outputs[0].finish_reason == "error"
+    assert "does not fit in KV memory of 4 pages of 4" in outputs["a"].outputs[0].stop_reason
+    assert outputs["b"].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("call", ["reserve", "attach"])
+def test_interrupted_while_it_schedules(call, number):
+    """Nothing counts as computed that is not, whichever call Ctrl-C falls into."""
+    engine = make_symbolic(num_pages=200, page_size=4)
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 6], [1, 7], [4, 4]]
+    salted = {"cache_salt": "s", "common_prefix_tokens": 1}  # a path of two runs
+    requests = [request(i, ids, max_tokens=6, **salted) for i, ids in enumerate(prompts)]
+    for one in requests:
+        engine.add_request(one)
+    whole, calls = getattr(engine.cache, call), []
+
+    def failing(*args):
+        calls.append(call)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    setattr(engine.cache, call, failing)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    outputs = drain(engine)
+    for one in requests:
+        same_as_alone(one, outputs[one.request_id], 40)
+    assert_idle(engine)

@@ -111,6 +111,20 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
         server.check()
 
 
+def test_a_server_that_died_while_it_put_the_output_away(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        batch = ended(http, create(http, lines(9))["id"])
+        first = output(http, batch)
+        torn = {**batch, "status": "finalizing", "completed_at": None, "output_file_id": None}
+        server.service.store.save_batch(batch["id"], "", torn)
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        again = ended(http, batch["id"])
+        assert output(http, again) == first
+        for name in ("output_file_id", "error_file_id", "request_counts"):
+            assert again[name] == batch[name]
+        assert server.service.client.stats.get("steps", 0) == 0
+
+
 def test_a_batch_across_a_restart_and_deaths_of_the_engine(tmp_path, tiny_model, expected):
     """The engine dies twice and the server stops once, each time in the middle of the job."""
     few = {"max_model_len": 512, "kv_memory": "256KiB"}

@@ -180,6 +180,23 @@ def test_while_the_engine_is_down(tmp_path, tiny_model):
         complete(http, prompt="a")
 
 
+def test_the_server_ends_while_the_engine_starts(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model) as server:
+        launch, begun, go = server.launcher.launch, threading.Event(), threading.Event()
+
+        async def slow():
+            begun.set()
+            await asyncio.to_thread(go.wait, 30)
+            return await launch()
+
+        server.launcher.launch = slow
+        server.launcher.kill()
+        assert begun.wait(30)
+        server.loop.call_soon_threadsafe(server.server.begin_to_stop)
+        server.until(lambda: server.service.client._stopping.is_set())
+        go.set()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_has_no_more_time_when_the_server_stops_is_told(tmp_path, tiny_model, stream):
     held = Held()

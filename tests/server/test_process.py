@@ -161,6 +161,7 @@ def check_sigterm(command: Command, state: Path) -> None:
     with command.http.stream("POST", "/v1/completions", json=asked) as answer:
         parts = answer.iter_text()
         text = next(parts)
+        os.kill(pid, signal.SIGTERM)  # as where a whole group of processes is told to end
         command.process.send_signal(signal.SIGTERM)
         text += "".join(parts)
     events = text.split("\n\n")
