@@ -10,6 +10,9 @@ from onestem.cache.run import Run
 __all__ = ["IdleRuns", "Keeper"]
 
 
+SWEEP = 256  # entries from which the heap is looked through
+
+
 class Keeper(Protocol):
     """Who keeps runs that nobody holds."""
 
@@ -28,10 +31,19 @@ class IdleRuns:
     def __init__(self) -> None:
         self.clock = 0
         self._heap: list[tuple[int, int, int, Run, Keeper]] = []
+        self._sweep_at = SWEEP
 
     def note(self, run: Run, keeper: Keeper) -> None:
         """A run may be evicted. What is noted twice, or is in use again, is passed over then."""
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
         heapq.heappush(self._heap, (run.last_used, -run.end, run.uid, run, keeper))
+
+    def _sweep(self) -> None:
+        """Forget runs that were used again: in a pool that never fills nobody else does."""
+        self._heap = [e for e in self._heap if e[3].pins == 0 and e[3].last_used == e[0]]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(SWEEP, 2 * len(self._heap))
 
     def evict_one(self) -> bool:
         """Free the next run; False if there is none."""

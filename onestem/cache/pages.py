@@ -103,12 +103,14 @@ class PagePool:
 
     def check(self, runs: Iterable[tuple[list[int], bool]]) -> None:
         """Raise `CacheError` unless the books agree with the given runs (pages, pinned)."""
-        refs = np.zeros(self.num_pages, np.int32)
-        holds = np.zeros(self.num_pages, np.int32)
+        every: list[int] = []
+        held: list[int] = []
         for pages, pinned in runs:
-            np.add.at(refs, pages, 1)
+            every += pages
             if pinned:
-                np.add.at(holds, pages, 1)
+                held += pages
+        refs = np.bincount(np.array(every, np.int64), minlength=self.num_pages)
+        holds = np.bincount(np.array(held, np.int64), minlength=self.num_pages)
         if not np.array_equal(refs, self._refs) or not np.array_equal(refs == 0, self._free):
             raise CacheError(
                 f"KV pages do not balance: {int((refs > 0).sum())} in runs + {self._num_free} free "

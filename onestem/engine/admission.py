@@ -34,6 +34,11 @@ def check_request(
         )
     if request.score_from is not None and not isinstance(request.score_from, int):
         raise RequestError(f"score_from is {request.score_from!r}, expected a token's index")
+    if not 0 <= request.common_prefix_tokens <= len(request.prompt_token_ids):
+        raise RequestError(
+            f"common_prefix_tokens is {request.common_prefix_tokens}, expected 0 to "
+            f"{len(request.prompt_token_ids)} (the prompt's tokens)"
+        )
     _check_ids(request, vocab_size)
     _check_text(request, tokenizer)
     if request.params.choices and tokenizer is not None:

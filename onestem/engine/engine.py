@@ -14,6 +14,7 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.admission import check_pml, check_request, longest_choice
 from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.inputs import StepInputs, build_inputs
+from onestem.engine.interrupts import uninterrupted
 from onestem.engine.jobs import Jobs
 from onestem.engine.opening import Opening
 from onestem.engine.outputs import aborted_output, refused_output, request_output
@@ -341,13 +342,14 @@ class Engine:
             while self.has_unfinished():
                 yield from (output for output in self.step() if output.finished)
         finally:
-            for request_id in list(self._states):
-                self.abort(request_id)
-            self.scheduler.queue = self._queue
-            self.scheduler.release_groups()
-            self._opening.arrivals.clear()
-            self._results.touched.clear()
-            self._runs_a_job = False
+            with uninterrupted():
+                for request_id in list(self._states):
+                    self.abort(request_id)
+                self.scheduler.queue = self._queue
+                self.scheduler.release_groups()
+                self._opening.arrivals.clear()
+                self._results.touched.clear()
+                self._runs_a_job = False
 
     def _validated(self, request: Request) -> Request:
         self._check_id(request)
@@ -406,24 +408,25 @@ class Engine:
 
     def _scheduled_step(self) -> None:
         started = time.perf_counter()
+        was_computed = False
         try:
-            chunks = self.scheduler.schedule()
-            if not chunks:
-                return
-            self._note_scheduled(chunks)
-            inputs, prepared = self._build(chunks)
+            with uninterrupted():
+                chunks = self.scheduler.schedule()
+                if not chunks:
+                    return
+                self._note_scheduled(chunks)
+                inputs, prepared = self._build(chunks)
             built = time.perf_counter()
             logits = self._runner.run(inputs, prepared)
+            with uninterrupted():
+                was_computed = True
+                computed = time.perf_counter()
+                self._commit(chunks, inputs, logits)
         except BaseException:
-            # Ctrl-C, or memory: what was scheduled has no KV, and nobody may take it for computed.
-            self.scheduler.undo()
-            raise
-        computed = time.perf_counter()
-        try:
-            self._commit(chunks, inputs, logits)
-        except BaseException:
-            # On a GPU it is here that a step is waited for.
-            self.scheduler.retake()
+            # Ctrl-C, or memory. What was scheduled and not computed has no KV, and nobody may take
+            # it for computed; of what was computed (on a GPU it is waited for by the commit) some
+            # results may not have been taken.
+            (self.scheduler.retake if was_computed else self.scheduler.undo)()
             raise
         self._save_modules(chunks)
         ended = time.perf_counter()

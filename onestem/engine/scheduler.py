@@ -413,8 +413,7 @@ class Scheduler:
                 self.cache.modules, sequence.state.pml, sequence, private=not self.cache.enabled
             )
         sequence.forget_path()
-        needed = self._uncomputed_pages(sequence) + self._lookahead_pages(sequence)
-        while self.running and needed + self._promised > self.cache.pool.num_available:
+        while self.running and not self._has_room(sequence):
             if sequence.is_job or not self._give_up_job():
                 self._detach(sequence)
                 return False
@@ -426,6 +425,10 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
         self._pin_group(sequence)
         return True
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        needed = self._uncomputed_pages(sequence) + self._lookahead_pages(sequence)
+        return needed + self._promised <= self.cache.pool.num_available
 
     def _give_up_job(self) -> bool:
         """Take memory from jobs: the newest that has no rows in this step, then what their groups

@@ -9,6 +9,7 @@ import torch
 from onestem.cache import PrefixCache, Run
 from onestem.engine.advance import Advance
 from onestem.engine.inputs import StepInputs
+from onestem.engine.interrupts import uninterrupted
 from onestem.engine.results import Results
 from onestem.engine.runner import Runner
 from onestem.engine.sampler import Sampler
@@ -92,10 +93,11 @@ class Streaks:
         """Whether a streak computed a step."""
         if self.present is None:
             return False
-        if self._newcomer() or self._is_long(self.present):
-            self.close()
-            return False
-        return self._step(self.present)
+        with uninterrupted():
+            if self._newcomer() or self._is_long(self.present):
+                self.close()
+                return False
+            return self._step(self.present)
 
     def close(self) -> None:
         """Take what a streak still computes; its news come with the next step."""

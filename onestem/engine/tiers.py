@@ -162,7 +162,10 @@ class ModuleTiers:
         return True
 
     def _from_disk(self, name: Name, num_tokens: int) -> Tensor | None:
-        module = self._read(name, num_tokens).result()
+        try:
+            module = self._read(name, num_tokens).result()
+        except (OSError, MemoryError, RuntimeError):
+            module = None  # it is computed
         self._reading.pop(name, None)
         if module is None:
             self._damaged.add(name)

@@ -76,6 +76,15 @@ def test_what_is_not_kept_goes_at_once():
     assert cache.pool.num_free == 4
 
 
+def test_a_pool_that_never_fills_remembers_no_more_than_it_holds():
+    cache = PrefixCache(PagePool(64, 4))
+    for _ in range(2000):
+        cache.modules.unpin(module(cache, "a", 4))
+        cache.unpin(cache.attach(ids([1, 2, 3]), 2, "owner"))
+    assert len(cache._idle._heap) < 300
+    assert [run.name for run in cache.modules] == ["a"]
+
+
 class Traffic(RuleBasedStateMachine):
     """Modules and paths come and go in a small pool."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
+import torch
 
 from onestem.errors import RequestError
 from onestem.request import Reuse
 from tests.engine.harness import assert_idle
-from tests.engine.symbolic import drain, make_symbolic, request, run_all
+from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
 from tests.engine.test_symbolic import grouped, interrupted_step, random_requests, same_as_alone
 
 
@@ -353,3 +355,41 @@ def test_interrupted_while_it_schedules(call, number):
     for one in requests:
         same_as_alone(one, outputs[one.request_id], 40)
     assert_idle(engine)
+
+
+# ----------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize("moment", ["schedule", "commit"])
+def test_ctrl_c_waits_until_the_books_are_written(moment):
+    """A signal in the middle of host work is seen behind it: nothing is half done."""
+    engine = make_symbolic(num_pages=100)
+    for i in range(4):
+        engine.add_request(request(i, [1, 2, i], max_tokens=9))
+    owner, name = {
+        "schedule": (engine.scheduler, "_attach"), "commit": (engine.scheduler, "append"),
+    }[moment]  # fmt: skip
+    method, armed = getattr(owner, name), [True]
+
+    def signalled(*args):
+        if armed:
+            armed.clear()
+            signal.raise_signal(signal.SIGINT)
+        return method(*args)
+
+    setattr(owner, name, signalled)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check()
+    outputs = drain(engine)
+    assert_idle(engine)
+    for i in range(4):
+        same_as_alone(request(i, [1, 2, i], max_tokens=9), outputs[str(i)], 100)
+
+
+def test_sequences_that_have_not_parted_fail_together():
+    engine = make_symbolic()
+    engine.add_request(request("a", [1, 2], max_tokens=3, n=3))
+    engine._runner.compute = lambda inputs, ids: torch.full((1, VOCAB), float("nan"))
+    output = drain(engine)["a"]
+    assert [one.finish_reason for one in output.outputs] == ["error"] * 3
