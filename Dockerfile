@@ -1,4 +1,4 @@
-# The server on a CPU. Build: docker build -t onestem .     Run: docs/server.md, "In a container".
+# The server on a CPU. Build: docker build -t onestem --build-arg TORCH_INDEX=URL .     Run: docs/server.md, "In a container".
 FROM python:3.12-slim AS build
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends g++ cmake ninja-build \
@@ -7,9 +7,10 @@ RUN python -m venv /venv
 ENV PATH=/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /source
 COPY constraints.txt .
-# torch without CUDA first: what follows finds it there.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install -q --index-url "$TORCH_INDEX" \
+# torch first: what follows finds it there. TORCH_INDEX names an index that has builds without CUDA;
+# without it the default index's build is taken, which on x86-64 brings gigabytes of CUDA along.
+ARG TORCH_INDEX=
+RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
     "$(grep -i '^torch==' constraints.txt)"
 COPY . .
 # Instructions are chosen when it runs, not when it is built: the image serves any CPU of its kind.

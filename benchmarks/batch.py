@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COMMAND = [sys.executable, "-c", "from onestem.cli import main; main()", "bench", "batch"]
+COMMAND = [sys.executable, "-m", "onestem", "bench", "batch"]
 
 # case -> (shape, options, modes with the repeats they get relative to the others)
 CASES: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {

@@ -95,8 +95,6 @@ def plan_file(
     Returns:
         the plan's report (`PlanReport.to_dict`), with `failed_lines`.
     """
-    import torch
-
     from onestem.engine.admission import check_request
     from onestem.engine.tokenizer import Tokenizer
     from onestem.llm import find_model, kv_memory_bytes, pick_device, pick_dtype
@@ -105,13 +103,7 @@ def plan_file(
     path = find_model(model)
     config = ModelConfig.from_directory(path)
     device = pick_device("auto")
-    bytes_per_token = (
-        2
-        * config.num_layers
-        * config.num_kv_heads
-        * config.head_dim
-        * torch.empty((), dtype=pick_dtype("auto", config, device)).element_size()
-    )
+    bytes_per_token = config.kv_values_per_token * pick_dtype("auto", config, device).itemsize
     tokenizer = Tokenizer.from_directory(path)
     validate = partial(
         check_request,

@@ -15,7 +15,7 @@ from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
-COMMAND = [sys.executable, "-c", "from onestem.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "onestem"]
 CPU = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

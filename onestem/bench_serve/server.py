@@ -21,7 +21,7 @@ from onestem.errors import ConfigError
 
 __all__ = ["free_port", "onestem_command", "serving"]
 
-ONESTEM = [sys.executable, "-c", "from onestem.cli import main; main()"]
+ONESTEM = [sys.executable, "-m", "onestem"]
 
 
 def free_port() -> int:

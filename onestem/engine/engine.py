@@ -181,9 +181,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`."""
-        self._check_id(request)
-        self.validate(request)
-        self._opening.arrivals[request.request_id] = time.monotonic()
+        self._validated(request)
         self._prefetch(request)
         self._fifo.push(request)
 
@@ -295,12 +293,7 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             return None
-        for index in range(len(state.sequences), state.request.params.n):
-            # Its n sequences have not parted yet: each still ends once.
-            sequence = self._opening.sequence(state, index)
-            sequence.finish_reason = "abort"
-            state.sequences.append(sequence)
-        for sequence in state.sequences:
+        for sequence in list(state.sequences):
             if sequence.finish_reason is None:
                 self._results.finish(sequence, "abort")
         self._results.touched.pop(state, None)
@@ -369,9 +362,9 @@ class Engine:
 
     def _note_admitted(self, sequence: Sequence) -> None:
         path = sequence.path(self.scheduler.version)
+        prefix = self.pins.admitted(sequence, path)
         if self.cache.enabled and sequence.state.reuse is None:
-            sequence.state.reuse = explain(sequence, path, self.pins.deepest(path))
-        self.pins.admitted(sequence, path)
+            sequence.state.reuse = explain(sequence, path, prefix)
 
     def _end_unfit(self, sequence: Sequence, reason: str) -> None:
         sequence.stop_reason = reason
@@ -449,7 +442,7 @@ class Engine:
 
     def _note_scheduled(self, chunks: list[Chunk]) -> None:
         now, pool = time.monotonic(), self.cache.pool
-        self.stats.peak_kv_tokens = max(self.stats.peak_kv_tokens, pool.num_held * pool.page_size)
+        self.stats.note_held(pool.num_held * pool.page_size)
         for chunk in chunks:
             metrics = chunk.sequence.state.metrics
             metrics.first_scheduled_time = metrics.first_scheduled_time or now

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.cache import PrefixCache, Run
-from onestem.engine.sequence import Sequence
+from onestem.engine.sequence import Sequence, stretches_of
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
-from onestem.tree import Label, Stretch
 
 __all__ = ["PinnedPrefixes", "PrefixInfo"]
 
@@ -49,10 +48,6 @@ class _Pin:
     run: Run | None = None  # the last of its path, once it is computed
     hits: int = 0
     last_used: float | None = None
-
-    @property
-    def stretches(self) -> tuple[Stretch, ...]:
-        return (Stretch(0, Label(self.salt)),)
 
     def request(self) -> Request:
         """What computes it."""
@@ -134,23 +129,18 @@ class PinnedPrefixes:
         if pin is None or not request_id.startswith(PREFIX):
             return
         ids = pin.token_ids
-        node, matched = self._cache.tree.match(ids, len(ids), pin.stretches)
+        node, matched = self._cache.tree.match(ids, len(ids), stretches_of(pin.request()))
         if matched == len(ids):
             self._cache.pin(node)
             pin.run = node
 
-    def admitted(self, sequence: Sequence, path: list[Run]) -> None:
-        """A sequence was given its path: which prefixes does it begin with?"""
-        runs = set(path)
-        for pin in self._pins.values():
-            if pin.run in runs:
-                pin.hits += sequence.index == 0
-                pin.last_used = time.time()
-
-    def deepest(self, path: list[Run]) -> str | None:
-        """The longest pinned prefix that a path goes through."""
+    def admitted(self, sequence: Sequence, path: list[Run]) -> str | None:
+        """A sequence was given its path: note which prefixes it begins with; the longest's name."""
         runs = set(path)
         found = [pin for pin in self._pins.values() if pin.run in runs]
+        for pin in found:
+            pin.hits += sequence.index == 0
+            pin.last_used = time.time()
         return max(found, key=lambda pin: len(pin.token_ids)).name if found else None
 
     def infos(self, running: Seq[Sequence], version: int) -> list[PrefixInfo]:

@@ -237,8 +237,8 @@ class Results:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence: its text is completed, its runs are let go."""
         sequence.finish_reason = reason
-        if reason == "error" and not sequence.state.forked:
-            self._fail_unforked(sequence)
+        if reason in ("abort", "error") and not sequence.state.forked:
+            self._end_unforked(sequence, reason)
         self.touched[sequence.state] = None
         ended_by_text = sequence.detokenizer is not None and sequence.detokenizer.stop_reason
         if self._tokenizer is not None and not ended_by_text:
@@ -250,13 +250,13 @@ class Results:
         if state.finished:
             self._on_finished(state, reason)
 
-    def _fail_unforked(self, sequence: Sequence) -> None:
+    def _end_unforked(self, sequence: Sequence, reason: FinishReason) -> None:
         """Sequences of a request that have not parted yet end like the one that stands for them."""
         state = sequence.state
         state.forked = True
         for index in range(len(state.sequences), state.request.params.n):
             other = self._new_sequence(state, index)
-            other.finish_reason, other.stop_reason = "error", sequence.stop_reason
+            other.finish_reason, other.stop_reason = reason, sequence.stop_reason
             state.sequences.append(other)
 
     def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from onestem.engine.modules import ImportedRun, PmlPrompt, SequenceModules
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
 from onestem.tree import PLAIN, Label, Stretch, cut
 
-__all__ = ["RequestState", "Sequence"]
+__all__ = ["RequestState", "Sequence", "stretches_of"]
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Sequence:
         self.tokens = tokens
         self.num_prompt = len(tokens)
         self.most_tokens = 2**31
-        self.stretches = state.pml.stretches if state.pml else _stretches_of(state.request)
+        self.stretches = state.pml.stretches if state.pml else stretches_of(state.request)
         self.modules: SequenceModules | None = None
         self.score_from: int | None = None
         self.score_only = False
@@ -207,7 +207,7 @@ class Sequence:
         return np.frombuffer(self.tokens, dtype=np.int32)
 
 
-def _stretches_of(request: Request) -> tuple[Stretch, ...]:
+def stretches_of(request: Request) -> tuple[Stretch, ...]:
     """A salted prompt begins in the common space where it begins with a prefix meant for all."""
     if not request.cache_salt:
         return PLAIN

@@ -34,6 +34,10 @@ class EngineStats:
             return 0.0
         return 1 - self.processed_prompt_tokens / self.logical_prompt_tokens
 
+    def note_held(self, kv_tokens: int) -> None:
+        """So much KV memory is in use, in tokens."""
+        self.peak_kv_tokens = max(self.peak_kv_tokens, kv_tokens)
+
     def reset(self) -> None:
         for field in fields(self):
             setattr(self, field.name, field.default)

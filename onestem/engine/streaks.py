@@ -165,7 +165,7 @@ class Streaks:
         stats.steps += steps
         stats.host_seconds += host
         stats.model_seconds += seconds - host
-        stats.peak_kv_tokens = max(stats.peak_kv_tokens, pool.num_held * pool.page_size)
+        stats.note_held(pool.num_held * pool.page_size)
         launched_only = 2 * (self.host.depth - 1)
         if streak.num_steps > launched_only:
             interactive = len(streak.sequences) - self._num_jobs

@@ -155,9 +155,7 @@ class Decoder:
     @property
     def kv_bytes_per_token(self) -> int:
         """Memory of one token's keys and values over all layers."""
-        config = self.config
-        elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return elements * self.dtype.itemsize
+        return self.config.kv_values_per_token * self.dtype.itemsize
 
 
 # (hidden, delta, norm) -> the norm of hidden + delta, which becomes hidden.

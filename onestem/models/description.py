@@ -123,6 +123,11 @@ class Description:
                 f"layer_types gives {len(self.sliding_windows)} layers, expected {self.num_layers}"
             )
 
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers in one token's keys and values over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
 
 @dataclass(frozen=True)
 class TensorNames:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING, Any
 
@@ -275,7 +275,7 @@ class Worker:
 
     @_take.register
     def _unpin(self, message: Unpin) -> None:
-        if any(prefix.name == message.name for prefix in self._engine.prefixes()):
+        if message.name in self._engine.pins:
             self._engine.unpin_prefix(message.name)
 
     @_take.register
@@ -284,7 +284,8 @@ class Worker:
 
     @_take.register
     def _ask(self, message: Ask) -> None:
-        questions = {"snapshot": self._snapshot, "check": self._check, "prefixes": self._prefixes}
+        engine = self._engine
+        questions = {"snapshot": engine.snapshot, "check": self._check, "prefixes": self._prefixes}
         self._answers.append(Answered(message.token, questions[message.what]()))
 
     @_take.register
@@ -295,14 +296,8 @@ class Worker:
     def _stop(self, message: Stop) -> None:
         self._running = False
 
-    def _snapshot(self) -> dict[str, Any]:
-        return {**self._engine.snapshot(), "prefixes": self._prefixes()}
-
     def _prefixes(self) -> list[dict[str, Any]]:
-        return [
-            asdict(prefix) if is_dataclass(prefix) else dict(prefix)
-            for prefix in self._engine.prefixes()
-        ]
+        return [asdict(prefix) for prefix in self._engine.prefixes()]
 
     def _check(self) -> dict[str, Any]:
         """Whether KV memory balances; page counts."""

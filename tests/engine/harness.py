@@ -47,10 +47,20 @@ def oracle_greedy(path: Path, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def make_engine(
-    path: Path, *, dtype: torch.dtype = torch.float32, num_pages: int = 4096, **options
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    num_pages: int = 4096,
+    **options,
 ) -> Engine:
-    decoder = load_decoder(path, dtype=dtype, device="cpu")
+    decoder = load_decoder(path, dtype=dtype, device=device)
     return Engine(decoder, None, NO_DEFAULTS, num_pages=num_pages, **options)
+
+
+def engine_on(device: str, path: Path, **options) -> Engine:
+    """A small engine, to be made on a GPU and on a CPU."""
+    return make_engine(path, device=device, **{"num_pages": 512, **options})
 
 
 def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:

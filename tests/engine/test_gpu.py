@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onestem.engine.engine import Engine
-from onestem.models.weights import load_decoder
-from tests.engine.harness import NO_DEFAULTS, answer, requests_for, shared_prompts
+from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GPU_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "falcon_40b", "mpt", "phi", "gpt2"]
-
-
-def engine_on(device: str, path, **options) -> Engine:
-    decoder = load_decoder(path, dtype=torch.float32, device=device)
-    return Engine(decoder, None, NO_DEFAULTS, **{"num_pages": 512, **options})
 
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])

@@ -7,16 +7,10 @@ import torch
 
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.engine import Engine
-from onestem.models.weights import load_decoder
-from tests.engine.harness import NO_DEFAULTS, answer
+from tests.engine.harness import answer, engine_on
 from tests.engine.pml_harness import compiled_prompts, pml_request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def engine_on(device: str, path, **options) -> Engine:
-    decoder = load_decoder(path, dtype=torch.float32, device=device)
-    return Engine(decoder, None, NO_DEFAULTS, **{"num_pages": 512, **options})
 
 
 def tokens(engine: Engine, isolation: str) -> list[list[int]]:

@@ -32,7 +32,7 @@ class Command:
         self.log = state.with_suffix(f".{time.monotonic_ns()}.log")
         self._file = open(self.log, "wb")  # noqa: SIM115 - closed by `close`
         command = [
-            sys.executable, "-c", "from onestem.cli import main; main()", "serve", "--port", "0",
+            sys.executable, "-m", "onestem", "serve", "--port", "0",
             "--state", str(state), "--model", str(model), "--kv-memory", "2MiB",
             "--max-model-len", "1024", "--device", "cpu", "--dtype", "float32", "--grace", "20",
         ]  # fmt: skip
