@@ -13,7 +13,7 @@ import numpy as np
 from onestem.cache import PrefixCache
 from onestem.engine.inputs import SLACK_PAGES, DecodeRows, StepInputs
 from onestem.ops import AttentionPlan
-from onestem.ops.plan import END
+from onestem.ops.plan import END, ROW, ROWS
 
 __all__ = ["Advance", "Change"]
 
@@ -45,6 +45,10 @@ class Advance:
         inputs: of a step of decodes alone; its arrays change with every `step`.
         cache: gives pages.
         scratch_slot: where rows that have ended write: nobody reads it.
+
+    Attributes:
+        live: bool `[num_rows]`, rows that have not ended.
+        shared_read_tokens: of the next step, as in `StepInputs`.
     """
 
     def __init__(self, inputs: StepInputs, cache: PrefixCache, scratch_slot: int) -> None:
@@ -61,6 +65,7 @@ class Advance:
         held = [len(run.pages) + SLACK_PAGES for run in self.rows.runs]
         self._room = np.array(held, np.int64) * cache.pool.page_size
         self._structure = True
+        self.shared_read_tokens = inputs.shared_read_tokens
 
     def drop(self, rows: np.ndarray) -> None:
         """Rows (bool `[num_rows]`) that have ended: they stay in their place, write to scratch and
@@ -69,6 +74,15 @@ class Advance:
         self.live &= ~rows
         self.inputs.slots[rows] = self._scratch
         self._plan.spans[self.rows.span_index[rows], END] = 0
+        self.shared_read_tokens = self._count_shared()
+
+    def _count_shared(self) -> int:
+        """Keys that one read of a run spares all live rows of a span but the first."""
+        spans = self._plan.spans.astype(np.int64)
+        spans = spans[spans[:, ROWS] > 1]
+        before = np.concatenate([[0], np.cumsum(self.live)])
+        readers = before[spans[:, ROW] + spans[:, ROWS]] - before[spans[:, ROW]]
+        return int((np.maximum(readers - 1, 0) * spans[:, END]).sum())
 
     def step(self) -> Change | None:
         """One token further in every live row. None: KV memory, or the room for page ids, is

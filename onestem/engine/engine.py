@@ -476,6 +476,7 @@ class Engine:
             rows = chunk.num_prompt_rows
             chunk.sequence.state.metrics.num_computed_tokens += rows
             self.stats.processed_prompt_tokens += rows
+        self.stats.shared_read_tokens += inputs.shared_read_tokens
         self._results.score(inputs.wanted, logits)
         self._results.sample(inputs.wanted, logits)
 

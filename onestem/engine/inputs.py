@@ -59,6 +59,8 @@ class StepInputs:
         plans: attention plan by window (None: unlimited).
         logit_rows: int64 `[num_logits]`, rows whose logits are wanted, and what for.
         decodes: set where every row is a decode.
+        shared_read_tokens: keys that sequences see and need not read, since one read of a run
+            serves several of them.
     """
 
     token_ids: np.ndarray
@@ -68,6 +70,7 @@ class StepInputs:
     logit_rows: np.ndarray
     wanted: list[LogitRow]
     decodes: DecodeRows | None
+    shared_read_tokens: int
 
 
 def build_inputs(
@@ -126,6 +129,16 @@ def _is_decode(chunk: Chunk) -> bool:
     )
 
 
+@dataclass(slots=True)
+class _OpenSpan:
+    """Rows, of so many sequences, that see a run up to `end`; the rows behind may go on with it."""
+
+    row: int
+    rows: int
+    end: int
+    readers: int
+
+
 class _Layout:
     def __init__(self, page_size: int, share: bool) -> None:
         self.share = share
@@ -138,7 +151,8 @@ class _Layout:
         self.wanted: list[LogitRow] = []
         self.num_rows = 0
         self._runs: dict[Run, int] = {}
-        self._open: dict[int, list[int]] = {}  # run -> [row, rows, end] of a span that may go on
+        self._open: dict[int, _OpenSpan] = {}  # by run
+        self._shared_read_tokens = 0
         self._decodes: list[tuple[int, int, int]] = []  # token id, position, slot
         self._decode_rows: list[tuple[Sequence, Run, int, int]] = []
         self._path: list[Run] = []  # of the decode before
@@ -188,7 +202,8 @@ class _Layout:
         """End the spans over the ancestors below `depth`; chunks may go on with them."""
         while len(self._path) > depth:
             run, first = self._path.pop(), self._first_rows.pop()
-            self._see_whole(self._run_index(run), first, row - first, len(run.tokens))
+            rows = row - first
+            self._see_whole(self._run_index(run), first, rows, len(run.tokens), readers=rows)
 
     # ----------------------------------------------------------------------------- chunks
 
@@ -242,14 +257,20 @@ class _Layout:
         if behind > 0:
             self._see_whole(index, self.num_rows + b - a - behind, behind, len(run.tokens))
 
-    def _see_whole(self, index: int, row: int, rows: int, end: int) -> None:
+    def _see_whole(self, index: int, row: int, rows: int, end: int, *, readers: int = 1) -> None:
+        """Rows of so many sequences see a run whole."""
         span = self._open.get(index)
-        if self.share and span is not None and span[0] + span[1] == row:
-            span[1] += rows
+        if self.share and span is not None and span.row + span.rows == row:
+            span.rows += rows
+            span.readers += readers
             return
         if span is not None:
-            self.builder.add_span(span[0], span[1], index, span[2])
-        self._open[index] = [row, rows, end]
+            self._add_open(index, span)
+        self._open[index] = _OpenSpan(row, rows, end, readers)
+
+    def _add_open(self, index: int, span: _OpenSpan) -> None:
+        self.builder.add_span(span.row, span.rows, index, span.end)
+        self._shared_read_tokens += (span.readers - 1) * span.end
 
     def _run_index(self, run: Run) -> int:
         if run not in self._runs:
@@ -277,8 +298,8 @@ class _Layout:
 
     def inputs(self, windows: Seq[int | None]) -> StepInputs:
         self._close_above(0, self.num_rows)
-        for index, (row, rows, end) in self._open.items():
-            self.builder.add_span(row, rows, index, end)
+        for index, span in self._open.items():
+            self._add_open(index, span)
         decodes = np.array(self._decodes, np.int64).reshape(-1, 3).T
         ids, positions, slots = (
             np.concatenate([first, *rest])
@@ -293,6 +314,7 @@ class _Layout:
             np.array(self.logit_rows, np.int64),
             self.wanted,
             self._pure_decodes(),
+            self._shared_read_tokens,
         )
 
     def _pure_decodes(self) -> DecodeRows | None:

@@ -95,6 +95,7 @@ class Streak:
         self.closed = False
         self.unsure = False  # it ended because a row's sample was not sure
         self.num_steps = 0
+        self.shared_read_tokens = 0
         self.host_seconds = 0.0
         self._inputs, self._advance, self._runner = inputs, advance, runner
         self._drawing, self._host = drawing, host
@@ -159,6 +160,7 @@ class Streak:
         if change is None:
             return False
         self._left -= rows
+        self.shared_read_tokens += advance.shared_read_tokens
         ids = self._flights[-1].pending.ids if self._flights else None
         if ids is None:
             self._inputs.token_ids[:] = self._last_ids

@@ -148,6 +148,7 @@ class Streaks:
 
     def _step(self, streak: Streak) -> bool:
         started, host, steps = time.perf_counter(), streak.host_seconds, streak.num_steps
+        spared = streak.shared_read_tokens
         try:
             streak.step()
             self._note_closed()
@@ -156,6 +157,7 @@ class Streaks:
             self.present = None
             raise
         self._scheduler.step += 1
+        self._stats.shared_read_tokens += streak.shared_read_tokens - spared
         self._count(streak, streak.num_steps - steps, streak.host_seconds - host, started)
         return streak.num_steps > steps
 

@@ -203,3 +203,22 @@ def test_an_interrupt_while_waiting_loses_no_token(
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert drain(engine)["0"].outputs == want
+
+
+@pytest.mark.parametrize(("share", "spared"), [("full", 1), ("storage", 0), ("off", 0)])
+@pytest.mark.parametrize("streaks_run", [True, False])
+def test_keys_that_one_read_spares_are_counted(share: str, spared: int, streaks_run: bool) -> None:
+    engine = make_symbolic(share=share, page_size=4)
+    if not streaks_run:
+        without_streaks(engine)
+    prefix = [1, 2, 3, 1, 2, 3, 1]
+    # Its pages hold the prefix; the others begin with it, and part at once.
+    run_all(engine, [request("first", [*prefix, 0], max_tokens=1)])
+    engine.reset_stats()
+    lengths = {4: 2, 5: 5, 6: 5, 7: 9}
+    run_all(engine, [request(i, [*prefix, i], max_tokens=n) for i, n in lengths.items()])
+    # Each step but the last few: all who run see the prefix, and one of them reads it.
+    readers = [sum(n > step for n in lengths.values()) for step in range(9)]
+    assert readers == [4, 4, 3, 3, 3, 1, 1, 1, 1]
+    expected = len(prefix) * sum(count - 1 for count in readers)
+    assert engine.stats.shared_read_tokens == spared * expected
