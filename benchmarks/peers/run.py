@@ -25,7 +25,7 @@ from benchmarks.peers.engines import Bench
 from benchmarks.peers.floors import floor
 from benchmarks.peers.log import RunLog
 from benchmarks.peers.report import show, summary
-from benchmarks.peers.settings import ENGINES, default, sweep
+from benchmarks.peers.settings import ENGINES, combined, default, sweep
 from benchmarks.peers.weights import model_directory
 
 ROOT = Path(__file__).parents[2]
@@ -147,12 +147,18 @@ class Turns:
 def sweep_all(
     runs_of: Turns, engines: list[str], options: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """One run of each setting of each peer."""
-    return {
-        engine: [runs_of.run(engine, settings, -1) for settings in sweep(engine, options.dtype)]
-        for engine in engines
-        if len(sweep(engine, options.dtype)) > 1
-    }
+    """One run of each setting of each peer, and of all together that made it faster."""
+    swept = {}
+    for engine in engines:
+        tried = sweep(engine, options.dtype)
+        if len(tried) == 1:
+            continue
+        runs = [runs_of.run(engine, settings, -1) for settings in tried]
+        together = combined(engine, options.dtype, runs)
+        if together not in tried:
+            runs.append(runs_of.run(engine, together, -1))
+        swept[engine] = runs
+    return swept
 
 
 def choice(

@@ -2,65 +2,87 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
-__all__ = ["ENGINES", "default", "sweep"]
+__all__ = ["ENGINES", "combined", "default", "sweep"]
 
 Settings = dict[str, Any]
 
 ENGINES = ("onestem", "vllm", "transformers", "llama_cpp")
 
+# Engine -> the settings it runs with unless told, and what a sweep changes of them, one at a time.
+_DEFAULTS: dict[str, Settings] = {
+    "onestem": {},
+    "vllm": {"block_size": 128, "eager": False, "max_num_batched_tokens": 2048, "preload": True},
+    "transformers": {"batch_size": 64, "cache": "dynamic"},
+    "llama_cpp": {
+        "weights": "f16",
+        "kv": "f16",
+        "flash_attention": False,
+        "unified": True,
+        "ubatch": 512,
+        "max_seqs": 64,
+    },
+}
+_CHANGES: dict[str, list[Settings]] = {
+    "onestem": [],
+    "vllm": [
+        {"block_size": 32},
+        {"eager": True},
+        {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 8192},
+        {"preload": False},
+    ],
+    "transformers": [{"cache": "static"}, {"batch_size": 16}],
+    "llama_cpp": [
+        {"flash_attention": True},
+        {"unified": False},
+        {"ubatch": 2048},
+        {"max_seqs": 16},
+    ],
+}
+
 
 def default(engine: str, dtype: str) -> Settings:
-    """The first of the sweep; Onestem has nothing to tune."""
-    return sweep(engine, dtype)[0]
+    """What an engine runs with unless told."""
+    given = dict(_DEFAULTS[engine])
+    if engine == "llama_cpp" and dtype == "float32":
+        return {**given, "weights": "f32", "kv": "f32"}
+    return given
 
 
 def sweep(engine: str, dtype: str) -> list[Settings]:
-    if engine == "vllm":
-        return _vllm()
-    if engine == "transformers":
-        return [
-            {"batch_size": size, "cache": cache}
-            for cache, size in product(("dynamic", "static"), (64, 16))
-        ]
-    if engine == "llama_cpp":
-        return _llama_cpp(dtype)
-    if engine == "onestem":
-        return [{}]
-    raise ValueError(f"engine is {engine!r}, expected one of {', '.join(ENGINES)}")
+    """The default, and what differs from it in one respect."""
+    base = default(engine, dtype)
+    return [base, *({**base, **change} for change in _changes(engine, dtype))]
 
 
-def _vllm() -> list[Settings]:
-    grid = product((128, 32), (False, True), (2048, 512, 8192))
-    settings = [
-        {"block_size": block, "eager": eager, "max_num_batched_tokens": tokens, "preload": True}
-        for block, eager, tokens in grid
-    ]
-    return [*settings, {**settings[0], "preload": False}]
+def combined(engine: str, dtype: str, runs: list[dict[str, Any]]) -> Settings:
+    """The default with every change that made it faster; of changes of one setting, the best.
+
+    Args:
+        runs: of `sweep`'s settings, with `seconds` where they did not fail.
+    """
+    base = default(engine, dtype)
+    seconds = [(run["seconds"], run["settings"]) for run in runs if "seconds" in run]
+    limit = min((took for took, settings in seconds if settings == base), default=float("inf"))
+    best = dict(base)
+    for took, settings in sorted(seconds, key=lambda one: one[0], reverse=True):
+        if took < limit:
+            best.update({name: value for name, value in settings.items() if value != base[name]})
+    return best
 
 
-def _llama_cpp(dtype: str) -> list[Settings]:
+def _changes(engine: str, dtype: str) -> list[Settings]:
     """Weights of as many bits as the others have; of 16 bits, both kinds.
 
-    Its flash attention computes with keys and values in 16 bits, whatever they are kept in, so with
-    float32 it gets them so from the start: less exact than the others, in its favour.
+    llama.cpp's flash attention computes with keys and values in 16 bits, whatever they are kept in,
+    so with float32 it gets them so from the start: less exact than the others, in its favour.
     """
+    changes = _CHANGES[engine]
+    if engine != "llama_cpp":
+        return changes
     if dtype == "float32":
-        kinds = [("f32", "f32", False), ("f32", "f16", True)]
-    else:
-        kinds = [(w, "f16", flash) for w in ("f16", "bf16") for flash in (False, True)]
-    return [
-        {
-            "weights": weights,
-            "kv": kv,
-            "flash_attention": flash,
-            "unified": unified,
-            "ubatch": ubatch,
-            "max_seqs": most,
-        }
-        for (weights, kv, flash), unified, (ubatch, most) in product(
-            kinds, (True, False), ((512, 64), (2048, 64), (512, 16))
-        )
-    ]
+        return [{"kv": "f16", **change} if "flash_attention" in change else change
+                for change in changes]  # fmt: skip
+    return [{"weights": "bf16"}, *changes]
