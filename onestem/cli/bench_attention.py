@@ -37,7 +37,10 @@ def attention(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     against: Annotated[
-        str, typer.Option(help="Others to time: sdpa, cudnn, flashinfer, flash_attn; with commas.")
+        str,
+        typer.Option(
+            help="Others, with commas: sdpa, cudnn, flashinfer, flash_attn, vllm."
+        ),
     ] = "",
     impl: Annotated[
         str, typer.Option("--attention", help="Attention implementation: auto, or its name.")

@@ -95,10 +95,12 @@ def test_a_wrong_answer_is_told(monkeypatch, quick):
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match="peer is 'x', expected one of: sdpa, cudnn"):
         check_peers(("x",), CPU)
-    with pytest.raises(UnsupportedError, match="'cudnn' needs an NVIDIA GPU"):
+    with pytest.raises(UnsupportedError, match="'cudnn' runs on cuda only"):
         check_peers(("cudnn",), CPU)
     with pytest.raises(UnsupportedError, match="needs the package flash_attn"):
         check_peers(("flash_attn",), CPU)
+    with pytest.raises(UnsupportedError, match="needs the package vllm"):
+        check_peers(("vllm",), CPU)
     with pytest.raises(ConfigError, match="expected as many degrees as prefixes"):
         decode_step(groups=1, degrees=(2, 2), prefixes=(4,), suffix=1)
 

@@ -1,4 +1,4 @@
-"""Other implementations of the same step: PyTorch's, FlashInfer's, FlashAttention's.
+"""Other implementations of the same step: PyTorch's, FlashInfer's, FlashAttention's, vLLM's.
 
 Each peer is a function that makes ready everything that does not change between two steps' layers,
 and gives calls that compute attention alone. A peer with several kernels gives several calls: its
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.bench.cases import Heads, Step
+from onestem.ops.bench.vllm_cpu import prepare_vllm
 
 __all__ = ["PEERS", "Call", "check_peers", "make_calls"]
 
@@ -44,16 +45,16 @@ def check_peers(names: tuple[str, ...], device: torch.device) -> None:
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"peer is {name!r}, expected one of: {', '.join(PEERS)}")
-        package, _ = PEERS[name]
-        if find_spec(package) is None:
+        peer = PEERS[name]
+        if find_spec(peer.package) is None:
             raise UnsupportedError(
-                f"peer {name!r} needs the package {package}, which is not installed: install it "
-                "or leave the peer out of --against"
+                f"peer {name!r} needs the package {peer.package}, which is not installed: install "
+                "it or leave the peer out of --against"
             )
-        if device.type != "cuda" and name != "sdpa":
+        if device.type not in peer.devices:
             raise UnsupportedError(
-                f"peer {name!r} needs an NVIDIA GPU: choose --device cuda or leave it out of "
-                "--against"
+                f"peer {name!r} runs on {peer.devices[0]} only: choose --device "
+                f"{peer.devices[0]} or leave it out of --against"
             )
 
 
@@ -61,7 +62,7 @@ def make_calls(
     peer: str, step: Step, heads: Heads, q: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> Calls:
     """The calls of a peer, by name ("": its only one)."""
-    return PEERS[peer][1](step, heads, q, k_pages, v_pages)
+    return PEERS[peer].make(step, heads, q, k_pages, v_pages)
 
 
 # --------------------------------------------------------------------------------------- PyTorch
@@ -264,10 +265,26 @@ def _flash_attn(step: Step, heads: Heads, q: Tensor, k_pages: Tensor, v_pages: T
     return {"": Call(run, _placed(batches, q))}
 
 
-# Name: the package it needs, and what makes its calls.
-PEERS: dict[str, tuple[str, Callable[..., Calls]]] = {
-    "sdpa": ("torch", _sdpa("FLASH_ATTENTION")),
-    "cudnn": ("torch", _sdpa("CUDNN_ATTENTION")),
-    "flashinfer": ("flashinfer", _flashinfer),
-    "flash_attn": ("flash_attn", _flash_attn),
+# ------------------------------------------------------------------------------------------ vLLM
+
+
+def _vllm(step: Step, heads: Heads, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Calls:
+    return {"": Call(prepare_vllm(step, heads, q, k_pages, v_pages))}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The package it needs, where it runs, and what makes its calls."""
+
+    package: str
+    devices: tuple[str, ...]
+    make: Callable[..., Calls]
+
+
+PEERS = {
+    "sdpa": Peer("torch", ("cpu", "cuda"), _sdpa("FLASH_ATTENTION")),
+    "cudnn": Peer("torch", ("cuda",), _sdpa("CUDNN_ATTENTION")),
+    "flashinfer": Peer("flashinfer", ("cuda",), _flashinfer),
+    "flash_attn": Peer("flash_attn", ("cuda",), _flash_attn),
+    "vllm": Peer("vllm", ("cpu",), _vllm),
 }
