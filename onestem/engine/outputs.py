@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import (
     CompletionOutput,
@@ -28,9 +26,16 @@ def request_output(state: RequestState) -> RequestOutput:
         outputs=_completions(state),
         finished=state.finished,
         prompt_logprobs=_prompt_logprobs(state),
-        metrics=dataclasses.replace(metrics),
+        metrics=_copied(metrics),
         reuse=state.reuse,
     )
+
+
+def _copied(metrics: RequestMetrics) -> RequestMetrics:
+    """As `dataclasses.replace`, in a tenth of its time: each token of a stream has an output."""
+    copied = object.__new__(RequestMetrics)
+    copied.__dict__.update(metrics.__dict__)
+    return copied
 
 
 def aborted_output(request: Request) -> RequestOutput:
@@ -61,6 +66,8 @@ def _unbegun(request: Request, finish: FinishReason, reason: str | None) -> Requ
 def _completions(state: RequestState) -> list[CompletionOutput]:
     if state.request.params.choices:
         return [_best_choice(state)]
+    if len(state.sequences) == 1:
+        return [_completion(state.sequences[0])]
     return [_completion(s) for s in sorted(state.sequences, key=lambda s: s.index)]
 
 
