@@ -6,6 +6,7 @@ tree, so that a run's rows are neighbours.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ __all__ = ["DecodeRows", "LogitRow", "StepInputs", "build_inputs"]
 SLACK_PAGES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each row of each step
 class LogitRow:
     """Logits after token `index` of a sequence are wanted: to sample the next token (`samples`), or
     to score the one that follows."""
@@ -101,8 +102,7 @@ def build_inputs(
             # Those who import the same stand together.
             place = [*(one.run.uid for one in chunk.sequence.imports), *place]
         (decodes if _is_decode(chunk) else prompts).append((place, chunk, path))
-    for _, chunk, path in sorted(decodes, key=_place):
-        layout.add_decode(chunk.sequence, path)
+    layout.add_decodes([(chunk.sequence, path) for _, chunk, path in sorted(decodes, key=_place)])
     for _, chunk, path in sorted(modules, key=_place):
         layout.add_module(chunk, path)
     for _, chunk, path in sorted(prompts, key=_place):
@@ -153,32 +153,47 @@ class _Layout:
         self._runs: dict[Run, int] = {}
         self._open: dict[int, _OpenSpan] = {}  # by run
         self._shared_read_tokens = 0
-        self._decodes: list[tuple[int, int, int]] = []  # token id, position, slot
-        self._decode_rows: list[tuple[Sequence, Run, int, int]] = []
+        self._decode_rows: DecodeRows | None = None
         self._path: list[Run] = []  # of the decode before
         self._first_rows: list[int] = []  # where the rows of each of its shared runs begin
 
     # ----------------------------------------------------------------------------- decodes
 
-    def add_decode(self, sequence: Sequence, path: list[Run]) -> None:
-        """One row: it sees its ancestors whole, and its own run up to itself."""
-        row, run = self.num_rows, path[-1]
-        if sequence.modules is not None:
-            path = [*self._import_whole(sequence, row), *path]
-        self._see_ancestors(path, row)
-        index = self.builder.add_run(
-            run.page_ids(), run.offset, run.computed, run.position, slack=SLACK_PAGES
+    def add_decodes(self, rows: list[tuple[Sequence, list[Run]]]) -> None:
+        """A row each, before all others: it sees its ancestors whole, and its own run, the last of
+        its path, up to itself. Most of many a step, so what can be is done for all at once."""
+        sequences, runs = [one for one, _ in rows], [path[-1] for _, path in rows]
+        computed = [run.computed for run in runs]
+        first_run = self.builder.add_runs(
+            [run.page_ids() for run in runs],
+            [(run.offset, run.computed, run.position) for run in runs],
+            slack=SLACK_PAGES,
         )
-        self._runs[run] = index
-        span = self.builder.add_span(row, 1, index, run.computed)
-        page, place = divmod(run.offset + run.computed - 1, self.page_size)
-        last = len(sequence.tokens) - 1
-        slot = run.pages[page] * self.page_size + place
-        self._decodes.append((sequence.tokens[-1], last + run.label.shift, slot))
-        self._decode_rows.append((sequence, run, index, span))
-        self.logit_rows.append(row)
-        self.wanted.append(LogitRow(sequence, last, True))
-        self.num_rows += 1
+        first_span = self.builder.add_row_spans(first_run, computed)
+        self._runs = {run: first_run + i for i, run in enumerate(runs)}
+        last = [len(sequence.tokens) - 1 for sequence in sequences]
+        self.ids.append(np.array([sequence.tokens[-1] for sequence in sequences], np.int64))
+        shifts = [run.label.shift for run in runs]
+        self.positions.append(np.array(last, np.int64) + np.array(shifts, np.int64))
+        self.slots.append(_last_slots(runs, computed, self.page_size))
+        self.logit_rows.extend(range(len(rows)))
+        self.wanted.extend(map(LogitRow, sequences, last, itertools.repeat(True)))
+        self.num_rows = len(rows)
+        index = np.arange(len(rows))
+        self._decode_rows = DecodeRows(sequences, runs, first_run + index, first_span + index)
+        self._see_above(rows)
+
+    def _see_above(self, rows: list[tuple[Sequence, list[Run]]]) -> None:
+        """Spans over what decodes see above their own runs."""
+        before: object = None
+        for row, (sequence, path) in enumerate(rows):
+            parent = path[-1].parent
+            if sequence.modules is not None:
+                self._see_ancestors([*self._import_whole(sequence, row), *path[:-1]], row)
+                parent = None
+            elif not self.share or parent is not before:
+                self._see_ancestors(path[:-1], row)
+            before = parent
 
     def _import_whole(self, sequence: Sequence, row: int) -> list[Run]:
         """Imported runs that a decode sees whole. What it sees a part of has a span of its own."""
@@ -187,9 +202,9 @@ class _Layout:
                 self.builder.add_span(row, 1, self._run_index(one.run), one.in_use)
         return [one.run for one in sequence.imports if one.whole]
 
-    def _see_ancestors(self, path: list[Run], row: int) -> None:
-        """Runs above the last: those that the row before sees too go on, the others begin."""
-        above, common = path[:-1], 0
+    def _see_ancestors(self, above: list[Run], row: int) -> None:
+        """Runs that the row before sees too go on, the others begin."""
+        common = 0
         limit = min(len(self._path), len(above)) if self.share else 0
         while common < limit and self._path[common] is above[common]:
             common += 1
@@ -300,12 +315,9 @@ class _Layout:
         self._close_above(0, self.num_rows)
         for index, span in self._open.items():
             self._add_open(index, span)
-        decodes = np.array(self._decodes, np.int64).reshape(-1, 3).T
-        ids, positions, slots = (
-            np.concatenate([first, *rest])
-            for first, rest in zip(decodes, (self.ids, self.positions, self.slots), strict=True)
-        )
+        ids, positions, slots = map(np.concatenate, (self.ids, self.positions, self.slots))
         plan = self.builder.build(positions)
+        pure = self._decode_rows is not None and len(self._decode_rows.runs) == self.num_rows
         return StepInputs(
             ids,
             positions,
@@ -313,12 +325,13 @@ class _Layout:
             {window: windowed(plan, window) for window in set(windows)},
             np.array(self.logit_rows, np.int64),
             self.wanted,
-            self._pure_decodes(),
+            self._decode_rows if pure else None,
             self._shared_read_tokens,
         )
 
-    def _pure_decodes(self) -> DecodeRows | None:
-        if len(self._decode_rows) < self.num_rows:
-            return None
-        sequences, runs, run_index, span_index = zip(*self._decode_rows, strict=True)
-        return DecodeRows(list(sequences), list(runs), np.array(run_index), np.array(span_index))
+
+def _last_slots(runs: list[Run], computed: list[int], page_size: int) -> np.ndarray:
+    """int64: where each run's last computed token stands."""
+    places = [run.offset + count - 1 for run, count in zip(runs, computed, strict=True)]
+    pages = [run.pages[at // page_size] for run, at in zip(runs, places, strict=True)]
+    return np.array(pages, np.int64) * page_size + np.array(places, np.int64) % page_size

@@ -13,6 +13,7 @@ turns it into what its device wants. `docs/attention-plan.md` is the contract in
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -178,6 +179,26 @@ class PlanBuilder:
             return -1
         self._spans.append((row, rows, run, first, end, step))
         return len(self._spans) - 1
+
+    def add_runs(
+        self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int
+    ) -> int:
+        """`add_run` of many, each with its offset, length and position; the first one's index."""
+        first, at, room = len(self._runs), self._num_pages, _ZEROS[:slack]
+        for ids, (offset, length, position) in zip(pages, runs, strict=True):
+            self._runs.append((at, offset, length, position))
+            self._pages.append(ids)
+            self._pages.append(room)
+            at += len(ids) + slack
+        self._num_pages = at
+        return first
+
+    def add_row_spans(self, first_run: int, ends: Sequence[int]) -> int:
+        """Show row i tokens 0..ends[i]-1 of run `first_run + i`; the first span's index. All see
+        something."""
+        first = len(self._spans)
+        self._spans.extend((i, 1, first_run + i, 0, end, 0) for i, end in enumerate(ends))
+        return first
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""
