@@ -8,9 +8,9 @@ attention`; prints percentiles in microseconds from the start of the first progr
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,30 +18,50 @@ from typing import Any
 import numpy as np
 import torch
 
-from onestem.ops.bench.cases import CASES, Heads, make_tensors
+from onestem.ops.bench.cases import CASES, Heads, Step, make_tensors
 from onestem.ops.bench.timing import graph_ms
-from onestem.ops.triton import Workspace, hopper, kernels
+from onestem.ops.triton import Workspace, kernels, sm90
 from onestem.ops.triton.launch import MERGING
 
-# Words per program: start, -, first scores of both halves, end of both halves.
-HOPPER = (
-    ("import gdc_launch_dependents", "import gdc_launch_dependents, globaltimer"),
-    (
-        "    gdc_launch_dependents()\n",
-        "    gdc_launch_dependents()\n    gl.store(slopes + gl.program_id(0) * 8, globaltimer())\n",
+# Words per program: start, -, first tile of both halves, end of both halves.
+HOPPER = {
+    "kernel.py": (
+        ("import gdc_launch_dependents", "import gdc_launch_dependents, globaltimer"),
+        (
+            "    gdc_launch_dependents()\n",
+            "    gdc_launch_dependents()\n"
+            "    gl.store(slopes + gl.program_id(0) * 8, globaltimer())\n",
+        ),
     ),
-    (
-        "                first_weight, running_max",
-        "                if count == 0:\n                    "
-        "gl.store(slopes + gl.program_id(0) * 8 + 2 + PART, globaltimer())\n"
-        "                first_weight, running_max",
+    "rows.py": (
+        ("\n\n__all__", "\nfrom triton.language.extra.cuda import globaltimer\n\n__all__"),
+        (
+            "                first_weight, running_max",
+            "                if count == 0:\n                    "
+            "gl.store(slopes + gl.program_id(0) * 8 + 2 + PART, globaltimer())\n"
+            "                first_weight, running_max",
+        ),
+        (
+            "    return count\n",
+            "    gl.store(slopes + gl.program_id(0) * 8 + 4 + PART, globaltimer())\n"
+            "    return count\n",
+        ),
     ),
-    (
-        "        next_start, next_rows = later_start, later_rows\n",
-        "        next_start, next_rows = later_start, later_rows\n"
-        "    gl.store(slopes + gl.program_id(0) * 8 + 4 + PART, globaltimer())\n",
+    "columns.py": (
+        ("\n\n__all__", "\nfrom triton.language.extra.cuda import globaltimer\n\n__all__"),
+        (
+            "                stage, phase = next_stage",
+            "                if count == 0:\n                    "
+            "gl.store(slopes + gl.program_id(0) * 8 + 2 + PART, globaltimer())\n"
+            "                count += 1\n                stage, phase = next_stage",
+        ),
+        (
+            "        later_record = last_record\n",
+            "        later_record = last_record\n"
+            "    gl.store(slopes + gl.program_id(0) * 8 + 4 + PART, globaltimer())\n",
+        ),
     ),
-)
+}
 MERGE = (
     ("import gdc_launch_dependents", "import globaltimer, gdc_launch_dependents"),
     ("    part_lse,\n    NUM_HEADS", "    part_lse,\n    stamps,\n    NUM_HEADS"),
@@ -55,34 +75,33 @@ MERGE = (
 def main() -> None:
     named = sys.argv[1].split(";") if len(sys.argv) > 1 else list(CASES)
     with tempfile.TemporaryDirectory() as folder:
-        copies = [
-            stamped(module, changes, Path(folder))
-            for module, changes in ((hopper, HOPPER), (kernels, MERGE))
-        ]
+        sys.path.insert(0, folder)
+        copies = stamped(Path(folder))
         for name in named:
-            show(name, *copies)
+            show(name, *CASES[name].step(Heads()), *copies)
 
 
-def stamped(module: ModuleType, changes: tuple[tuple[str, str], ...], folder: Path) -> ModuleType:
-    """A copy of a module with stamps in it."""
-    assert module.__file__ is not None
-    text = Path(module.__file__).read_text()
+def stamped(folder: Path) -> tuple[ModuleType, ModuleType]:
+    """Copies of the kernels for Hopper and of the module of the merge kernel with stamps in them;
+    `folder` must be on the path of modules."""
+    package = folder / "stamped_sm90"
+    package.mkdir()
+    for path in Path(sm90.__path__[0]).glob("*.py"):
+        text = path.read_text().replace(sm90.__name__, package.name)
+        (package / path.name).write_text(changed(text, HOPPER.get(path.name, ())))
+    text = Path(str(kernels.__file__)).read_text()
+    (folder / "stamped_kernels.py").write_text(changed(text, MERGE))
+    return import_module(package.name), import_module("stamped_kernels")
+
+
+def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    path = folder / f"stamped_{module.__name__.split('.')[-1]}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = copy
-    spec.loader.exec_module(copy)
-    return copy
+    return text
 
 
-def show(name: str, attend: ModuleType, merge: ModuleType) -> None:
-    step, heads = CASES[name].step(Heads())
+def show(name: str, step: Step, heads: Heads, attend: ModuleType, merge: ModuleType) -> None:
     device = torch.device("cuda")
     q, k, v = make_tensors(step, heads, device)
     space = Workspace(
@@ -100,7 +119,7 @@ def show(name: str, attend: ModuleType, merge: ModuleType) -> None:
     times, merged = stamps.cpu().numpy(), ends.cpu().numpy()
     begin, multiply = times[:, 0].min(), work.split[0]
     parts = {
-        "first scores": times[:, 2:4],
+        "first tile": times[:, 2:4],
         "multiplying ends": times[:multiply, 4:6],
         "reading ends": times[multiply:, 4:6],
         "merged": merged,
@@ -130,12 +149,13 @@ def launch(
     assert states is not None
     assert config.hopper_registers is not None
     block_n = config.tiles[-1].block_n
-    box = hopper.box_tokens(space.page_size, block_n)
+    box = sm90.box_tokens(space.page_size, block_n)
     common: dict[str, Any] = {"HEAD_DIM": space.head_dim}
     attend.attend_hopper[(shape.num_sms,)](
-        space.control, q, *hopper.descriptors(k, v, box), out, space.lse, states.out, states.lse,
+        space.control, q, *sm90.descriptors(k, v, box), out, space.lse, states.out, states.lse,
         stamps, space.head_dim**-0.5, 0.0, NUM_KV_HEADS=space.num_kv_heads, GROUP=shape.group,
         PAGE_SIZE=space.page_size, BLOCK_N=block_n, STAGES=config.stages[-1], BOX=box,
+        COLUMNS=config.tiles[0].block_m if len(config.tiles) > 2 else 0,
         WINDOWED=False, ALIBI=False, SOFTCAP=False, REGISTERS=config.hopper_registers[0],
         COPY_REGISTERS=config.hopper_registers[1], **common, num_warps=4,
     )  # fmt: skip

@@ -91,14 +91,20 @@ class Shown:
     merges: dict[int, tuple[int, int]]
 
 
-def assert_dealt(words: np.ndarray, reading: int, wide: int) -> None:
-    """Every item is taken once for each KV head, by halves of programs in its own role."""
+def assert_dealt(words: np.ndarray, reading: int, wide: int, num_tiles: int) -> None:
+    """Every item is taken once for each KV head, by halves of programs in its own role; those of
+    the narrowest of three tiles last."""
     multiply, read = words[10:12].tolist()
     queues = words[HEADER : words[12]].reshape(-1, 4).tolist()
     assert len(queues) == 2 * (multiply + read)
     taken = np.zeros((reading + wide, max(queue[2] for queue in queues) + 1), np.int64)
-    for i, (start, stop, head, multiplies) in enumerate(queues):
+    kinds = words[words[12] :][: RECORD * (reading + wide) : RECORD]
+    for i, (start, stop, head, few) in enumerate(queues):
+        multiplies = few == -1
         assert multiplies == (i < 2 * multiply)
+        if not multiplies:
+            narrowest = np.arange(start, stop) >= few
+            assert ((kinds[start:stop] == 0) & (num_tiles > 2) == narrowest).all()
         assert start == stop or (start >= reading if multiplies else stop <= reading)
         if multiplies and i % 2:
             assert [start, stop, head] == queues[i - 1][:3]
@@ -118,7 +124,7 @@ def read_packed(
     assert not cost.together or 0 < words[10:12].sum() <= cost.programs[1]
     assert not words[13:16].any()
     if cost.together:
-        assert_dealt(words, reading, wide)
+        assert_dealt(words, reading, wide, len(cost.tiles))
     shown = Shown([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], {})
     for item in range(reading + wide):
         record = words[words[12] + RECORD * item :]

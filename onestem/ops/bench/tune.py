@@ -30,10 +30,13 @@ LEAST_GAIN = 0.004  # below it a difference is noise
 Change = Callable[[KernelConfig], KernelConfig]
 
 
-def _tile(index: int, **fields: Any) -> Change:
+def _tile(place: int, **fields: Any) -> Change:
+    """Of the tile at this place from the widest (1) on, if there is one."""
+
     def change(config: KernelConfig) -> KernelConfig:
         tiles = list(config.tiles)
-        tiles[index] = replace(tiles[index], **fields)
+        if place <= len(tiles):
+            tiles[-place] = replace(tiles[-place], **fields)
         return replace(config, tiles=tuple(tiles))
 
     return change
@@ -45,7 +48,8 @@ def _field(**fields: Any) -> Change:
 
 # Tried one after the other, each on the best of those before it.
 HOPPER: tuple[Change, ...] = (
-    *(_tile(0, item_ns=ns) for ns in (2900, 4400)),
+    *(_tile(3, item_ns=item, token_ns=token) for item, token in ((900, 10.0), (1500, 13.0))),
+    *(_tile(2, item_ns=ns) for ns in (2900, 4400)),
     *(_tile(1, item_ns=ns) for ns in (4000, 9000)),
     *(_tile(1, token_ns=ns) for ns in (15.5, 18.0)),
     *(_field(merge_tokens=tokens) for tokens in (8, 32)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ class KernelConfig:
     Pairs are for items of narrower tiles, which read, and for those of the widest, which multiply.
 
     Attributes:
-        tiles: two or three shapes, narrow to wide.
+        tiles: two or three shapes, narrow to wide. On Hopper all have one `block_n`; the narrowest
+            of three is that of items whose queries are columns.
         stages: software pipeline depth of each (Triton's `num_stages`); on Hopper, tiles in the
             ring of shared memory (an even number).
         num_warps: warps of a program.
         programs_per_sm: programs of a grid, per multiprocessor; on Hopper, those that work at a
             time.
-        hopper_registers: of a multiplying and of a copying thread of `hopper.attend_hopper`; None:
+        hopper_registers: of a multiplying and of a copying thread of `sm90.attend_hopper`; None:
             `kernels.attend_kernel` is used.
         merge_tokens, min_tokens, cut_ns, memory_ns: see `CostModel`.
     """
@@ -100,26 +101,35 @@ def load_config(
         and (entry.get("hopper_registers") is not None) == hopper
     ]
     if not fitting:
-        return default_config(dtype, head_dim, hopper), False
+        return _for_group(default_config(dtype, head_dim, hopper), group), False
     best = min(fitting, key=lambda entry: abs(entry["group"] - group))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
-    return KernelConfig.from_json(fields), True
+    return _for_group(KernelConfig.from_json(fields), group), True
+
+
+def _for_group(config: KernelConfig, group: int) -> KernelConfig:
+    """The configuration with a narrowest tile that holds the queries of a row."""
+    narrow, *wider = config.tiles
+    if narrow.block_m >= group:
+        return config
+    return replace(config, tiles=(replace(narrow, block_m=16), *wider))
 
 
 def default_config(dtype: torch.dtype, head_dim: int, hopper: bool = False) -> KernelConfig:
     """The rule for a GPU without tuned configurations.
 
-    16-bit: tiles of 16, 64 and 128 rows (of 64 and 128 on Hopper). float32 has no tensor cores here
-    (TF32 is not float32): small tiles.
+    16-bit: tiles of 16 (8 on Hopper, where heads of 256 have none), 64 and 128 rows.
+    float32 has no tensor cores here (TF32 is not float32): small tiles.
     """
     if dtype == torch.float32:
         block_n = 32 if head_dim <= 128 else 16
-        tiles = (Tile(16, block_n), Tile(32, block_n), Tile(64, block_n))
-        return KernelConfig(tiles, (2, 2, 2))
+        return KernelConfig((Tile(16, block_n), Tile(32, block_n), Tile(64, block_n)), (2, 2, 2))
     block_n = 64 if head_dim <= 128 else 32
     if hopper:
-        pair = (Tile(64, block_n, 3600, 14), Tile(128, block_n, 6000, 16.5))
+        # Tokens as rows of a product are 64 at least.
+        few = (Tile(8, block_n, 1200, 11.5),) if block_n == 64 else ()
+        tiles = (*few, Tile(64, block_n, 3600, 14), Tile(128, block_n, 6000, 16.5))
         stages = {64: 10, 128: 6}.get(head_dim, 4)  # as many as shared memory holds, even
-        return KernelConfig(pair, (stages, stages), hopper_registers=(216, 72))
+        return KernelConfig(tiles, (stages,) * len(tiles), hopper_registers=(216, 72))
     narrow, middle = Tile(16, block_n, 2500, 45), Tile(64, 32, 2500, 45)
     return KernelConfig((narrow, middle, Tile(128, block_n, 3000, 20)), (3, 3, 3))

@@ -3,7 +3,7 @@
 Both are persistent: a fixed grid of programs takes works from a list whose length stands on the
 device, in the buffer that `ops.work` packs, so one CUDA graph serves every plan. A work is an item
 for one KV head. `attend_kernel` is launched for items with few rows, which wait for memory, and
-again for those with many, which wait for the tensor cores (`hopper.attend_hopper` does both at the
+again for those with many, which wait for the tensor cores (`sm90.attend_hopper` does both at the
 same time, where there is such a device).
 
 Names: `m` counts rows of a tile (row of the item times query heads of the KV head), `n` tokens, `d`

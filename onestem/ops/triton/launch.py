@@ -63,7 +63,7 @@ class Kernels:
         config: tile shapes.
         num_sms: multiprocessors, to which grids are proportional.
         windowed: whether plans have a window.
-        hopper: whether items run in `hopper.attend_hopper`, on a device that has Hopper's units.
+        hopper: whether items run in `sm90.attend_hopper`, on a device that has Hopper's units.
         dependent: whether a launch may begin before the one that it waits for has ended.
         few: the kernels for steps of a few rows, where they are others: `attend_hopper` starts
             late, for it is large.
@@ -147,7 +147,7 @@ class Kernels:
         self.merge(control, states, out, lse)
 
     def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores) -> None:
-        from onestem.ops.triton.hopper import attend_hopper, box_tokens, descriptors
+        from onestem.ops.triton.sm90 import attend_hopper, box_tokens, descriptors
 
         control, q, k_pages, v_pages, *results = tensors
         block_n = self.config.tiles[-1].block_n
@@ -163,6 +163,7 @@ class Kernels:
             BLOCK_N=block_n,
             STAGES=self.config.stages[-1],
             BOX=box,
+            COLUMNS=self.config.tiles[0].block_m if len(self.config.tiles) > 2 else 0,
             REGISTERS=registers,
             COPY_REGISTERS=copy_registers,
             **self._common_arguments(scores),

@@ -42,26 +42,32 @@ class Deal:
     num_kv_heads: int
     cost: CostModel
 
-    def in_order(self, time: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The order of items that take so long, those of the widest tiles last, and
+    def in_order(self, time: np.ndarray, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The order of items of these tiles that take so long, those of the widest tiles last, and
         `WorkList.queues`."""
+        last = len(self.cost.tiles) - 1
+        wide = kind == last
         if not self.cost.together:
             # On each side the longest first. Those of about the same length stay as they are: they
             # read the same keys, which are then in the cache.
             length = np.rint(np.log(time) / np.log(1.25))
             return np.lexsort((-length, wide)), np.zeros((0, 4), np.int32)
+        few = (kind == 0) & (last > 1)
         multiply, read = self.split
         hands = 2 * read // self.num_kv_heads, multiply // self.num_kv_heads
         hand = np.zeros(len(time), np.int64)
-        counts = []
         for side, number in zip((~wide, wide), hands, strict=True):
             chosen = np.flatnonzero(side)
             hand[chosen] = dealt(time[chosen], number) if len(chosen) else 0
-            counts.append(np.bincount(hand[chosen], minlength=number))
-        return np.lexsort((-time, hand, wide)), self._queues(*counts)
+        counts = (
+            np.bincount(hand[side], minlength=number)
+            for side, number in ((~wide, hands[0]), (few, hands[0]), (wide, hands[1]))
+        )
+        return np.lexsort((-time, few, hand, wide)), self._queues(*counts)
 
-    def _queues(self, reading: np.ndarray, wide: np.ndarray) -> np.ndarray:
-        """From how many items each hand has: those of hand i stand behind those of hand i - 1."""
+    def _queues(self, reading: np.ndarray, few: np.ndarray, wide: np.ndarray) -> np.ndarray:
+        """From how many items each hand has, and how many of those that are read have few rows:
+        those of hand i stand behind those of hand i - 1."""
         multiply, read = self.split
         stop = np.cumsum(np.concatenate((reading, wide)))
         start = stop - np.concatenate((reading, wide))
@@ -74,6 +80,10 @@ class Deal:
         hand = np.where(there, hand + len(reading) * multiplies, 0)
         queues = np.zeros((len(program), 4), np.int32)
         if len(stop):
-            queues[:, 0], queues[:, 1] = start[hand] * there, stop[hand] * there
-        queues[:, 2], queues[:, 3] = head, multiplies
+            few_start = stop - np.concatenate((few, np.zeros_like(wide)))
+            for column, values in enumerate((start, stop, None, few_start)):
+                if values is not None:
+                    queues[:, column] = values[hand] * there
+        queues[:, 2] = head
+        queues[multiplies, 3] = -1
         return queues

@@ -37,7 +37,8 @@ class WorkList:
         split: programs that take those, and programs that take the others.
         queues: `[2 * programs, 4]`, where items are dealt out beforehand (`CostModel.together`),
             else `[0, 4]`: for each half of a program the first of its items, the end of them, its
-            KV head, and whether the program multiplies (then both halves have the same items).
+            KV head, and where those of the narrowest of three tiles begin; -1: the program
+            multiplies (then both halves have the same items).
         records: `[num_items, 16]`. Words 0 to 5: index of its tile, how many rows, where they begin
             in `rows`, how many walk entries, where the second begins in `walk`, whether its rows
             have no other item (0), others too (1), or some so and some so (2). Words 8 to 15: its
@@ -204,7 +205,7 @@ def _listed(
     block = blocks.block[parts.entry[head]]
     kind, count = blocks.kind[block], blocks.num_rows[block]
     wide = kind == len(cost.tiles) - 1
-    order, queues = deal.in_order(_item_ns(cost, kind, parts), wide)
+    order, queues = deal.in_order(_item_ns(cost, kind, parts), kind)
     rows = blocks.rows[ragged(blocks.row_start[block], count)]
     entries = _entry_words(plan, blocks, parts)
     more = np.ones(len(parts.item), bool)

@@ -1,0 +1,221 @@
+"""Queries as columns of a tile, tokens as rows: the form of items with a few queries.
+
+Scores are K Q^T `[BLOCK_N, COLUMNS]`, and V^T P^T `[HEAD_DIM, COLUMNS]` is summed: keys and values
+are the tensor cores' first operand, read from the ring in shared memory, so that few queries make
+small products, few scores and a small result.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
+from onestem.ops.triton.sm90.walk import (
+    ENTRY,
+    LOG2_E,
+    RECORD,
+    ROWS,
+    next_stage,
+    per_thread,
+    scores,
+    store_states,
+)
+
+__all__ = ["attend_columns"]
+
+
+@gluon.jit
+def _pieces(queries, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The memory of queries as pieces of `[COLUMNS, WIDTH]`."""
+    dtype: gl.constexpr = queries.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, WIDTH], dtype)
+    number: gl.constexpr = 2 * ROWS * HEAD_DIM // (COLUMNS * WIDTH)
+    return queries._reinterpret(dtype, [number, COLUMNS, WIDTH], layout)
+
+
+@gluon.jit
+def _by_warp(tile):
+    """`[BLOCK_N, COLUMNS]` as `[4, BLOCK_N / 4, COLUMNS]`: what each warp holds."""
+    return gl.reshape(tile, [4, tile.shape[0] // 4, tile.shape[1]])
+
+
+@gluon.jit
+def _everywhere(parts):
+    """What warps have made of their parts, `[4, COLUMNS]`, all of it in each of them: reducing that
+    takes two barriers less than reducing a tile."""
+    layout: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0])
+    return gl.convert_layout(parts, layout)
+
+
+@gluon.jit
+def _weights(
+    score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale, softcap,
+    BLOCK_N: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile from its products, new maximum `[COLUMNS]` and denominator
+    (`[BLOCK_N, COLUMNS]`, parts of the sum), and what old sums shrink by."""
+    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score.type.layout))  # [BLOCK_N]
+    score, factor = scores(
+        score, n[:, None], lo, hi, last[None, :], oldest[None, :], distance[None, :],
+        slope[None, :], scale, softcap, True, WINDOWED, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    across: gl.constexpr = running_max.type.layout
+    top = gl.max(_everywhere(gl.max(_by_warp(score), 1)), 0)
+    new_max = gl.maximum(running_max, gl.convert_layout(top, across) * factor)
+    safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = gl.exp2(score * factor - safe_max[None, :])
+    shrink = gl.exp2(running_max - safe_max)
+    return weight, new_max, denominator * shrink[None, :] + weight, shrink
+
+
+@gluon.jit
+def _tile(
+    query, weights, running_max, denominator, total, start, lo, hi, last, oldest, distance, slope,
+    scale, softcap, ring_memory, boxes, full, empty, stage, phase, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Attend to the tile in a stage of the ring, and let it go."""
+    values = ring_memory.index(STAGES + stage)
+    mbarrier.wait(full.index(stage), phase)
+    zero = gl.zeros_like(denominator)
+    score = warpgroup_mma(
+        ring_memory.index(stage), query.permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, HEAD_DIM, BOX)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    weight, running_max, denominator, shrink = _weights(
+        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
+        softcap, BLOCK_N, WINDOWED, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    weights.store(gl.permute(weight.to(weights.dtype), (1, 0)))
+    fence_async_shared()
+    total = total * shrink[None, :]
+    total = warpgroup_mma(values.permute((1, 0)), weights.permute((1, 0)), total, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(empty.index(stage), count=2)
+    return running_max, denominator, total
+
+
+@gluon.jit
+def _record(records, item, stop):
+    """An item's record (the last one's, if there is no such item): how many rows, where they begin,
+    who else they are with, entries, where the second begins, and the first one."""
+    record = records + gl.minimum(item, stop - 1) * RECORD
+    return (
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 5),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        _entry(record + 8),
+    )
+
+
+@gluon.jit
+def _entry(entry):
+    """lo, hi, end, step and position of a walk entry."""
+    return (
+        gl.load(entry),
+        gl.load(entry + 3),
+        gl.load(entry + 4),
+        gl.load(entry + 5),
+        gl.load(entry + 6),
+    )
+
+
+@gluon.jit
+def attend_columns(
+    control, item, stop, count, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
+    queries, ring_memory, boxes, full, empty, PART: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr, COLUMNS: gl.constexpr, WINDOWED: gl.constexpr,
+    ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Walk items (there is one) of at most COLUMNS queries for a KV head, through one half of the
+    ring.
+
+    Memory takes as long to answer as a tile takes: an item's record is asked for three items ahead,
+    its rows two ahead, its queries one ahead.
+    """
+    ring: gl.constexpr = STAGES // 2
+    base: gl.constexpr = PART * ring
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    across: gl.constexpr = gl.SliceLayout(0, layout)
+    two_queries = _pieces(queries, COLUMNS, HEAD_DIM, HEAD_DIM)
+    first_query: gl.constexpr = PART * ROWS // COLUMNS
+    # Behind the queries of this item and those of the next.
+    first_weights: gl.constexpr = (PART * ROWS + 2 * COLUMNS) * HEAD_DIM // (COLUMNS * BLOCK_N)
+    weights = _pieces(queries, COLUMNS, BLOCK_N, HEAD_DIM).index(first_weights)
+    walk = control + gl.load(control + 3)
+    rows = control + gl.load(control + 4)
+    states = control + gl.load(control + 5)
+    positions = control + gl.load(control + 8)
+    window = gl.load(control + 9)
+    records = per_thread(control + gl.load(control + 12))
+    c = gl.arange(0, COLUMNS, across)
+    j = c // GROUP  # [COLUMNS] row of the item
+    q_head = head * GROUP + c % GROUP
+    slope = j
+    if ALIBI:
+        slope = gl.load(slopes + q_head) * LOG2_E
+    num_rows, row_start, kind, num_walk, more, entry = _record(records, item, stop)
+    next_record = _record(records, item + 1, stop)
+    later_record = _record(records, item + 2, stop)
+    turn = 0
+    stage, phase = count % ring, (count // ring) & 1
+    this_row = query_rows(rows, row_start, num_rows, 0, COLUMNS, GROUP, HEAD_DIM)
+    next_row = query_rows(rows, next_record[1], next_record[0], 0, COLUMNS, GROUP, HEAD_DIM)
+    two_queries.index(first_query).store(
+        load_query(q, this_row, head, 0, NUM_KV_HEADS, GROUP, HEAD_DIM)
+    )
+    fence_async_shared()
+    while item < stop:
+        next_query = load_query(q, next_row, head, 0, NUM_KV_HEADS, GROUP, HEAD_DIM)
+        next_row = query_rows(rows, later_record[1], later_record[0], 0, COLUMNS, GROUP, HEAD_DIM)
+        last_record = _record(records, item + 3, stop)
+        row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)  # [COLUMNS]
+        dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
+        position = j
+        if WINDOWED or ALIBI:
+            position = gl.load(positions + row, mask=row >= 0, other=0)
+        running_max = gl.full([COLUMNS], float("-inf"), gl.float32, across)
+        denominator = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
+        total = gl.zeros([HEAD_DIM, COLUMNS], gl.float32, layout)
+        query = two_queries.index(first_query + turn)
+        for index in range(num_walk):
+            if index > 0:
+                entry = _entry(walk + (more + index - 1) * ENTRY)
+            lo, hi, end, step, place = entry
+            last = end + j * step  # [COLUMNS] each row's end
+            distance = position - place  # [COLUMNS] its own place in the entry
+            oldest = distance
+            if WINDOWED:
+                oldest = distance - window + 1
+            for start in range(lo // PAGE_SIZE * PAGE_SIZE, hi, BLOCK_N):
+                running_max, denominator, total = _tile(
+                    query, weights, running_max, denominator, total, start, lo, hi, last, oldest,
+                    distance, slope, scale, softcap, ring_memory, boxes, full, empty, base + stage,
+                    phase, BLOCK_N, STAGES, BOX, HEAD_DIM, WINDOWED, ALIBI, SOFTCAP,
+                )  # fmt: skip
+                stage, phase = next_stage(stage, phase, ring)
+        turn = 1 - turn
+        two_queries.index(first_query + turn).store(next_query)
+        fence_async_shared()
+        whole = gl.sum(_everywhere(gl.sum(_by_warp(denominator), 1)), 0)
+        store_states(
+            total, running_max, gl.convert_layout(whole, across), row, dest, kind, q_head, out, lse,
+            part_out, part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 0,
+        )  # fmt: skip
+        item += 1
+        num_rows, row_start, kind, num_walk, more, entry = next_record
+        next_record = later_record
+        later_record = last_record

@@ -1,0 +1,158 @@
+"""The copying warps: they fill the ring of tiles in shared memory by the copy engine."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from onestem.ops.triton.sm90.walk import (
+    ENTRY,
+    RECORD,
+    next_stage,
+    queue,
+    tile_start,
+    tiles_of,
+)
+
+__all__ = ["box_tokens", "copy", "descriptors"]
+
+
+def box_tokens(page_size: int, block_n: int) -> int:
+    """Tokens that the copy engine takes at a time; 0 if it cannot copy pages of this size."""
+    whole = page_size >= 8 and page_size & (page_size - 1) == 0
+    return min(page_size, block_n) if whole else 0
+
+
+def descriptors(k_pages: Tensor, v_pages: Tensor, box: int) -> tuple[TensorDescriptor, ...]:
+    """What the copy engine must know of the pages, `[num_pages, page_size, num_kv_heads,
+    head_dim]`, to copy boxes of `box` tokens and 64 dimensions (128 bytes)."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    return tuple(
+        TensorDescriptor.from_tensor(pages.view(-1, pages[0, 0].numel()), [box, 64], layout)
+        for pages in (k_pages, v_pages)
+    )
+
+
+@gluon.jit
+def _places(
+    start, lo, hi, pages, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr
+):
+    """Where in the pool the boxes of a tile begin. A box of which nothing is walked lies outside:
+    the copy engine writes zeros."""
+    places = ()
+    for i in gl.static_range(BLOCK_N // BOX):
+        x = start + i * BOX
+        inside = (x < hi) & (x + BOX > lo)
+        page = gl.load(pages + x // PAGE_SIZE, mask=inside, other=0)
+        place = gl.where(inside, page * PAGE_SIZE + x % PAGE_SIZE, -BOX)
+        # Triton knows no unpacking.
+        places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005
+    return places
+
+
+@gluon.jit
+def _copy_tile(
+    places, pool, head, boxes, flag, first, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile to boxes `first` and on. They lie in shared memory as the columns of a tile do,
+    64 dimensions after 64 dimensions."""
+    across: gl.constexpr = BLOCK_N // BOX
+    mbarrier.expect(flag, BLOCK_N * HEAD_DIM * 2)
+    for i in gl.static_range(across):
+        for c in gl.static_range(HEAD_DIM // 64):
+            at = [places[i], head * HEAD_DIM + c * 64]
+            tma.async_copy_global_to_shared(pool, at, flag, boxes.index(first + c * across + i))
+
+
+@gluon.jit
+def _record(records, item, stop):
+    """Of an item's record (the last one's, if there is no such item): how many entries, where the
+    second begins, and the first one."""
+    record = records + gl.minimum(item, stop - 1) * RECORD
+    return gl.load(record + 3), gl.load(record + 4), _entry(record + 8)
+
+
+@gluon.jit
+def _entry(entry):
+    """lo, clear_lo, clear_hi and hi of a walk entry."""
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def _fetch(address):
+    """Have the cache line of an address brought to the multiprocessor."""
+    gl.inline_asm_elementwise(
+        "{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }",
+        "=r,l",
+        [address.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _copy_items(
+    control, item, columns, stop, head, pool, boxes, full, empty, SIDE: gl.constexpr,
+    PART: gl.constexpr, WIDE: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Copy keys or values that items walk, tile after tile, in order for those from `columns` on.
+    An item's record is asked for two items ahead, the first of its page ids one ahead."""
+    ring: gl.constexpr = STAGES if WIDE else STAGES // 2
+    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    size: gl.constexpr = HEAD_DIM // 64 * (BLOCK_N // BOX)  # boxes of a tile
+    pages = control + gl.load(control + 7)
+    walk = control + gl.load(control + 3)
+    records = control + gl.load(control + 12)
+    num_walk, more, entry = _record(records, item, stop)
+    following = _record(records, item + 1, stop)
+    stage, phase = 0, 1
+    while item < stop:
+        _fetch(pages + following[2][0] // PAGE_SIZE)
+        later = _record(records, item + 2, stop)
+        for index in range(num_walk):
+            if index > 0:
+                entry = _entry(walk + (more + index - 1) * ENTRY)
+            lo, clear_lo, clear_hi, hi = entry
+            begin, tiles, clear, tail = tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE, BLOCK_N)
+            in_order = item >= columns
+            clear, tail = gl.where(in_order, 0, clear), gl.where(in_order, tiles, tail)
+            for i in range(tiles):
+                start = tile_start(i, begin, clear, tail, BLOCK_N)
+                places = _places(start, lo, hi, pages, PAGE_SIZE, BLOCK_N, BOX)
+                mbarrier.wait(empty.index(base + stage), phase)
+                _copy_tile(
+                    places, pool, head, boxes, full.index(base + stage),
+                    (SIDE * STAGES + base + stage) * size, HEAD_DIM, BLOCK_N, BOX,
+                )  # fmt: skip
+                stage, phase = next_stage(stage, phase, ring)
+        item += 1
+        num_walk, more, entry = following
+        following = later
+
+
+@gluon.jit
+def copy(
+    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """A copying warp. It brings keys (SIDE 0) or values (SIDE 1) to one warpgroup, or (those of the
+    first one) to the pair."""
+    item, stop, head, columns = queue(control, PART)
+    if columns >= 0:
+        _copy_items(
+            control, item, columns, stop, head, pool, boxes, full, empty, SIDE, PART, False,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+        )  # fmt: skip
+    elif PART == 0:
+        _copy_items(
+            control, item, stop, stop, head, pool, boxes, full, empty, SIDE, PART, True,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+        )  # fmt: skip

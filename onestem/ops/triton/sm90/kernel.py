@@ -1,0 +1,131 @@
+"""`attend_hopper`: the launch, and what its warps do."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from onestem.ops.triton.sm90.columns import attend_columns
+from onestem.ops.triton.sm90.copy import copy
+from onestem.ops.triton.sm90.rows import attend_rows
+from onestem.ops.triton.sm90.walk import ROWS, queue
+
+__all__ = ["attend_hopper"]
+
+
+@gluon.jit
+def _attend(
+    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries, ring_memory, boxes,
+    full, empty, PART: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup, in the role of its program."""
+    item, stop, head, columns = queue(control, PART)
+    if columns < 0:
+        attend_rows(
+            control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
+            queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP, HEAD_DIM,
+            PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+        )  # fmt: skip
+    else:
+        count = attend_rows(
+            control, item, columns, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
+            queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM,
+            PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+        )  # fmt: skip
+        if COLUMNS > 0:  # noqa: SIM102 - decided when compiled
+            if columns < stop:
+                attend_columns(
+                    control, columns, stop, count, head, q, out, lse, part_out, part_lse, slopes,
+                    scale, softcap, queries, ring_memory, boxes, full, empty, PART, NUM_KV_HEADS,
+                    GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
+                    SOFTCAP,
+                )  # fmt: skip
+
+
+@gluon.jit
+def attend_hopper(
+    control, q, k_pages, v_pages, out, lse, part_out, part_lse, slopes, scale, softcap,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Walk all items; one program per multiprocessor, 4 warps and 8 more inside. The launch behind
+    it may begin at once.
+
+    k_pages, v_pages: `descriptors`. COLUMNS: queries of the items that have few; 0: none has.
+    """
+    gdc_launch_dependents()
+    dtype: gl.constexpr = q.dtype.element_ty
+    across: gl.constexpr = BLOCK_N // BOX
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    box: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, 64], dtype)
+    num_boxes: gl.constexpr = 2 * STAGES * HEAD_DIM // 64 * across
+    # Keys, then values; the same memory as boxes and as tiles.
+    boxes = gl.allocate_shared_memory(dtype, [num_boxes, BOX, 64], box)
+    ring_memory = boxes._reinterpret(dtype, [2 * STAGES, BLOCK_N, HEAD_DIM], tile)
+    queries = gl.allocate_shared_memory(
+        dtype, [2, ROWS, HEAD_DIM], gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    )
+    flags: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], flags)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], flags)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
+                    ring_memory, boxes, full, empty, gl.constexpr(0), NUM_KV_HEADS, GROUP, HEAD_DIM,
+                    PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
+                    ring_memory, boxes, full, empty, gl.constexpr(1), NUM_KV_HEADS, GROUP, HEAD_DIM,
+                    PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
+                ),
+            ),
+            (
+                copy,
+                (
+                    control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(0),
+                    HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                ),
+            ),
+            (
+                copy,
+                (
+                    control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(0),
+                    HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                ),
+            ),
+            (
+                copy,
+                (
+                    control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(1),
+                    HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                ),
+            ),
+            (
+                copy,
+                (
+                    control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(1),
+                    HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                ),
+            ),
+        ],
+        [4, 1, 1, 1, 1],
+        [REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Queries as rows of a tile, tokens as columns: the form of items with many queries.
+
+A warpgroup issues the scores of tile t and the weighted sum of tile t - 1 together, so that the
+tensor cores work while it computes weights.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
+from onestem.ops.triton.sm90.walk import (
+    ENTRY,
+    LOG2_E,
+    RECORD,
+    ROWS,
+    entry_of,
+    rows_ahead,
+    scores,
+    store_states,
+    tile_start,
+    tiles_of,
+)
+
+__all__ = ["attend_rows"]
+
+
+@gluon.jit
+def _folded(tile):
+    """`[ROWS, BLOCK_N]` as `[ROWS, BLOCK_N / 8, 8]`: reducing it in two steps makes shorter chains
+    of dependent instructions, and the second step can wait until the end of an item."""
+    return gl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8])
+
+
+@gluon.jit
+def _weights(
+    score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale, softcap,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile from its products, new maximum and denominator (`[ROWS, 8]`, parts of the
+    sum), and what old sums shrink by."""
+    layout: gl.constexpr = score.type.layout
+    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))  # [BLOCK_N]
+    score, factor = scores(
+        score, n[None, :], lo, hi, last[:, None], oldest[:, None], distance[:, None],
+        slope[:, None], scale, softcap, MASKED, WINDOWED, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    top = gl.convert_layout(gl.max(gl.max(_folded(score), 1), 1), gl.SliceLayout(1, layout))
+    new_max = gl.maximum(running_max, top * factor)
+    safe_max = gl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+    weight = gl.exp2(score * factor - safe_max[:, None])
+    shrink = gl.exp2(running_max - safe_max)
+    part = gl.sum(_folded(weight), 1)  # [ROWS, 8]
+    rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    denominator = denominator * gl.convert_layout(shrink, rows)[:, None] + part
+    return weight, new_max, denominator, shrink
+
+
+@gluon.jit
+def _done(value):
+    """The value, which must be there before anything that follows in program order may begin.
+
+    The assembler moves a wait for products up, before the work that it should overlap, unless a
+    memory operation stands between that needs this work's result: here a store that never happens.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fBF800000; "
+        "@p st.shared.f32 [a], $1; mov.b32 $0, $1; }",
+        "=r,r",
+        [value],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _products(query, keys, full, stage, phase, BLOCK_N: gl.constexpr):
+    """Start multiplying queries by a tile of keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    mbarrier.wait(full.index(stage), phase)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    keys = keys.index(stage).permute((1, 0))
+    return warpgroup_mma(query, keys, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def attend_rows(
+    control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
+    ring_memory, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Walk items for a KV head, with rows `first` .. `first` + 63 of them; gives `count`."""
+    ring: gl.constexpr = STAGES if WIDE else STAGES // 2
+    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    first: gl.constexpr = PART * ROWS if WIDE else 0
+    arrivals: gl.constexpr = 1 if WIDE else 2  # a tile is let go when two have arrived
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    dtype: gl.constexpr = q.dtype.element_ty
+    slots: gl.constexpr = gl.SliceLayout(1, layout)
+    query = queries.index(PART)
+    rows = control + gl.load(control + 4)
+    states = control + gl.load(control + 5)
+    records = control + gl.load(control + 12)
+    count = 0
+    row_start, num_rows = rows_ahead(records, item, stop)
+    next_start, next_rows = rows_ahead(records, item + 1, stop)
+    if item < stop:
+        query_row = query_rows(rows, row_start, num_rows, first, ROWS, GROUP, HEAD_DIM)
+        query.store(load_query(q, query_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM))
+        fence_async_shared()
+    while item < stop:
+        record = records + item * RECORD
+        # What is needed at the end of this item and by the next ones is asked for now.
+        j = (first + gl.arange(0, ROWS, slots)) // GROUP
+        row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)
+        dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
+        next_row = query_rows(rows, next_start, next_rows, first, ROWS, GROUP, HEAD_DIM)
+        later_start, later_rows = rows_ahead(records, item + 2, stop)
+        more = control + gl.load(control + 3) + gl.load(record + 4) * ENTRY
+        m = first + gl.arange(0, ROWS, gl.SliceLayout(1, product))  # [ROWS]
+        j = m // GROUP  # [ROWS] row of the item
+        position = j
+        slope = j
+        if WINDOWED or ALIBI:
+            used = j < num_rows
+            own_row = gl.load(rows + row_start + j, mask=used, other=0)
+            position = gl.load(control + gl.load(control + 8) + own_row, mask=used, other=0)
+        if ALIBI:
+            slope = gl.load(slopes + head * GROUP + m % GROUP) * LOG2_E
+        running_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product))
+        zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product)
+        denominator = gl.sum(_folded(zero), 1)  # [ROWS, 8]
+        total = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
+        weight = gl.convert_layout(zero.to(dtype), operand)
+        for index in range(gl.load(record + 3)):
+            entry = entry_of(record, more, index)
+            lo = gl.load(entry)
+            hi = gl.load(entry + 3)
+            begin, tiles, clear, tail = tiles_of(
+                lo, gl.load(entry + 1), gl.load(entry + 2), hi, PAGE_SIZE, BLOCK_N
+            )
+            last = gl.load(entry + 4) + j * gl.load(entry + 5)  # [ROWS] each row's end
+            distance = position - gl.load(entry + 6)  # [ROWS] the row's own place in the entry
+            oldest = distance
+            if WINDOWED:
+                oldest = distance - gl.load(control + 9) + 1
+            skip = 0
+            if index == 0:
+                # The first tile has none before it whose weights would wait to be summed.
+                skip = 1
+                stage = base + count % ring
+                start = tile_start(0, begin, clear, tail, BLOCK_N)
+                score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+                score = warpgroup_mma_wait(0, deps=(score,))
+                first_weight, running_max, denominator, _ = _weights(
+                    score, running_max, denominator, start, lo, hi, last, oldest, distance, slope,
+                    scale, softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
+                )  # fmt: skip
+                weight = gl.convert_layout(first_weight.to(dtype), operand)
+                blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, HEAD_DIM, BOX)
+                count += 1
+            whole = tail - clear
+            for i in range(gl.minimum(skip, whole), whole):
+                running_max, denominator, total, weight, count = _step(
+                    query, running_max, denominator, total, weight, begin + (clear + i) * BLOCK_N,
+                    lo, hi, last, oldest, distance, slope, scale, softcap, ring_memory, boxes,
+                    full, empty, count, base, ring, arrivals, BLOCK_N, STAGES, BOX, HEAD_DIM,
+                    False, WINDOWED, ALIBI, SOFTCAP,
+                )  # fmt: skip
+            for i in range(gl.maximum(whole, skip), tiles):
+                running_max, denominator, total, weight, count = _step(
+                    query, running_max, denominator, total, weight,
+                    tile_start(i, begin, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
+                    slope, scale, softcap, ring_memory, boxes, full, empty, count, base, ring,
+                    arrivals, BLOCK_N, STAGES, BOX, HEAD_DIM, True, WINDOWED, ALIBI, SOFTCAP,
+                )  # fmt: skip
+        before = base + (count - 1) % ring
+        total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
+        next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM)
+        total, weight = warpgroup_mma_wait(0, deps=(total, weight))
+        mbarrier.arrive(empty.index(before), count=arrivals)
+        store_states(
+            total, gl.convert_layout(running_max, slots),
+            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, gl.load(record + 5),
+            head * GROUP + (first + gl.arange(0, ROWS, slots)) % GROUP, out, lse, part_out,
+            part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 1,
+        )  # fmt: skip
+        query.store(next_query)
+        fence_async_shared()
+        item += 1
+        row_start, num_rows = next_start, next_rows
+        next_start, next_rows = later_start, later_rows
+    return count
+
+
+@gluon.jit
+def _step(
+    query, running_max, denominator, total, weight, start, lo, hi, last, oldest, distance, slope,
+    scale, softcap, ring_memory, boxes, full, empty, count, base: gl.constexpr,
+    ring: gl.constexpr, arrivals: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, HEAD_DIM: gl.constexpr,
+    MASKED: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile `count`, while the weights of the tile before are summed."""
+    stage = base + count % ring
+    before = base + (count - 1) % ring
+    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+    total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    new_weight, running_max, denominator, shrink = _weights(
+        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
+        softcap, BLOCK_N, MASKED, WINDOWED, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    denominator = _done(denominator)
+    # The new weights become operands only behind the wait, in the registers of the old ones.
+    total, weight, new_weight = warpgroup_mma_wait(0, deps=(total, weight, new_weight))
+    mbarrier.arrive(empty.index(before), count=arrivals)
+    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    total = total * gl.convert_layout(shrink, rows)[:, None]
+    weight = gl.convert_layout(new_weight.to(weight.dtype), weight.type.layout)
+    if MASKED:
+        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, HEAD_DIM, BOX)
+    return running_max, denominator, total, weight, count + 1

@@ -1,0 +1,149 @@
+"""What there is to do, as the work list says it; and scores and states, which both forms share."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = [
+    "ENTRY", "HEADER", "LOG2_E", "RECORD", "ROWS", "entry_of", "next_stage", "per_thread", "queue",
+    "rows_ahead", "scores", "store_states", "tile_start", "tiles_of",
+]  # fmt: skip
+
+HEADER: gl.constexpr = gl.constexpr(16)
+QUEUED: gl.constexpr = gl.constexpr(4)
+RECORD: gl.constexpr = gl.constexpr(16)
+ENTRY: gl.constexpr = gl.constexpr(8)
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
+
+
+@gluon.jit
+def queue(control, PART: gl.constexpr):
+    """What half of a program takes: its first item, the end of them, its KV head, and where those
+    with queries as columns begin (-1: the program multiplies)."""
+    words = control + HEADER + (2 * gl.program_id(0) + PART) * QUEUED
+    return gl.load(words), gl.load(words + 1), gl.load(words + 2), gl.load(words + 3)
+
+
+@gluon.jit
+def entry_of(record, more, index):
+    return gl.where(index == 0, record + 8, more + (index - 1) * ENTRY)
+
+
+@gluon.jit
+def tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of a walk entry: where its first tile begins (at a page), how many tiles there are, and
+    which of them all rows see whole: from `clear` on, before `tail`."""
+    begin = lo // PAGE_SIZE * PAGE_SIZE
+    tiles = (hi - begin + BLOCK_N - 1) // BLOCK_N
+    clear = (gl.maximum(clear_lo, lo) - begin + BLOCK_N - 1) // BLOCK_N
+    clear = gl.minimum(clear, tiles)
+    tail = gl.maximum((clear_hi - begin) // BLOCK_N, clear)
+    return begin, tiles, clear, gl.minimum(tail, tiles)
+
+
+@gluon.jit
+def tile_start(i, begin, clear, tail, BLOCK_N: gl.constexpr):
+    """Where the i-th tile in walking order begins: first those that all rows see whole."""
+    whole = tail - clear
+    masked = i - whole
+    masked = gl.where(masked < clear, masked, masked + whole)
+    return begin + gl.where(i < whole, clear + i, masked) * BLOCK_N
+
+
+@gluon.jit
+def next_stage(stage, phase, RING: gl.constexpr):
+    """The place behind this one in a ring of stages, and the parity of its barriers' phase."""
+    stage += 1
+    around = stage == RING
+    return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase)
+
+
+@gluon.jit
+def per_thread(pointer):
+    """The pointer, as far as the assembler knows another one in each thread of a warp.
+
+    What is read through it stays in the threads' own registers, and is waited for where it is used.
+    What all threads read at one address is moved to a register that they share as soon as it is
+    asked for, which waits for it.
+    """
+    zero = gl.inline_asm_elementwise(
+        "{ .reg .u32 lanes; mov.u32 lanes, %lanemask_lt; shr.u32 $0, lanes, 31; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return pointer + zero
+
+
+@gluon.jit
+def rows_ahead(records, item, stop):
+    """Of an item that is yet to come: where its rows begin and how many they are (0: no such item).
+    Its whole record is then in the cache."""
+    record = records + item * RECORD
+    num_rows = gl.load(record + 1, mask=item < stop, other=0)
+    lo = gl.load(record + 8, mask=item < stop, other=0)
+    return gl.load(record + 2, mask=item < stop, other=0), gl.where(lo < 0, 0, num_rows)
+
+
+@gluon.jit
+def scores(
+    product, n, lo, hi, last, oldest, distance, slope, scale, softcap, MASKED: gl.constexpr,
+    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile from its products, in powers of two, and what they are still to be
+    multiplied by.
+
+    n: where its tokens stand; last, oldest, distance, slope: of each query. Both shaped to be
+    broadcast to the tile's shape.
+    """
+    score = product
+    if SOFTCAP:
+        exponent = gl.exp2(score * (scale / softcap * (2 * LOG2_E)))
+        score = softcap * LOG2_E * (1.0 - 2.0 / (1.0 + exponent))
+    elif ALIBI:
+        score = score * (scale * LOG2_E)
+    if ALIBI:
+        score += slope * (n - distance).to(gl.float32)
+    if MASKED:
+        seen = n < gl.minimum(last, hi)
+        if WINDOWED:
+            seen &= n >= gl.maximum(oldest, lo)
+        else:
+            seen &= n >= lo
+        score = gl.where(seen, score, float("-inf"))
+    factor = 1.0 if SOFTCAP or ALIBI else scale * LOG2_E
+    return score, factor
+
+
+@gluon.jit
+def store_states(
+    total, running_max, denominator, row, dest, kind, q_head, out, lse, part_out, part_lse,
+    NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, AXIS: gl.constexpr,
+):  # fmt: skip
+    """The states of an item's queries (row -1: none), as results or as partial states. `total` has
+    the dimensions of a head along AXIS."""
+    layout: gl.constexpr = total.type.layout
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(1 - AXIS, layout))  # [HEAD_DIM]
+    d = gl.expand_dims(d, 1 - AXIS)
+    seen = denominator > 0.0
+    safe = gl.where(seen, denominator, 1.0)
+    total = total * gl.expand_dims(1.0 / safe, AXIS)
+    log_sum = gl.where(seen, running_max + gl.log2(safe), float("-inf"))
+    if kind != 1:
+        final = (row >= 0) & (dest < 0)
+        at = row.to(gl.int64) * NUM_HEADS + q_head
+        where = out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
+        gl.store(where, total.to(out.dtype.element_ty), mask=gl.expand_dims(final, AXIS))
+        gl.store(lse + at, log_sum * LN_2, mask=final)
+    if kind != 0:
+        partial = (row >= 0) & (dest >= 0)
+        at = dest.to(gl.int64) * NUM_HEADS + q_head
+        where = part_out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
+        gl.store(where, total, mask=gl.expand_dims(partial, AXIS))
+        gl.store(part_lse + at, log_sum, mask=partial)
