@@ -237,6 +237,8 @@ class Request:
             common one.
         common_prefix_tokens: the prompt's first so many tokens are without salt: a prefix meant
             for all.
+        common_modules: the modules that a prompt in PML imports are without salt: a schema meant
+            for all.
         priority: a `job`'s request runs in what `interactive` ones leave free.
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
             cache until the group's last member has finished.
@@ -251,9 +253,15 @@ class Request:
     score_from: int | None = None
     cache_salt: str = ""
     common_prefix_tokens: int = 0
+    common_modules: bool = False
     priority: Priority = "interactive"
     group: int | None = None
     group_prefix_tokens: int = 0
+
+    @property
+    def module_salt(self) -> str:
+        """Of the modules that it imports."""
+        return "" if self.common_modules else self.cache_salt
 
 
 @dataclass(kw_only=True)

@@ -3,11 +3,14 @@
     python -m benchmarks.serve.compare [--shape 0.1b] [--servers full,storage,off,vllm]
         [--system-tokens 64,2048] [--repeats 3] [--duration 180] [--scale 1]
 
-For each system prompt all servers run side by side, and take turns: a run of one server's search,
-then of the next one's, while the others idle. A search ends when the rates that held and did not
-are --resolution apart. A rate holds if nine of ten requests take at most --limit seconds per output
-token. Short: --repeats 1 --duration 45 --scale 0.25 --resolution 0.1. On a GPU: --shape 8b
---device cuda --dtype bfloat16 --limit 0.05 --kv-gib 40 --sequential (one server at a time).
+All servers run side by side, and take turns: a run of one server's search, then of the next one's,
+while the others idle. A search ends when the rates that held and did not are --resolution apart. A
+rate holds if nine of ten requests take at most --limit seconds per output token. Short: --repeats 1
+--duration 45 --scale 0.25 --resolution 0.1. On a GPU: --shape 8b --device cuda --dtype bfloat16
+--limit 0.05 --kv-gib 40 --random-weights --sequential (one server at a time).
+
+--start-rate is where searches begin: 10, or by server and system prompt, the first that fits
+counts: off@2048=2,storage=8,10. A good guess with a small --factor saves runs.
 Written to benchmarks/results/serve-SHAPE.json; `python -m benchmarks.serve.plot` draws it.
 """
 
@@ -18,22 +21,22 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import machine
-from benchmarks.serve.model import servable
+from benchmarks.serve.model import config_alone, servable
 from benchmarks.serve.servers import SERVERS, Setting, running
 from onestem.bench_serve.client import Target
+from onestem.bench_serve.crowd import default_clients
 from onestem.bench_serve.run import Bench, model_name
 from onestem.bench_serve.search import RateSearch
 from onestem.bench_serve.workload import Workload
 
 ROOT = Path(__file__).parents[2]
-# Servers that compile do so for the row counts that they meet.
-WARM_UP_SECONDS = 15.0
 # What is asked of `full`: times the rate of another server, by tokens of system prompt.
 ASKED = {
     2048: {"storage": 1.8, "off": 3.0, "vllm": 1.8},
@@ -45,13 +48,14 @@ def main() -> None:
     options = _options()
     names = options.servers.split(",")
     setting = Setting(
-        model=servable(options.work, options.shape, options.dtype),
+        model=_model(options),
         dtype=options.dtype,
         device=options.device,
         kv_gib=options.kv_gib,
         threads=options.threads,
         peers=options.peers,
         logs=options.work,
+        random_weights=options.random_weights,
     )
     result: dict[str, Any] = {
         "command": "python -m benchmarks.serve.compare " + " ".join(sys.argv[1:]),
@@ -65,12 +69,11 @@ def main() -> None:
         "searches": [],
     }
     path = ROOT / "benchmarks" / "results" / f"serve-{options.shape}{options.suffix}.json"
-    for system_tokens in map(int, options.system_tokens.split(",")):
-        for search in _searches(names, setting, system_tokens, options):
-            result["searches"].append(search)
-            result["against"] = _against(result["searches"])
-            # After each: a run that is cut off keeps what it has.
-            path.write_text(json.dumps(result, indent=1) + "\n")
+    for search in _searches(names, setting, options):
+        result["searches"].append(search)
+        result["against"] = _against(result["searches"])
+        # After each: a run that is cut off keeps what it has.
+        path.write_text(json.dumps(result, indent=1) + "\n")
     for line in _table(result["against"]):
         print(line)
 
@@ -87,8 +90,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="of question and answer lengths")
     parser.add_argument("--apps", type=int, default=1)
     parser.add_argument("--limit", type=float, default=0.5)
-    parser.add_argument("--start-rate", type=float, default=1.0)
+    parser.add_argument("--start-rate", type=_start_rates, default=_start_rates("1"))
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=15.0,
+        help="seconds of arrivals before the first run: servers that compile do so for the row "
+        "counts that they meet",
+    )
+    parser.add_argument("--factor", type=float, default=2.0, help="until a search is bracketed")
     parser.add_argument("--resolution", type=float, default=0.04)
+    parser.add_argument(
+        "--random-weights", action="store_true", help="our servers make weights up: it saves time"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-gib", type=float, default=4.0)
@@ -96,30 +110,66 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "serve")
     parser.add_argument("--peers", type=Path, default=ROOT / "build" / "peers" / "vllm")
+    parser.add_argument(
+        "--clients", type=int, default=default_clients(), help="processes that send requests"
+    )
     parser.add_argument("--sequential", action="store_true", help="one server at a time")
     parser.add_argument("--suffix", default="", help="appended to the result file's name")
     options = parser.parse_args()
     for name in options.servers.split(","):
         if not SERVERS.fullmatch(name):
             parser.error(f"server is {name!r}, expected full, storage, off, vllm or vllm-eager")
+        if options.random_weights and name.startswith("vllm"):
+            parser.error("--random-weights is for our own servers: vLLM would not have the same")
     options.work.mkdir(parents=True, exist_ok=True)
     return options
 
 
+def _start_rates(text: str) -> list[tuple[str, str, float]]:
+    """Entries (server, tokens, rate) of --start-rate; "" stands for any."""
+    rates = []
+    for entry in text.split(","):
+        where, _, rate = entry.rpartition("=")
+        server, _, tokens = where.partition("@")
+        rates.append((server, tokens, float(rate)))
+    return rates
+
+
+def _start_rate(options: argparse.Namespace, name: str, system_tokens: int) -> float:
+    for server, tokens, rate in options.start_rate:
+        if server in ("", name) and tokens in ("", str(system_tokens)):
+            return float(rate)
+    raise SystemExit(f"--start-rate has none for {name}@{system_tokens}: add one for all")
+
+
+def _model(options: argparse.Namespace) -> Path:
+    make = config_alone if options.random_weights else servable
+    return make(options.work, options.shape, options.dtype)
+
+
 def _searches(
-    names: list[str], setting: Setting, system_tokens: int, options: argparse.Namespace
+    names: list[str], setting: Setting, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Finished searches of all servers at one length of system prompt."""
+    """Finished searches of all servers, one length of system prompt after the other."""
     for group in [[name] for name in names] if options.sequential else [names]:
         with ExitStack() as stack:
-            benches = {
-                name: _bench(stack.enter_context(running(name, setting)), system_tokens, options)
-                for name in group
-            }
-            for name, bench in benches.items():
-                print(f"{name}: warm-up", file=sys.stderr, flush=True)
-                _warm_up(bench, options.start_rate)
-            yield from _take_turns(benches, system_tokens, options)
+            urls = {name: stack.enter_context(running(name, setting)) for name in group}
+            for system_tokens in map(int, options.system_tokens.split(",")):
+                yield from _searches_of(urls, system_tokens, options)
+
+
+def _searches_of(
+    urls: dict[str, str], system_tokens: int, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        benches = {
+            name: stack.enter_context(closing(_bench(url, system_tokens, options)))
+            for name, url in urls.items()
+        }
+        for name, bench in benches.items():
+            print(f"{name}: warm-up", file=sys.stderr, flush=True)
+            _warm_up(bench, _start_rate(options, name, system_tokens), options.warm_up)
+        yield from _take_turns(benches, system_tokens, options)
 
 
 def _bench(url: str, system_tokens: int, options: argparse.Namespace) -> Bench:
@@ -127,23 +177,30 @@ def _bench(url: str, system_tokens: int, options: argparse.Namespace) -> Bench:
         seed=options.seed, apps=options.apps, system_tokens=system_tokens, scale=options.scale
     )
     target = Target(model_name(url))
-    return Bench(url, target, load, limit=options.limit, duration=options.duration)
+    return Bench(
+        url,
+        target,
+        load,
+        limit=options.limit,
+        duration=options.duration,
+        clients=options.clients,
+    )
 
 
-def _warm_up(bench: Bench, rate: float) -> None:
+def _warm_up(bench: Bench, rate: float, seconds: float) -> None:
     bench.warm_up()
-    count = bench.workload.count_within(rate, WARM_UP_SECONDS)
-    short = Bench(bench.base_url, bench.target, bench.workload, requests=count, runs=bench.runs)
-    short.measure(rate)
+    count = bench.workload.count_within(rate, seconds)
+    replace(bench, requests=count, clients=1).measure(rate)
 
 
 def _take_turns(
     benches: dict[str, Bench], system_tokens: int, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    starts = dict.fromkeys(benches, options.start_rate)
+    starts = {name: _start_rate(options, name, system_tokens) for name in benches}
     for repeat in range(options.repeats):
         searches = {
-            name: RateSearch(starts[name], resolution=options.resolution) for name in benches
+            name: RateSearch(starts[name], resolution=options.resolution, factor=options.factor)
+            for name in benches
         }
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in benches}
         for name in _in_turn(benches, searches, runs, reverse=repeat % 2 == 1):

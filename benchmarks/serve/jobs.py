@@ -4,8 +4,10 @@
 
 The same arrivals are driven with a posted batch running and without one, in turn. Asked: with the
 job, the 99th percentile of the time per token is at most 1.25 times as long, and that to the first
-token at most one step longer. A step is measured: the 99th percentile of the time between two
-chunks of a stream while the job runs. The job's own speed is noted beside traffic and alone.
+token at most one step longer: one of those that streams see (the 99th percentile of the time
+between two chunks), or the longest that the job takes while it has the engine to itself, which a
+request that comes then waits for. Both are in the result. The job's own speed is noted beside
+traffic and alone.
 Without --rate, half of what the server sustains (searched first, 10% apart). Written to
 benchmarks/results/serve-jobs.json.
 """
@@ -29,7 +31,7 @@ import httpx2
 from benchmarks.batch import machine
 from benchmarks.serve.model import servable
 from benchmarks.serve.servers import Setting, running
-from benchmarks.serve.service import at_rest, post_job
+from benchmarks.serve.service import at_rest, post_job, state
 from onestem.bench_serve.client import Target, open_client
 from onestem.bench_serve.run import Bench, model_name
 from onestem.bench_serve.search import RateSearch
@@ -38,6 +40,8 @@ from onestem.bench_serve.workload import Workload
 ROOT = Path(__file__).parents[2]
 # More than any run can finish: the job is cancelled at its end.
 JOB_LINES = 4000
+# The server tells of the last ten seconds.
+LOOK_SECONDS = 5.0
 
 
 def main() -> None:
@@ -134,10 +138,21 @@ async def _run(
         return await asyncio.to_thread(bench.measure, rate)
     job_id = await _post(client, bench.target, job, repeat)
     began, before = time.monotonic(), await _done(client, job_id)
-    run = await asyncio.to_thread(bench.measure, rate)
+    measuring = asyncio.create_task(asyncio.to_thread(bench.measure, rate))
+    longest = await _longest_job_step(client, measuring)
+    run = await measuring
     done, seconds = await _done(client, job_id) - before, time.monotonic() - began
     await _cancel(client, job_id)
-    return run | {"job_requests_per_s": done / seconds}
+    return run | {"job_requests_per_s": done / seconds, "job_step_max_s": longest}
+
+
+async def _longest_job_step(client: httpx2.AsyncClient, until: asyncio.Task[Any]) -> float:
+    """Of steps in which the job had the engine to itself, while something else goes on."""
+    longest = 0.0
+    while not until.done():
+        await asyncio.wait([until], timeout=LOOK_SECONDS)
+        longest = max(longest, (await state(client))["engine"]["job_step_seconds"])
+    return longest
 
 
 async def _job_alone(
@@ -189,6 +204,7 @@ def _verdict(pairs: list[dict[str, Any]], job_alone: float) -> dict[str, Any]:
 
     later = [pair["with_job"]["ttft"]["p99"] - pair["alone"]["ttft"]["p99"] for pair in pairs]
     step = statistics.median(pair["with_job"]["between_chunks"]["p99"] for pair in pairs)
+    alone = statistics.median(pair["with_job"]["job_step_max_s"] for pair in pairs)
     beside = statistics.median(pair["with_job"]["job_requests_per_s"] for pair in pairs)
     per_token, gaps = ratios("per_token"), ratios("between_chunks")
     failed = sum(run["failed"] + run["torn"] for pair in pairs for run in pair.values())
@@ -197,10 +213,11 @@ def _verdict(pairs: list[dict[str, Any]], job_alone: float) -> dict[str, Any]:
         "between_chunks_p99_ratio": _spread(gaps),
         "ttft_p99_later_s": _spread(later),
         "step_p99_s": step,
+        "job_step_max_s": alone,
         "job_requests_per_s": {"beside_traffic": beside, "alone": job_alone},
         "failed_or_torn": failed,
         "good": statistics.median(per_token) <= 1.25
-        and statistics.median(later) <= step
+        and statistics.median(later) <= max(step, alone)
         and failed == 0,
     }
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.peers.weights import model_directory
+from benchmarks.peers.weights import SHAPES, model_directory
 
-__all__ = ["servable"]
+__all__ = ["config_alone", "servable"]
 
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 
@@ -21,6 +21,17 @@ def servable(work: Path, shape: str, dtype: str) -> Path:
     if not (directory / "tokenizer.json").exists():
         vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
         _write_tokenizer(directory, vocab_size)
+    return directory
+
+
+def config_alone(work: Path, shape: str, dtype: str) -> Path:
+    """A directory without weights, for servers that make them up."""
+    directory = work / f"{shape}-{dtype}-made-up"
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((SHAPES / shape / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}) + "\n")
+    if not (directory / "tokenizer.json").exists():
+        _write_tokenizer(directory, config["vocab_size"])
     return directory
 
 

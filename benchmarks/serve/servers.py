@@ -27,6 +27,7 @@ class Setting:
         kv_gib: KV memory of each server, in GiB.
         peers: where benchmarks/peers/install put vLLM's environment.
         logs: where the servers' output goes.
+        random_weights: our servers make the weights up.
     """
 
     model: Path
@@ -36,6 +37,7 @@ class Setting:
     threads: int
     peers: Path
     logs: Path
+    random_weights: bool = False
 
 
 @contextmanager
@@ -65,7 +67,8 @@ def _onestem(name: str, setting: Setting, port: int, state: Path) -> list[str]:
         "kv-memory": f"{int(setting.kv_gib * 2**30)}",
         "max-model-len": str(MAX_MODEL_LEN),
     }
-    return onestem_command(port, state, [f"--{key}={value}" for key, value in options.items()])
+    flags = [f"--{key}={value}" for key, value in options.items()]
+    return onestem_command(port, state, flags + ["--random-weights"] * setting.random_weights)
 
 
 def _vllm(name: str, setting: Setting, port: int) -> list[str]:

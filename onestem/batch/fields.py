@@ -78,8 +78,10 @@ def _stop(name: str, value: Any) -> str | list[str]:
 def _token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list):
         raise _refuse(name, value, "a list of token ids")
+    # `type`, not `isinstance`: true and false are integers to Python.
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+        return value
     for token in value:
-        # `type`, not `isinstance`: true and false are integers to Python.
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise _refuse(f"a token id in {name}", token, f"an integer from 0 to {MAX_TOKEN_ID}")
     return value

@@ -25,12 +25,17 @@ class Hopeless:
     seconds per token that they asked for, whether they have ended or not.
     """
 
+    most = 0.1
+
     def __init__(self, limit: float) -> None:
         self.limit = limit
 
     def __call__(self, outcomes: Sequence[Outcome], now: float) -> bool:
-        missed = sum(self._missed(outcome, now) for outcome in outcomes)
-        return missed > 0.1 * len(outcomes)
+        return self.count(outcomes, now) > self.most * len(outcomes)
+
+    def count(self, outcomes: Sequence[Outcome], now: float) -> int:
+        """Requests that have missed the limit for certain."""
+        return sum(self._missed(outcome, now) for outcome in outcomes)
 
     def _missed(self, outcome: Outcome, now: float) -> bool:
         if outcome.failure or outcome.faults:

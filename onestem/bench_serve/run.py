@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import httpx2
 
 from onestem.bench_serve.client import Target, open_client
-from onestem.bench_serve.drive import Hopeless, drive
+from onestem.bench_serve.crowd import ALONE, Crowd, Part, hopeless, wait_for_all
+from onestem.bench_serve.drive import drive
 from onestem.bench_serve.figures import Outcome, summary, within_limit
 from onestem.bench_serve.search import RateSearch
 from onestem.bench_serve.workload import Workload
@@ -33,6 +35,7 @@ class Bench:
         requests: requests of a run; None: as many as arrive within `duration` seconds, at least
             20.
         timeout: most seconds without a byte of an answer.
+        clients: processes that a run's requests are dealt out to; `close` ends them.
         runs: numbers of the runs; each has questions of its own.
     """
 
@@ -44,6 +47,7 @@ class Bench:
     duration: float = 60.0
     timeout: float = 600.0
     api_key: str | None = None
+    clients: int = 1
     runs: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def warm_up(self) -> None:
@@ -53,7 +57,7 @@ class Bench:
     def measure(self, rate: float, *, cut: bool = False) -> dict[str, Any]:
         """One run at `rate` requests per second; `cut` ends one that cannot hold any more."""
         run = next(self.runs)
-        outcomes = asyncio.run(self._measure(rate, cut, run))
+        outcomes = self._outcomes(rate, cut, run)
         given_up = any(outcome.failure == "given up" for outcome in outcomes)
         return {
             "rate": rate,
@@ -62,6 +66,19 @@ class Bench:
             "given_up": given_up,
             **summary(outcomes),
         }
+
+    def close(self) -> None:
+        if "_crowd" in self.__dict__:
+            self._crowd.close()
+
+    @cached_property
+    def _crowd(self) -> Crowd:
+        return Crowd(self.clients)
+
+    def _outcomes(self, rate: float, cut: bool, run: int) -> list[Outcome]:
+        if self.clients == 1:
+            return _part_of(self, rate, cut, run, ALONE)
+        return self._crowd.run(partial(_part_of, replace(self, runs=iter(())), rate, cut, run))
 
     def step(self, search: RateSearch) -> dict[str, Any] | None:
         """The next run of a search for the rate that holds; None when it has ended."""
@@ -86,6 +103,7 @@ class Bench:
             "duration": None if self.requests else self.duration,
             "endpoint": self.target.path,
             "plain": self.target.plain,
+            "clients": self.clients,
         }
 
     async def _warm_up(self, apps: range) -> None:
@@ -99,17 +117,23 @@ class Bench:
                     problem = outcome.failure or "; ".join(outcome.faults)
                     raise ConfigError(f"the warm-up request failed: {problem}")
 
-    async def _measure(self, rate: float, cut: bool, run: int) -> list[Outcome]:
+    async def drive_part(self, rate: float, cut: bool, run: int, part: Part) -> list[Outcome]:
+        """Send a client's part of a run, when all clients are ready."""
         within = self.workload.count_within(rate, self.duration)
         count = self.requests or max(FEWEST_REQUESTS, within)
-        asks = [self.workload.ask(i, run) for i in range(count)]
-        arrivals = self.workload.arrivals(rate, count)
+        asks = [self.workload.ask(i, run) for i in range(part.index, count, part.of)]
+        arrivals = self.workload.arrivals(rate, count)[part.index :: part.of]
+        give_up = hopeless(self.limit, part, count) if cut else None
         async with self._client() as client:
-            give_up = Hopeless(self.limit) if cut else None
+            wait_for_all(part)
             return await drive(client, self.target, asks, arrivals, give_up)
 
     def _client(self) -> httpx2.AsyncClient:
         return open_client(self.base_url, self.api_key, self.timeout)
+
+
+def _part_of(bench: Bench, rate: float, cut: bool, run: int, part: Part) -> list[Outcome]:
+    return asyncio.run(bench.drive_part(rate, cut, run, part))
 
 
 def model_name(base_url: str, api_key: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The largest rate that holds: doubling or halving until it is bracketed, then bisection."""
+"""The largest rate that holds: larger or smaller until it is bracketed, then bisection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ __all__ = ["RateSearch"]
 
 
 class RateSearch:
-    """Proposes rates until those that held and failed are `resolution` apart (0.05: 5%).
+    """Proposes rates until those that held and failed are `resolution` apart (0.05: 5%), `factor`
+    by factor until there are such.
 
     `next_rate` is None once the search has ended; `record` says how a proposed rate went. `best` is
     then the highest rate that held, None where not even `least` did.
@@ -19,6 +20,7 @@ class RateSearch:
         start: float = 1.0,
         *,
         resolution: float = 0.05,
+        factor: float = 2.0,
         least: float = 0.01,
         most: float = 1e4,
     ) -> None:
@@ -26,6 +28,9 @@ class RateSearch:
             raise ConfigError(f"start-rate is {start}, expected {least} to {most}")
         if resolution <= 0:
             raise ConfigError(f"resolution is {resolution}, expected a number above 0")
+        if factor <= 1:
+            raise ConfigError(f"factor is {factor}, expected a number above 1")
+        self._factor = factor
         self.best: float | None = None
         self.worst: float | None = None
         self._start, self._resolution, self._least, self._most = start, resolution, least, most
@@ -35,9 +40,9 @@ class RateSearch:
             return self._start
         if self.best is None:
             assert self.worst is not None
-            return max(self.worst / 2, self._least) if self.worst > self._least else None
+            return max(self.worst / self._factor, self._least) if self.worst > self._least else None
         if self.worst is None:
-            return min(self.best * 2, self._most) if self.best < self._most else None
+            return min(self.best * self._factor, self._most) if self.best < self._most else None
         if self.worst <= self.best * (1 + self._resolution):
             return None
         return float((self.best * self.worst) ** 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -145,6 +145,15 @@ def serve(
             rich_help_panel=RUN,
         ),
     ] = 0.05,
+    clients: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes that send the requests, dealt out among them (default: a fourth of "
+            "the cores).",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     timeout: Annotated[
         float,
         typer.Option(help="Most seconds without a byte of an answer.", rich_help_panel=RUN),
@@ -164,6 +173,7 @@ def serve(
     of order counts as torn and ends the command with code 1.
     """
     from onestem.bench_serve.client import Target
+    from onestem.bench_serve.crowd import default_clients
     from onestem.bench_serve.run import Bench, model_name
 
     if prompts not in ("ids", "text"):
@@ -197,8 +207,10 @@ def serve(
             duration=duration,
             timeout=timeout,
             api_key=api_key,
+            clients=clients or default_clients(),
         )
-        result = _run(bench, rate or [], start_rate, resolution)
+        with closing(bench):
+            result = _run(bench, rate or [], start_rate, resolution)
     result["server"] = {"base_url": base_url} if base_url else flags
     _print(result, as_json)
     if any(run["torn"] for run in result["runs"]):

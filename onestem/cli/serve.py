@@ -55,6 +55,12 @@ def serve(
     grace: Annotated[
         float, typer.Option(help="Seconds that running answers get when the server stops.")
     ] = 30.0,
+    stream_interval: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a stream's chunk; the first is sent at once. More cost less to send."
+        ),
+    ] = 1,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -130,6 +136,7 @@ def serve(
         max_body_bytes=parse_memory(max_body),
         max_file_bytes=parse_memory(max_file),
         grace=grace,
+        stream_interval=stream_interval,
     )
     set_up(log_level)
     asyncio.run(run(settings))

@@ -64,7 +64,7 @@ def check_pml(
     Args:
         num_pages: pages that it could have.
     """
-    prompt = PmlPrompt(compiled, "")
+    prompt = PmlPrompt(compiled, "", "")
     positions = config.max_position_embeddings
     if compiled.next_position + answer_tokens > positions:
         raise RequestError(

@@ -68,7 +68,7 @@ class IncrementalDetokenizer:
         params = params or SamplingParams()
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = b""  # the beginning of a character
         self._at_start = True
         self._stops = _StopStrings(params)
         self._checks = True
@@ -85,7 +85,8 @@ class IncrementalDetokenizer:
         """
         assert self.stop_reason is None, "text after a stop string"
         self._checks = check_stop
-        return self._release(self._utf8.decode(self._bytes(token_id)))
+        text = self._decode(self._bytes(token_id))
+        return self._release(text) if self._stops.any else text
 
     def finish(self) -> str:
         """The rest of the text: an unfinished character as U+FFFD, and what was held back.
@@ -94,8 +95,16 @@ class IncrementalDetokenizer:
         """
         if self.stop_reason is not None:
             return ""
-        released = self._release(self._utf8.decode(b"", final=True))
+        released = self._release(self._decode(b"", final=True))
         return released if self.stop_reason is not None else released + self._stops.rest()
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        """What `codecs`' incremental decoder gives, which calls Python where this calls C."""
+        if self._unfinished:
+            data = self._unfinished + data
+        text, consumed = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[consumed:]
+        return text
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skipped:
@@ -120,7 +129,7 @@ class IncrementalDetokenizer:
                 break
         data = b"".join(reversed(context))
         self._at_start = not data
-        self._utf8.decode(data)
+        self._decode(data)
 
 
 class _StopStrings:
@@ -131,6 +140,7 @@ class _StopStrings:
         self._stops: tuple[str, ...] = params.stop
         self._included = params.include_stop_str_in_output
         self._longest = max(map(len, self._stops), default=0)
+        self.any = bool(self._stops)
         self._held = ""
 
     def take(self, text: str, *, counts: bool) -> tuple[str, str | None]:

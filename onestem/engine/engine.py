@@ -189,7 +189,7 @@ class Engine:
         """Have modules that the request will read copied nearer while it waits."""
         if self.tiers is not None and request.pml is not None:
             self.prefetch_modules(
-                [s for s in request.pml.segments if s.kind == "cached"], request.cache_salt
+                [s for s in request.pml.segments if s.kind == "cached"], request.module_salt
             )
 
     def prefetch_modules(

@@ -46,6 +46,9 @@ class ImportedRun:
 class PmlPrompt:
     """A compiled prompt, taken apart for the engine.
 
+    Args:
+        salt: of what it computes for itself; module_salt: of the modules that it imports.
+
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
         stretches: where they and the answer stand, and which runs they may share: those of prompts
@@ -55,11 +58,12 @@ class PmlPrompt:
         imports: what the tokens see of these.
     """
 
-    def __init__(self, compiled: CompiledPrompt, salt: str) -> None:
+    def __init__(self, compiled: CompiledPrompt, salt: str, module_salt: str) -> None:
         own = [segment for segment in compiled.segments if not segment.is_encoded]
         self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
         self.tokens = array("i", np.concatenate([segment.token_ids for segment in own]).tolist())
         self.salt = salt
+        self.module_salt = module_salt
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(_imports(compiled, positions))
         self.stretches = tuple(self._stretches(positions, compiled.next_position))
@@ -135,7 +139,7 @@ class SequenceModules:
         )
 
     def _attach(self, index: int, segment: Segment) -> None:
-        name = (self.prompt.salt, segment.key, id(self._owner) if self._private else None)
+        name = (self.prompt.module_salt, segment.key, id(self._owner) if self._private else None)
         kept = not self._private and segment.kind == "cached"
         self._runs[index] = self._store.attach(
             name, segment.token_ids, segment.position, self._owner, kept=kept

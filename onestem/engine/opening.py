@@ -69,7 +69,7 @@ class Opening:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 arrival_time=self.arrivals.pop(request.request_id, time.monotonic()),
             ),
-            pml=PmlPrompt(request.pml, request.cache_salt) if request.pml is not None else None,
+            pml=_pml_prompt(request),
         )
         if request.params.choices:
             assert self._tokenizer is not None  # `Engine.validate` saw to it
@@ -133,3 +133,9 @@ def _first_scored(request: Request) -> int | None:
     if request.params.prompt_logprobs is not None:
         wanted.append(1)
     return min(wanted, default=None)
+
+
+def _pml_prompt(request: Request) -> PmlPrompt | None:
+    if request.pml is None:
+        return None
+    return PmlPrompt(request.pml, request.cache_salt, request.module_salt)

@@ -170,6 +170,6 @@ class PinnedPrefixes:
         )
 
     @property
-    def runs(self) -> set[Run]:
-        """Of all prefixes, with those above them."""
-        return {run for pin in self._pins.values() if pin.run for run in pin.run.path()}
+    def runs(self) -> dict[Run, str]:
+        """Of all prefixes, with those above them: the name of a prefix that holds each."""
+        return {run: p.name for p in self._pins.values() if p.run for run in p.run.path()}

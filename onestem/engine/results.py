@@ -116,8 +116,14 @@ class Results:
         rows: list[int] = []
         sequences: list[Sequence] = []
         for i, row in enumerate(wanted):
-            if row.samples and row.sequence.finish_reason is None:
-                forks = self._fork(row.sequence)
+            sequence = row.sequence
+            if not row.samples or sequence.finish_reason is not None:
+                continue
+            if sequence.state.forked:
+                sequences.append(sequence)
+                rows.append(i)
+            else:
+                forks = self._fork(sequence)
                 sequences.extend(forks)
                 rows.extend([i] * len(forks))
         if not rows:
@@ -159,10 +165,8 @@ class Results:
             self._take([sequences[row] for row in good], logits[good])
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences that sample from this row: at the prompt's end all n of a request."""
+        """A request's n sequences, which part at its prompt's end."""
         state = sequence.state
-        if state.forked:
-            return [sequence]
         state.forked = True
         for index in range(1, state.request.params.n):
             child = self._new_sequence(state, index)
@@ -186,12 +190,13 @@ class Results:
                 prompt_token_ids=sequence.state.request.prompt_token_ids,
                 output_token_ids=(),
                 stop_ids=frozenset((*eos, *params.stop_token_ids)),
-                allowed_mask=None,
+                reads_output=self._sampler.reads_output(params),
             )
         row.token_index = sequence.num_output
-        if self._sampler.reads_output(row.params):
+        if row.reads_output:
             row.output_token_ids = sequence.output_ids
-        row.allowed_mask = sequence.grammar.fill_mask() if sequence.grammar is not None else None
+        if sequence.grammar is not None:
+            row.allowed_mask = sequence.grammar.fill_mask()
         return row
 
     def num_left(self, sequence: Sequence) -> int:
@@ -202,10 +207,12 @@ class Results:
 
     def accept(self, sequence: Sequence, token: int, entry: TokenLogprobs | None = None) -> None:
         """Append a sampled token and see whether it ends the sequence."""
-        metrics = sequence.state.metrics
-        self.touched[sequence.state] = None
+        state = sequence.state
+        metrics = state.metrics
+        self.touched[state] = None
         metrics.num_output_tokens += 1
-        metrics.first_token_time = metrics.first_token_time or time.monotonic()
+        if metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
         self._stats.output_tokens += 1
         self._scheduler.append(sequence, token)
         if entry is not None:
@@ -219,16 +226,18 @@ class Results:
 
     def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.state.request.params
-        may_stop = sequence.num_output >= params.min_tokens
+        num_output = sequence.num_output
+        may_stop = num_output >= params.min_tokens
         if may_stop and not params.ignore_eos and token in self._eos:
             return "stop"
         if may_stop and token in params.stop_token_ids:
             sequence.stop_reason = token
             return "stop"
-        if sequence.detokenizer is not None:
-            sequence.text += sequence.detokenizer.append(token, check_stop=may_stop)
-            if sequence.detokenizer.stop_reason is not None:
-                sequence.stop_reason = sequence.detokenizer.stop_reason
+        detokenizer = sequence.detokenizer
+        if detokenizer is not None:
+            sequence.text += detokenizer.append(token, check_stop=may_stop)
+            if detokenizer.stop_reason is not None:
+                sequence.stop_reason = detokenizer.stop_reason
                 return "stop"
         if sequence.grammar is not None and sequence.grammar.is_finished:
             return "stop"

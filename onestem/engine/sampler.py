@@ -111,6 +111,7 @@ class SamplingRow:
             a penalty is set.
         stop_ids: ids that may not be sampled before `params.min_tokens` (end of sequence unless
             `ignore_eos`, and `stop_token_ids`).
+        reads_output: whether `output_token_ids` is to be kept up to date (`Sampler.reads_output`).
         allowed_mask: from the grammar: bool `[vocab]`, or bits packed in int32
             `[ceil(vocab / 32)]`, lowest bit first; what a mask does not reach is forbidden.
     """
@@ -123,6 +124,7 @@ class SamplingRow:
     output_token_ids: Sequence[int] | NDArray[np.integer] = ()
     stop_ids: Collection[int] = ()
     allowed_mask: Tensor | None = None
+    reads_output: bool = False
 
 
 @dataclass(slots=True)

@@ -37,7 +37,10 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        for sequence in self.sequences:  # noqa: SIM110 - asked for each token of a stream
+            if sequence.finish_reason is None:
+                return False
+        return True
 
 
 class Sequence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onestem.cache import Run
@@ -24,16 +24,18 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     """Plain values, for JSON.
 
     `runs`: the largest by tokens, each after its parent: id, parent (None at the top), start,
-    tokens, computed, readers (running sequences), owner (`prefix`, `interactive`, `job`, `cached`)
-    and first token ids; `num_runs` counts all. `modules` are the runs of PML modules, alike, with
-    `start` their position.
+    tokens, computed, readers (running sequences), owner (`prefix`, `interactive`, `job`, `cached`),
+    pinned (the prefix's name, or None) and first token ids; `num_runs` counts all. `modules` are
+    the runs of PML modules, alike, with `start` their position.
     `pages` by owner: a page that several hold is counted for the first of prefix, interactive, job,
-    cached.
+    cached. `holders` say it more closely: {owner, name, pages}, where the name is the prefix's, or
+    the id of a request that reads it.
     """
     scheduler, pool = engine.scheduler, engine.cache.pool
     readers = _readers(engine)
     pinned = engine.pins.runs
     owners = {run: _owner(run, readers, pinned) for run in engine.cache.runs()}
+    holders = _pages_by_holder(owners, {**_names(engine), **pinned})
     modules = set(engine.cache.modules)
     tree = {run: owner for run, owner in owners.items() if run not in modules}
     return {
@@ -43,8 +45,12 @@ def snapshot(engine: Engine) -> dict[str, Any]:
             "free": pool.num_free,
             "held": pool.num_held,
             "cached": pool.num_pages - pool.num_free - pool.num_held,
-            **_pages_by_owner(owners),
+            **_pages_by_owner(holders),
         },
+        "holders": [
+            {"owner": owner, "name": name, "pages": count}
+            for (owner, name), count in holders.items()
+        ],
         "running": sum(not sequence.is_job for sequence in scheduler.running),
         "running_jobs": sum(sequence.is_job for sequence in scheduler.running),
         "paused_jobs": scheduler.num_paused,
@@ -53,9 +59,9 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "prefixes": [dataclasses.asdict(info) for info in engine.prefixes()],
         "stats": engine.stats.to_dict(),
         "num_runs": len(tree),
-        "runs": [_run(run, readers, owners) for run in _largest(tree)],
+        "runs": [_run(run, readers, owners, pinned) for run in _largest(tree)],
         "num_modules": len(modules),
-        "modules": [_run(run, readers, owners) for run in _by_size(modules, MOST_MODULES)],
+        "modules": [_run(run, readers, owners, {}) for run in _by_size(modules, MOST_MODULES)],
     }
 
 
@@ -69,22 +75,39 @@ def _readers(engine: Engine) -> dict[Run, list[int]]:
     return readers
 
 
-def _owner(run: Run, readers: dict[Run, list[int]], pinned: set[Run]) -> str:
+def _names(engine: Engine) -> dict[Run, str]:
+    """By run, the id of a request that reads it; of an interactive one, if there is."""
+    names: dict[Run, str] = {}
+    for sequence in sorted(engine.scheduler.running, key=lambda s: s.is_job):
+        imported = (one.run for one in sequence.imports)
+        for run in (*sequence.path(engine.scheduler.version), *imported):
+            names.setdefault(run, sequence.state.request.request_id)
+    return names
+
+
+def _owner(run: Run, readers: dict[Run, list[int]], pinned: Container[Run]) -> str:
     if run in pinned:
         return "prefix"
     interactive, jobs = readers.get(run, (0, 0))
     return "interactive" if interactive else "job" if jobs else "cached"
 
 
-def _pages_by_owner(owners: dict[Run, str]) -> dict[str, int]:
+def _pages_by_holder(owners: dict[Run, str], names: dict[Run, str]) -> Counter[tuple[str, str]]:
+    """(owner, name) -> pages."""
     held = [(run, owner) for run, owner in owners.items() if owner != "cached"]
-    pages: dict[int, str] = {}
-    for name in ("job", "interactive", "prefix"):
+    pages: dict[int, tuple[str, str]] = {}
+    for kind in ("job", "interactive", "prefix"):
         for run, owner in held:
-            if owner == name:
-                pages.update(dict.fromkeys(run.pages, name))
-    counts = Counter(pages.values())
-    return {name: counts[name] for name in ("prefix", "interactive", "job")}
+            if owner == kind:
+                pages.update(dict.fromkeys(run.pages, (kind, names[run])))
+    return Counter(pages.values())
+
+
+def _pages_by_owner(holders: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    counts = dict.fromkeys(("prefix", "interactive", "job"), 0)
+    for (owner, _), count in holders.items():
+        counts[owner] += count
+    return counts
 
 
 def _largest(owners: dict[Run, str]) -> list[Run]:
@@ -101,7 +124,12 @@ def _by_size(runs: Iterable[Run], most: int) -> list[Run]:
     return heapq.nlargest(most, runs, key=lambda run: len(run.tokens))
 
 
-def _run(run: Run, readers: dict[Run, list[int]], owners: dict[Run, str]) -> dict[str, Any]:
+def _run(
+    run: Run,
+    readers: dict[Run, list[int]],
+    owners: dict[Run, str],
+    pinned: Mapping[Run, str],
+) -> dict[str, Any]:
     parent = run.parent
     return {
         "id": run.uid,
@@ -111,6 +139,7 @@ def _run(run: Run, readers: dict[Run, list[int]], owners: dict[Run, str]) -> dic
         "computed": run.computed,
         "readers": sum(readers.get(run, (0, 0))),
         "owner": owners.get(run, "cached"),
+        "pinned": pinned.get(run),
         "salted": run.label.space != "",
         "first": run.tokens[:FIRST_TOKENS].tolist(),
     }

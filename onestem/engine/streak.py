@@ -189,12 +189,25 @@ class Streak:
         self._last_ids = ids
         stops = rows & self._heeds_eos & np.isin(ids, self._eos)
         ends = stops | (rows & flight.last & ~self._watched)
-        looked_at = np.flatnonzero(ends | (rows & self._watched)).tolist()
-        for row in looked_at:
+        watched = np.flatnonzero(rows & self._watched)
+        self._accept(watched, ids)
+        ending = np.flatnonzero(ends).tolist()
+        for row in ending:
             self._flush(row)
-            if ends[row]:
-                self._host.finish(self.sequences[row], "stop" if stops[row] else "length")
-        self._leave([r for r in looked_at if self.sequences[r].finish_reason is not None])
+            self._host.finish(self.sequences[row], "stop" if stops[row] else "length")
+        sequences = self.sequences
+        ended = [r for r in watched.tolist() if sequences[r].finish_reason is not None]
+        self._leave(ended + ending)
+
+    def _accept(self, watched: np.ndarray, ids: np.ndarray) -> None:
+        """Show the step's tokens to the engine: those of rows whose every token it sees."""
+        sequences, runs, accept = self.sequences, self._advance.rows.runs, self._host.accept
+        tokens = ids.tolist()
+        # First: what an interrupt leaves out is computed again, and never taken twice.
+        self._flushed[watched] = len(self._tokens)
+        for row in watched.tolist():
+            runs[row].computed += 1
+            accept(sequences[row], tokens[row])
 
     def _leave(self, rows: list[int]) -> None:
         """Rows that have ended are empty from now on."""
@@ -209,16 +222,13 @@ class Streak:
         self._closing = self._closing or self.waiting or many
 
     def _flush(self, row: int) -> None:
-        """Hand a row's committed tokens to its sequence."""
+        """Hand a row's committed tokens to its sequence, which has none of them yet."""
         first, self._flushed[row] = self._flushed[row], len(self._tokens)
         ids = [int(ids[row]) for ids in self._tokens[first:]]
         if not ids:
             return
         self._advance.rows.runs[row].computed += len(ids)
-        if self._watched[row]:
-            self._host.accept(self.sequences[row], ids[0])  # they are flushed at every step
-        else:
-            self._host.append(self.sequences[row], ids)
+        self._host.append(self.sequences[row], ids)
 
     def _end(self) -> None:
         if not self.closed:

@@ -5,6 +5,8 @@ A chunk says what is new. Whole bodies are written by `onestem.batch.results`, a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from onestem.batch.results import (
@@ -20,6 +22,9 @@ from onestem.server.errors import ApiError
 from onestem.server.messages import Piece
 
 __all__ = ["Chunks", "check_piece", "whole_body"]
+
+# Characters above ASCII are escaped: no reader can take one for a line end.
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def check_piece(piece: Piece, call: Call) -> None:
@@ -61,60 +66,70 @@ def _spelled(write: Any) -> Any:
 
 
 class Chunks:
-    """Writes the chunks of one call's stream."""
+    """Writes the events of one call's stream.
+
+    What all of them have in common is written once: a stream has an event for each token.
+    """
 
     def __init__(self, call: Call, spelling: Spelling) -> None:
         self._call = call
         self._spelling = spelling
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
-        self._head = {
+        self._is_chat = call.kind == "chat"
+        head = {
             "id": call.id,
-            "object": "chat.completion.chunk" if call.kind == "chat" else "text_completion",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
             "created": call.created,
             "model": call.model,
         }
+        self._head = f'data: {_json(head)[:-1]},"choices":['
+        self._end = ',"usage":null}\n\n' if call.include_usage else "}\n\n"
 
-    def chunk(self, part: int, piece: Piece) -> dict[str, Any] | None:
-        """The chunk of a piece; None if there is nothing to show."""
+    def events(self, pieces: Mapping[tuple[int, int], Piece]) -> bytes:
+        """One event for each of (part, sequence) that has something to show."""
+        return "".join([self._event(part, piece) for (part, _), piece in pieces.items()]).encode()
+
+    def usage(self) -> bytes:
+        """The last event, if it was asked for."""
+        return f'{self._head}],"usage":{_json(usage_of(self._call))}}}\n\n'.encode()
+
+    def _event(self, part: int, piece: Piece) -> str:
         check_piece(piece, self._call)
         index = part * self._call.requests[0].params.n + piece.index
         first = index not in self._begun
-        silent = not piece.text and self._spelling.logprobs is None
-        if silent and not first and not piece.finish_reason and not self._spelling.return_token_ids:
-            return None
+        spelling = self._spelling
+        silent = not piece.text and spelling.logprobs is None and not spelling.return_token_ids
+        if silent and not first and not piece.finish_reason:
+            return ""
         self._begun.add(index)
-        write = self._chat if self._call.kind == "chat" else self._completion
-        choice = {
-            "index": index,
-            **_spelled(lambda: write(piece, index, first)),
-            "finish_reason": piece.finish_reason,
-        }
-        if piece.choice is not None:
-            choice["choice"] = piece.choice
-        if self._spelling.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-        return self._chunk([choice])
+        news = self._chat(piece, first) if self._is_chat else self._completion(piece, index)
+        reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
+        choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
+        ids = f',"token_ids":{_json(piece.token_ids)}' if spelling.return_token_ids else ""
+        return (
+            f'{self._head}{{"index":{index},{choice}{news},"finish_reason":{reason}{ids}}}]'
+            f"{self._end}"
+        )
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk: dict[str, Any] = {**self._head, "choices": choices}
-        if self._call.include_usage:
-            chunk["usage"] = None
-        return chunk
+    def _chat(self, piece: Piece, first: bool) -> str:
+        role = '"role":"assistant",' if first else ""
+        text = f'"content":{_json(piece.text)}' if piece.text or first else ""
+        logprobs = "null"
+        if self._spelling.logprobs is not None:
+            logprobs = _json(_spelled(lambda: chat_logprobs(piece.as_output(), self._spelling)))
+        return f'"delta":{{{role}{text}}},"logprobs":{logprobs}'
 
-    def usage(self) -> dict[str, Any]:
-        """The last chunk, if it was asked for."""
-        return self._chunk([]) | {"usage": usage_of(self._call)}
+    def _completion(self, piece: Piece, index: int) -> str:
+        logprobs = "null"
+        if self._spelling.logprobs is not None:
+            logprobs = _json(_spelled(lambda: self._completion_logprobs(piece, index)))
+        return f'"text":{_json(piece.text)},"logprobs":{logprobs}'
 
-    def _chat(self, piece: Piece, index: int, first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if first else {}
-        text = {"content": piece.text} if piece.text or first else {}
-        return {"delta": role | text, "logprobs": chat_logprobs(piece.as_output(), self._spelling)}
-
-    def _completion(self, piece: Piece, index: int, first: bool) -> dict[str, Any]:
+    def _completion_logprobs(self, piece: Piece, index: int) -> dict[str, Any] | None:
         logprobs = completion_logprobs(piece.as_output(), self._spelling)
         if logprobs is not None:
             offset = self._offsets.get(index, 0)
             logprobs["text_offset"] = [offset + at for at in logprobs["text_offset"]]
             self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return {"text": piece.text, "logprobs": logprobs}
+        return logprobs

@@ -36,12 +36,17 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _tenant(request: Request) -> Tenant:
+# Coroutines, though they wait for nothing: FastAPI calls functions in a thread.
+async def _the_service(request: Request) -> Service:
+    return _service(request)
+
+
+async def _the_tenant(request: Request) -> Tenant:
     return _service(request).settings.keys.tenant(request.headers.get("authorization"))
 
 
-Serves = Annotated[Service, Depends(_service)]
-Asks = Annotated[Tenant, Depends(_tenant)]
+Serves = Annotated[Service, Depends(_the_service)]
+Asks = Annotated[Tenant, Depends(_the_tenant)]
 Limit = Annotated[int, Query(ge=1, le=10000)]
 COMPLETIONS = answers("application/json", "text/event-stream")
 api = APIRouter(prefix="/v1", responses=ERRORS)

@@ -31,6 +31,7 @@ class Call:
     Attributes:
         id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
         requests: one per prompt.
+        stream_interval: tokens of a chunk, behind the first one's (see `Inbox`).
         app: name of the prefix that it stands behind, "" if none.
         created: unix seconds; arrived: of `time.monotonic()`.
         deadline: of `time.monotonic()`.
@@ -45,6 +46,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    stream_interval: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
     arrived: float
     deadline: float
@@ -52,7 +54,7 @@ class Call:
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
-        self.inbox = Inbox(len(self.requests))
+        self.inbox = Inbox(len(self.requests), self.stream_interval)
 
     def submit(self, client: EngineClient) -> None:
         """Queue its requests. `running` has to follow, which lets go of them."""

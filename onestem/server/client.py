@@ -12,12 +12,14 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from onestem.errors import ConfigError, RequestError
 from onestem.pml import EncodedSegment
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
+from onestem.server.lately import Lately
+from onestem.server.listeners import JobSink, Listener
 from onestem.server.logs import log
 from onestem.server.messages import (
     Abort,
@@ -27,7 +29,6 @@ from onestem.server.messages import (
     Delta,
     Facts,
     Failed,
-    JobOutput,
     JobRequests,
     Pin,
     Prefetch,
@@ -35,13 +36,14 @@ from onestem.server.messages import (
     RemoveJob,
     Report,
     Stop,
+    Tokens,
     Unpin,
 )
 from onestem.server.process import EngineLink, Launcher
 from onestem.server.turns import Turns
 from onestem.server.wire import frame, read_message
 
-__all__ = ["EngineClient", "JobSink", "Listener"]
+__all__ = ["EngineClient"]
 
 LOOKAHEAD = 32  # requests in the engine that are not admitted yet
 LONGEST_PAUSE = 30.0
@@ -51,27 +53,16 @@ STOP_SECONDS = 10.0
 State = Literal["starting", "running", "down", "stopped"]
 
 
-class Listener(Protocol):
-    """Who gets a request's news. One that has ended gets no more."""
-
-    def on_delta(self, delta: Delta) -> None: ...
-    def on_error(self, error: ApiError) -> None: ...
-
-
-class JobSink(Protocol):
-    """Who gets a job's outputs."""
-
-    def on_output(self, output: JobOutput) -> None: ...
-    def on_pulled(self, count: int) -> None: ...
-    def on_down(self) -> None: ...
-
-
 @dataclass
 class _Entry:
     request: Request
     key: str
     listener: Listener
-    sent: bool = False
+    number: int | None = None  # of those that were sent to this engine
+
+    @property
+    def sent(self) -> bool:
+        return self.number is not None
 
 
 class EngineClient:
@@ -105,6 +96,7 @@ class EngineClient:
         self._launcher = launcher
         self._link: EngineLink | None = None
         self._entries: dict[str, _Entry] = {}
+        self._by_number: dict[int, _Entry] = {}  # of those that were sent
         self._jobs: dict[str, JobSink] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._tokens = itertools.count()
@@ -115,7 +107,8 @@ class EngineClient:
         self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._finished_at: list[float] = []
+        self._finished = Lately(30.0, most=256)
+        self._job_steps = Lately(10.0, most=256)
 
     # ------------------------------------------------------------------------- life
 
@@ -212,6 +205,7 @@ class EngineClient:
     def _take_ready(self, ready: Ready) -> None:
         self.facts, self.pid = ready.facts, ready.pid
         self._num_sent = self._num_received = 0
+        self._by_number.clear()
         self._set_state("running")
         log.info("engine_ready", restarts=self.restarts)
         self.on_up()
@@ -237,11 +231,7 @@ class EngineClient:
 
     def _seconds_per_place(self) -> float:
         """About how long until a waiting request's place is free, from what ended lately."""
-        now = time.monotonic()
-        self._finished_at = [at for at in self._finished_at if now - at < 30]
-        if len(self._finished_at) < 2:
-            return 1.0
-        return (now - self._finished_at[0]) / len(self._finished_at)
+        return self._finished.seconds_each or 1.0
 
     def submit(self, request: Request, key: str, weight: float, listener: Listener) -> None:
         """Queue a request; `listener` gets its news."""
@@ -252,7 +242,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is; its listener hears nothing more."""
-        entry = self._entries.pop(request_id, None)
+        entry = self._forget(request_id)
         if entry is None:
             return
         if entry.sent:
@@ -268,6 +258,11 @@ class EngineClient:
             counts[entry.key] = (waiting + (not entry.sent), sent + entry.sent)
         return counts
 
+    def key_of(self, request_id: str) -> str | None:
+        """Whose request it is; None if it is not here any more."""
+        entry = self._entries.get(request_id)
+        return entry.key if entry is not None else None
+
     def _pump(self) -> None:
         """Hand over what the engine may soon admit."""
         while self.state == "running":
@@ -277,15 +272,22 @@ class EngineClient:
             entry = self.turns.pop()
             if entry is None:
                 return
-            entry.sent = True
+            entry.number = self._num_sent
+            self._by_number[entry.number] = entry
             self._num_sent += 1
-            self._send(Add(entry.request))
+            self._send(Add(entry.request, entry.number))
 
     def _fail(self, entry: _Entry, error: ApiError) -> None:
-        self._entries.pop(entry.request.request_id, None)
+        self._forget(entry.request.request_id)
         if not entry.sent:
             self.turns.remove(entry.key, entry.request.request_id)
         entry.listener.on_error(error)
+
+    def _forget(self, request_id: str) -> _Entry | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.number is not None:
+            self._by_number.pop(entry.number, None)
+        return entry
 
     # ------------------------------------------------------------------------- messages
 
@@ -302,6 +304,9 @@ class EngineClient:
         self.num_waiting, self.num_running = report.num_waiting, report.num_running
         if report.stats is not None:
             self._stats = dict(report.stats)
+            if report.job_step_seconds:
+                self._job_steps.note(report.job_step_seconds)
+        self._take_tokens(report.tokens)
         for delta in report.deltas:
             self._take_delta(delta)
         for name, why in report.refused.items():
@@ -318,15 +323,21 @@ class EngineClient:
                 self._jobs[job_id].on_pulled(count)
         self._pump()
 
+    def _take_tokens(self, tokens: Tokens) -> None:
+        rows = zip(tokens.requests, tokens.indices, tokens.token_ids, tokens.texts, strict=True)
+        for number, index, token_id, text in rows:
+            entry = self._by_number.get(number)
+            if entry is not None:
+                entry.listener.on_token(index, token_id, text)
+
     def _take_delta(self, delta: Delta) -> None:
         entry = self._entries.get(delta.request_id)
         if entry is None:
             return
         if delta.finished:
-            del self._entries[delta.request_id]
+            self._forget(delta.request_id)
             self.num_finished += 1
-            self._finished_at.append(time.monotonic())
-            del self._finished_at[:-256]
+            self._finished.note()
         entry.listener.on_delta(delta)
 
     def _take_answer(self, answer: Answered) -> None:
@@ -362,6 +373,11 @@ class EngineClient:
     def stats(self) -> dict[str, float]:
         names = {**self._stats_before, **self._stats}
         return {name: self._stats_before.get(name, 0) + self._stats.get(name, 0) for name in names}
+
+    @property
+    def job_step_seconds(self) -> float:
+        """The longest step of late in which jobs had the engine to themselves."""
+        return self._job_steps.most
 
     def pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:
         self._send(Pin(name, token_ids, cache_salt))

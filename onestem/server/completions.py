@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["answer"]
 
 SLOW_READER_SECONDS = 60.0  # that a reader gets after its deadline to take the rest
+QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
 CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
 
 
@@ -54,13 +55,16 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
     """The call of a body: tokenised and checked, in a thread where that takes time."""
     name = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
     prefix = service.prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
-    requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
+    if _is_quick(asked):
+        requests = _requests(service, asked, tenant, prefix, name)
+    else:
+        requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
     first = requests[0]
     if asked.params.response_format is not None or first.pml is not None:
         await service.client.ask("validate", first)
     if first.pml is not None and service.settings.engine.get("module_disk") is not None:
         wanted = service.schemas.alternatives(tenant, first.pml)
-        service.client.prefetch(wanted, first.cache_salt)
+        service.client.prefetch(wanted, first.module_salt)
     begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
         id=name,
@@ -72,9 +76,18 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         stream=asked.stream,
         include_usage=asked.include_usage,
         return_token_ids=asked.return_token_ids or service.tokenizer is None,
+        stream_interval=service.settings.stream_interval,
         arrived=arrived,
         deadline=arrived + (asked.timeout or service.settings.timeout),
     )
+
+
+def _is_quick(asked: Asked) -> bool:
+    """Whether nothing is to be tokenised, and little to be checked: a thread would take longer."""
+    sizes = [
+        len(prompt.token_ids) if prompt.token_ids else QUICK_TOKENS for prompt in asked.prompts
+    ]
+    return asked.params.choices is None and sum(sizes) < QUICK_TOKENS
 
 
 def _requests(
@@ -110,6 +123,7 @@ def _pml_request(
         params=asked.params,
         stream=asked.stream,
         cache_salt=tenant.salt(asked.cache_salt),
+        common_modules=service.schemas.find(tenant, compiled.schema).is_common,
         pml=compiled,
     )
     service.check(request)
@@ -197,19 +211,20 @@ async def _body(service: Service, call: Call) -> dict[str, object]:
 async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
     """The events of a stream. What goes wrong after its head was sent is an event too."""
     chunks = Chunks(call, _spelling(service, call))
+    last = b""
     try:
         async with call.running(service.client) as inbox:
             while not inbox.drained:
+                if last:
+                    yield last
                 await inbox.wait()
-                for (part, _), piece in inbox.take().items():
-                    chunk = chunks.chunk(part, piece)
-                    if chunk is not None:
-                        yield event(chunk)
+                last = chunks.events(inbox.take())
         if call.include_usage:
-            yield event(chunks.usage())
+            last += chunks.usage()
     except ApiError as error:
         service.metrics.note_error(error.status)
-        yield event(error.body())
+        last = event(error.body())
     finally:
         service.note(call)
-    yield DONE
+    # Together: each write is a system call, and there is one of these for each request.
+    yield last + DONE

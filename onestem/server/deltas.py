@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from onestem.request import CompletionOutput, RequestOutput
-from onestem.server.messages import Delta, Piece
+from onestem.server.messages import Delta, Piece, Tokens
 
 __all__ = ["Deltas"]
 
@@ -23,30 +25,71 @@ class Deltas:
     """Remembers what was sent of the requests that are being answered."""
 
     def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
         self._sent: dict[str, dict[int, _Sent]] = {}
 
-    def of(self, output: RequestOutput) -> Delta:
-        """What `output` has that the outputs of its request before did not have."""
-        sent = self._sent.setdefault(output.request_id, {})
-        pieces = []
-        for sequence in output.outputs:
-            piece = _piece(sequence, sent.setdefault(sequence.index, _Sent()))
-            if piece is not None:
-                pieces.append(piece)
-        if not output.finished:
-            return Delta(output.request_id, pieces)
-        del self._sent[output.request_id]
-        return Delta(
-            output.request_id,
-            pieces,
-            finished=True,
-            metrics=output.metrics,
-            prompt_logprobs=output.prompt_logprobs,
-            reuse=getattr(output, "reuse", None),
-        )
+    def __len__(self) -> int:
+        """Requests that are being answered."""
+        return len(self._sent)
+
+    def begin(self, request_id: str, number: int) -> None:
+        self._numbers[request_id], self._sent[request_id] = number, {}
 
     def forget(self, request_id: str) -> None:
+        self._numbers.pop(request_id, None)
         self._sent.pop(request_id, None)
+
+    def of(self, outputs: Iterable[RequestOutput]) -> tuple[Tokens, list[Delta]]:
+        """What `outputs` have that those of their requests before did not have."""
+        tokens, deltas = Tokens(), []
+        for output in outputs:
+            if output.request_id not in self._sent:
+                continue  # it was forgotten: nobody listens
+            pieces = self._pieces(output, tokens)
+            if output.finished:
+                deltas.append(_last(output, pieces))
+                self.forget(output.request_id)
+            elif pieces:
+                deltas.append(Delta(output.request_id, pieces))
+        return tokens, deltas
+
+    def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[Piece]:
+        """What does not go into `tokens`."""
+        pieces = []
+        sent = self._sent[output.request_id]
+        for sequence in output.outputs:
+            before = sent.get(sequence.index)
+            if before is None:
+                before = sent[sequence.index] = _Sent()
+            if _is_plain(sequence, before):
+                tokens.requests.append(self._numbers[output.request_id])
+                tokens.indices.append(sequence.index)
+                tokens.token_ids.append(sequence.token_ids[-1])
+                tokens.texts.append(sequence.text[before.text :])
+                before.tokens, before.text = before.tokens + 1, len(sequence.text)
+            elif (piece := _piece(sequence, before)) is not None:
+                pieces.append(piece)
+        return pieces
+
+
+def _is_plain(sequence: CompletionOutput, sent: _Sent) -> bool:
+    """Whether its news is a token with nothing but a text."""
+    return (
+        sequence.finish_reason is None
+        and sequence.logprobs is None
+        and len(sequence.token_ids) == sent.tokens + 1
+    )
+
+
+def _last(output: RequestOutput, pieces: list[Piece]) -> Delta:
+    return Delta(
+        output.request_id,
+        pieces,
+        finished=True,
+        metrics=output.metrics,
+        prompt_logprobs=output.prompt_logprobs,
+        reuse=output.reuse,
+    )
 
 
 def _piece(sequence: CompletionOutput, sent: _Sent) -> Piece | None:

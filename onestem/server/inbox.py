@@ -7,9 +7,7 @@ chunks, and holds at most one whole answer. The whole answer is the fold of the 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
-from onestem.request import TokenLogprobs
 from onestem.server.errors import ApiError
 from onestem.server.messages import Delta, Piece
 
@@ -22,6 +20,9 @@ class _Part:
     def __init__(self, inbox: Inbox, number: int) -> None:
         self._inbox, self._number = inbox, number
 
+    def on_token(self, index: int, token_id: int, text: str) -> None:
+        self._inbox.add_token((self._number, index), token_id, text)
+
     def on_delta(self, delta: Delta) -> None:
         self._inbox.add(self._number, delta)
 
@@ -32,26 +33,47 @@ class _Part:
 class Inbox:
     """Collects the pieces of `num_parts` requests.
 
+    Args:
+        interval: tokens of a sequence, behind its first one, that are news together. What is there
+            when it ends, or beside other news, does not wait for more.
+
     Attributes:
         ended: part -> its last delta (with metrics).
         error: what ended the call early.
     """
 
-    def __init__(self, num_parts: int) -> None:
+    def __init__(self, num_parts: int, interval: int = 1) -> None:
         self.ended: dict[int, Delta] = {}
         self.error: ApiError | None = None
         self._num_parts = num_parts
         self._pieces: dict[tuple[int, int], Piece] = {}
+        self._interval = interval
+        self._begun: set[tuple[int, int]] = set()
         self._news = asyncio.Event()
 
     def part(self, number: int) -> _Part:
         return _Part(self, number)
 
+    def add_token(self, key: tuple[int, int], token_id: int, text: str) -> None:
+        """A token of `key`, (part, sequence)."""
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = Piece(key[1], text, [token_id])
+        else:
+            piece.text += text
+            piece.token_ids.append(token_id)
+        if len(piece.token_ids) >= self._interval or key not in self._begun:
+            self._begun.add(key)
+            self._news.set()
+
     def add(self, part: int, delta: Delta) -> None:
         for piece in delta.pieces:
             key = (part, piece.index)
             before = self._pieces.get(key)
-            self._pieces[key] = piece if before is None else _joined(before, piece)
+            if before is None:
+                self._pieces[key] = piece
+            else:
+                before.extend(piece)
         if delta.finished:
             self.ended[part] = delta
         self._news.set()
@@ -88,15 +110,3 @@ class Inbox:
         """(part, sequence) -> what is new since the last time."""
         pieces, self._pieces = self._pieces, {}
         return pieces
-
-
-def _joined(first: Piece, then: Piece) -> Piece:
-    logprobs: list[TokenLogprobs] | None = None
-    if first.logprobs is not None or then.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(then.logprobs or ())]
-    return replace(
-        then,
-        text=first.text + then.text,
-        token_ids=[*first.token_ids, *then.token_ids],
-        logprobs=logprobs,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from onestem.request import (
     Request,
     RequestMetrics,
     RequestOutput,
+    Reuse,
     TokenLogprobs,
 )
 
@@ -33,6 +35,7 @@ __all__ = [
     "RemoveJob",
     "Report",
     "Stop",
+    "Tokens",
     "Unpin",
 ]
 
@@ -41,7 +44,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Add:
+    """An interactive request; `number`: of those that this engine was given, from 0."""
+
     request: Request
+    number: int
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,9 @@ class Failed:
     fault: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
-    """What is new in one sequence's answer."""
+    """What is new in one sequence's answer; `extend` by what came next."""
 
     index: int
     text: str
@@ -157,6 +163,34 @@ class Piece:
             choice=self.choice,
         )
 
+    def extend(self, then: Piece) -> None:
+        self.text += then.text
+        self.token_ids += then.token_ids
+        if then.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *then.logprobs]
+        self.finish_reason, self.stop_reason = then.finish_reason, then.stop_reason
+        self.choice = then.choice
+
+
+def _numbers() -> array[int]:
+    return array("q")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Most of what a step brings, by columns: one sampled token each, of sequences that go on, with
+    nothing to tell of it but its id and its text.
+
+    Attributes:
+        requests: the request's number (`Add`); indices: the sequence's, among those of its request.
+        token_ids: the token; texts: what it adds to the answer's text.
+    """
+
+    requests: array[int] = field(default_factory=_numbers)
+    indices: array[int] = field(default_factory=_numbers)
+    token_ids: array[int] = field(default_factory=_numbers)
+    texts: list[str] = field(default_factory=list)
+
 
 @dataclass(frozen=True)
 class Delta:
@@ -167,7 +201,7 @@ class Delta:
     finished: bool = False
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    reuse: Mapping[str, Any] | None = None
+    reuse: Reuse | None = None
 
 
 @dataclass(frozen=True)
@@ -183,14 +217,17 @@ class Report:
     """What a step, or taking commands, came to.
 
     Attributes:
-        deltas: of interactive requests; `refused`: request id -> why.
+        tokens, deltas: of interactive requests; `tokens` come before `deltas`.
+        refused: request id -> why.
         num_received: `Add`s taken so far; num_waiting: of these, not admitted yet.
         num_running: sequences in the engine.
         jobs: finished requests of jobs.
         pulled: job -> requests that the engine has taken so far.
         stats: the engine's counts, now and then.
+        job_step_seconds: the longest step without an interactive request, since the last `stats`.
     """
 
+    tokens: Tokens = field(default_factory=Tokens)
     deltas: list[Delta] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     num_received: int = 0
@@ -199,6 +236,7 @@ class Report:
     jobs: list[JobOutput] = field(default_factory=list)
     pulled: dict[str, int] = field(default_factory=dict)
     stats: Mapping[str, float] | None = None
+    job_step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

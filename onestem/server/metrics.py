@@ -27,7 +27,7 @@ ENGINE_COUNTS = {
     "processed_prompt_tokens": "Prompt tokens computed.",
     "output_tokens": "Tokens sampled.",
     "set_backs": "Sequences that had to give their memory back.",
-    "shared_read_tokens": "KV tokens that sequences did not read because one read served several.",
+    "shared_read_tokens": "Keys that sequences saw and did not read: one read served several.",
 }
 
 

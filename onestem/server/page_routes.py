@@ -36,7 +36,7 @@ HEADERS = {
 }
 
 
-def _operators(request: Request) -> Service:
+async def _operators(request: Request) -> Service:
     """The service, for the operator only."""
     service: Service = request.app.state.service
     service.settings.keys.operator(request.headers.get("authorization"))

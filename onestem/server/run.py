@@ -15,6 +15,7 @@ from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError
 from onestem.llm import find_model
 from onestem.server.app import make_app
+from onestem.server.garbage import collecting_less
 from onestem.server.logs import log
 from onestem.server.process import EngineProcess
 from onestem.server.service import Service
@@ -50,6 +51,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
             make_app(service),
+            http="h11",  # httptools takes endless headers
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -86,7 +88,8 @@ async def serve(settings: Settings) -> None:
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
         service = Service(settings, path, tokenizer, launcher)
         await service.start()
-        await _serve(service, listener)
+        with collecting_less():
+            await _serve(service, listener)
     finally:
         listener.close()
 
@@ -98,6 +101,7 @@ async def _serve(service: Service, listener: socket.socket) -> None:
         loop.add_signal_handler(number, server.begin_to_stop)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    listener.listen(BACKLOG)  # who reads that we listen may connect at once
     log.info("listening", url=f"http://{shown}:{port}", model=service.settings.names[0])
     jobs_end = asyncio.create_task(_put_jobs_down(service))
     try:

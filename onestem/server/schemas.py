@@ -1,7 +1,8 @@
 """PML schemas as objects: named, versioned; a prompt in PML names the one it is of.
 
-The operator's (`--schema`) serve all keys; a key's own are its own. Their modules are computed with
-the first prompt that imports them, and shared by what has the same cache salt.
+The operator's (`--schema`) serve all keys; a key's own are its own. Modules are computed with the
+first prompt that imports them. Those of the operator's schemas are shared by all, those of a key's
+by what has the same cache salt.
 """
 
 from __future__ import annotations
@@ -44,13 +45,18 @@ class _Schema:
     created_at: int
     library: Library
 
+    @property
+    def is_common(self) -> bool:
+        """Whether all keys share its modules."""
+        return self.owner == APP_OWNER
+
     def describe(self) -> dict[str, Any]:
         """As the API shows it."""
         layout = self.library.layouts[self.name]
         return {
             "object": "schema",
             "name": self.name,
-            "owner": "operator" if self.owner == APP_OWNER else "key",
+            "owner": "operator" if self.is_common else "key",
             "version": self.version,
             "positions": layout.end,
             "modules": len(layout.blocks) - 1,
@@ -138,7 +144,7 @@ class Schemas:
 
     async def delete(self, tenant: Tenant, name: str) -> None:
         schema = self.find(tenant, name)
-        if schema.owner == APP_OWNER:
+        if schema.is_common:
             raise ApiError(
                 403, f"{name!r} is the operator's: it ends with the server", code="operator_only"
             )

@@ -34,6 +34,7 @@ class Settings:
         timeout: seconds that a request may take unless it says otherwise.
         max_body_bytes: of a JSON body; max_file_bytes: of an upload.
         grace: seconds that running streams get when the server stops.
+        stream_interval: tokens of a stream's chunk, where nothing is behind.
     """
 
     model: str = "embedded"
@@ -50,6 +51,7 @@ class Settings:
     max_body_bytes: int = 8 * MIB
     max_file_bytes: int = 512 * MIB
     grace: float = 30.0
+    stream_interval: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -58,6 +60,7 @@ class Settings:
             ("max_body_bytes", 1024),
             ("max_file_bytes", 1024),
             ("grace", 0),
+            ("stream_interval", 1),
         ):
             value = getattr(self, name)
             if not value >= least:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ __all__ = ["SnapshotCache", "events", "state_of"]
 
 FRESH_SECONDS = 0.5
 MOST_JOBS = 50
-OWNERS = {"prefix": "prefixes", "interactive": "requests", "job": "jobs", "cached": "cache"}
 
 
 class SnapshotCache:
@@ -63,8 +63,9 @@ async def state_of(service: Service, history_after: float = 0.0) -> dict[str, An
             "since": client.since,
             "error": client.error,
             "steps": int(client.stats.get("steps", 0)),
+            "job_step_seconds": client.job_step_seconds,
         },
-        "kv": _memory(snapshot.get("pages", {})),
+        "kv": _memory(service, snapshot),
         "runs": [_run(service, run) for run in runs],
         "runs_left_out": snapshot.get("num_runs", 0) - len(runs),
         "queue": _queue(service),
@@ -92,14 +93,15 @@ def _model(service: Service) -> dict[str, Any]:
     return named | {"attention": facts.attention, "share": facts.share}
 
 
-def _memory(pages: Mapping[str, int]) -> dict[str, Any]:
+def _memory(service: Service, snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    pages = snapshot.get("pages", {})
     size = pages.get("size", 0)
     tokens = {name: count * size for name, count in pages.items() if name != "size"}
-    owners = [
-        {"owner": shown, "tokens": tokens[name]}
-        for name, shown in OWNERS.items()
-        if tokens.get(name)
-    ]
+    held: Counter[str] = Counter()
+    for holder in snapshot.get("holders", ()):
+        held[_owner(service, holder["owner"], holder["name"])] += holder["pages"] * size
+    held["cache"] = tokens.get("cached", 0)
+    owners = [{"owner": name, "tokens": count} for name, count in held.items() if count]
     return {
         "total_tokens": tokens.get("total", 0),
         "free_tokens": tokens.get("free", 0),
@@ -109,13 +111,29 @@ def _memory(pages: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
+def _owner(service: Service, kind: str, name: str) -> str:
+    """What the page calls who holds memory."""
+    if kind == "job":
+        return f"job {name}"
+    if kind == "interactive":
+        key = service.client.key_of(name)
+        return f"key {key}" if key else "requests"
+    return f"prefix {_prefix_name(name)}"
+
+
+def _prefix_name(pin_name: str) -> str:
+    owner, name, *_ = pin_name.split("/")
+    return name if owner in ("", APP_OWNER) else f"{name} of {owner}"
+
+
 def _run(service: Service, run: Mapping[str, Any]) -> dict[str, Any]:
     first = list(run["first"])
     text = service.tokenizer.decode(first, skip_special_tokens=False) if service.tokenizer else None
     named = ("id", "parent", "start", "tokens", "computed", "readers", "owner", "salted")
     shown = {name: run.get(name) for name in named}
-    pinned = True if run["owner"] == "prefix" else None
-    return {**shown, "pinned": pinned, "first_token_ids": first, "text": text}
+    pinned = run["pinned"]
+    shown["pinned"] = None if pinned is None else _prefix_name(pinned)
+    return {**shown, "first_token_ids": first, "text": text}
 
 
 def _queue(service: Service) -> dict[str, Any]:

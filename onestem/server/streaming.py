@@ -29,11 +29,11 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they come. However it ends, the generator is closed, whose `finally` lets go
-    of what it holds.
+    """Sends events as they come, up to `DONE`. However it ends, the generator is closed, whose
+    `finally` lets go of what it holds.
 
     Args:
-        events: whole events.
+        events: whole events, one or several at a time.
         seconds: after which a reader that does not read is given up.
     """
 
@@ -73,5 +73,8 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            more = not chunk.endswith(DONE)
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+            if not more:
+                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -15,16 +15,18 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING, Any
 
 from onestem.errors import CacheError, OnestemError
-from onestem.request import Request, RequestOutput
+from onestem.request import RequestOutput
 from onestem.server.deltas import Deltas
+from onestem.server.garbage import collecting_less
+from onestem.server.job_feed import JobFeed
+from onestem.server.joining import Joining
 from onestem.server.messages import (
     Abort,
     Add,
@@ -50,8 +52,11 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "facts_of", "load", "main"]
 
 STATS_SECONDS = 0.25
-# What a step may take: about what a request that has just come has to wait for.
+# What a step may take: about what a request that has just come has to wait for. Where jobs have the
+# engine to themselves, and not for long, the next request may come any moment: their steps are
+# shorter.
 CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
+RECENT_SECONDS, SHORT_STEP = 10.0, 1 / 3
 
 
 def load(options: Mapping[str, Any]) -> LLM:
@@ -81,38 +86,6 @@ def facts_of(llm: LLM) -> Facts:
     )
 
 
-class _JobFeed:
-    """A job's requests as they come from the server; the engine reads them as it has room.
-
-    The engine must never wait for the server. So where the feed runs dry it says that it has ended,
-    and what comes later is given to the engine as a further part of the job.
-    """
-
-    def __init__(self, job_id: str) -> None:
-        self.job_id = job_id
-        self.pulled = 0
-        self.parts: list[str] = []
-        self._requests: deque[Request] = deque()
-        self._reading = False
-
-    def extend(self, message: JobRequests) -> None:
-        self._requests.extend(message.requests)
-
-    def next_part(self) -> Iterator[Request] | None:
-        """Requests for a further part; None while the engine reads one, or there are none."""
-        if self._reading or not self._requests:
-            return None
-        self._reading = True
-        self.parts.append(f"{self.job_id}/{len(self.parts)}")
-        return self._read()
-
-    def _read(self) -> Iterator[Request]:
-        while self._requests:
-            self.pulled += 1
-            yield self._requests.popleft()
-        self._reading = False
-
-
 class Worker:
     """Runs an engine on behalf of the other end of a channel.
 
@@ -129,14 +102,18 @@ class Worker:
         self._leave = leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._compile = ThreadPoolExecutor(1, "grammars")
+        self._joining: Joining[Add] = Joining()
         self._deltas = Deltas()
-        self._feeds: dict[str, _JobFeed] = {}
+        self._feeds: dict[str, JobFeed] = {}
         self._job_of: dict[str, str] = {}
         self._num_received = 0
         self._refused: dict[str, str] = {}
         self._answers: list[Answered] = []
         self._running = True
         self._stats_at = 0.0
+        self._step_seconds = self._engine.scheduler.budget.seconds
+        self._interactive_at = float("-inf")
+        self._job_step_seconds = 0.0
 
     def run(self) -> None:
         """Until told to stop, or the server is gone."""
@@ -175,12 +152,36 @@ class Worker:
         busy = self._engine.has_unfinished()
         took = self._take_commands(wait=not busy)
         self._feed_jobs()
-        outputs = self._engine.step() if self._engine.has_unfinished() else []
+        outputs = self._step() if self._engine.has_unfinished() else []
         if took or outputs or busy:
             self._report(outputs)
 
+    def _step(self) -> list[RequestOutput]:
+        began = time.monotonic()
+        for_jobs = not len(self._deltas)
+        if not for_jobs:
+            self._interactive_at = began
+        self._bound_step(short=for_jobs and began - self._interactive_at < RECENT_SECONDS)
+        outputs = self._engine.step()
+        if for_jobs:
+            took = time.monotonic() - began
+            self._job_step_seconds = max(self._job_step_seconds, took)
+        return outputs
+
+    def _bound_step(self, *, short: bool) -> None:
+        if self._step_seconds is not None:
+            bound = self._step_seconds * SHORT_STEP if short else self._step_seconds
+            self._engine.scheduler.budget.seconds = bound
+
     def _take_commands(self, *, wait: bool) -> bool:
         """Take what has come; sleep for it if there is nothing else to do."""
+        took = self._take_inbox(wait=wait and not self._joining)
+        # An idle engine lets all in: nobody would be held up.
+        for message in self._joining.take(0 if wait else len(self._deltas)):
+            self._admit(message)
+        return took
+
+    def _take_inbox(self, *, wait: bool) -> bool:
         took = False
         while self._running:
             try:
@@ -200,34 +201,37 @@ class Worker:
     def _report(self, outputs: list[RequestOutput]) -> None:
         now = time.monotonic()
         idle = not self._engine.has_unfinished()
-        stats = None
+        stats, job_step = None, 0.0
         if idle or now - self._stats_at >= STATS_SECONDS:
             self._stats_at = now
             stats = self._engine.stats.to_dict()
+            job_step, self._job_step_seconds = self._job_step_seconds, 0.0
+        tokens, deltas = self._deltas.of(outputs)
         self._channel.send(
             Report(
-                deltas=[
-                    self._deltas.of(output)
-                    for output in outputs
-                    if output.request_id not in self._job_of
-                ],
+                tokens=tokens,
+                deltas=deltas,
                 refused=self._refused,
                 num_received=self._num_received,
                 num_waiting=self._engine.num_waiting,
                 num_running=self._engine.num_running,
-                jobs=[
-                    JobOutput(self._job_of.pop(output.request_id), output)
-                    for output in outputs
-                    if output.request_id in self._job_of
-                ],
+                jobs=self._job_outputs(outputs) if self._job_of else [],
                 pulled={feed.job_id: feed.pulled for feed in self._feeds.values()},
                 stats=stats,
+                job_step_seconds=job_step,
             )
         )
         self._refused = {}
         for answer in self._answers:
             self._channel.send(answer)
         self._answers = []
+
+    def _job_outputs(self, outputs: list[RequestOutput]) -> list[JobOutput]:
+        return [
+            JobOutput(self._job_of.pop(output.request_id), output)
+            for output in outputs
+            if output.request_id in self._job_of
+        ]
 
     # ------------------------------------------------------------------------- commands
 
@@ -237,20 +241,29 @@ class Worker:
 
     @_take.register
     def _add(self, message: Add) -> None:
+        self._joining.add(message.request.request_id, message)
+
+    def _admit(self, message: Add) -> None:
         self._num_received += 1
+        name = message.request.request_id
+        self._deltas.begin(name, message.number)
         try:
             self._engine.add_request(message.request)
         except OnestemError as error:
-            self._refused[message.request.request_id] = str(error)
+            self._deltas.forget(name)
+            self._refused[name] = str(error)
 
     @_take.register
     def _abort(self, message: Abort) -> None:
+        if self._joining.remove(message.request_id):
+            self._num_received += 1
+            return
         self._engine.abort(message.request_id)
         self._deltas.forget(message.request_id)
 
     @_take.register
     def _job_requests(self, message: JobRequests) -> None:
-        feed = self._feeds.setdefault(message.job_id, _JobFeed(message.job_id))
+        feed = self._feeds.setdefault(message.job_id, JobFeed(message.job_id))
         for request in message.requests:
             self._job_of[request.request_id] = message.job_id
         feed.extend(message)
@@ -284,8 +297,7 @@ class Worker:
 
     @_take.register
     def _ask(self, message: Ask) -> None:
-        engine = self._engine
-        questions = {"snapshot": engine.snapshot, "check": self._check, "prefixes": self._prefixes}
+        questions = {"snapshot": self._snapshot, "check": self._check, "prefixes": self._prefixes}
         self._answers.append(Answered(message.token, questions[message.what]()))
 
     @_take.register
@@ -295,6 +307,13 @@ class Worker:
     @_take.register
     def _stop(self, message: Stop) -> None:
         self._running = False
+
+    def _snapshot(self) -> dict[str, Any]:
+        """The engine's, with what jobs hold under their names."""
+        snapshot = self._engine.snapshot()
+        for holder in snapshot["holders"]:
+            holder["name"] = self._job_of.get(holder["name"], holder["name"])
+        return snapshot
 
     def _prefixes(self) -> list[dict[str, Any]]:
         return [asdict(prefix) for prefix in self._engine.prefixes()]
@@ -337,7 +356,8 @@ def main() -> None:
         raise
     worker = Worker(llm, channel, leave=lambda: os._exit(0))
     try:
-        worker.run()
+        with collecting_less():
+            worker.run()
     except Exception as error:
         channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
         raise

@@ -231,6 +231,10 @@ def test_a_snapshot_adds_up():
     assert pages["free"] + pages["held"] + pages["cached"] == pages["total"] == 100
     assert pages["prefix"] + pages["interactive"] + pages["job"] == pages["held"]
     assert min(pages["prefix"], pages["interactive"], pages["cached"]) > 0
+    holders = {(holder["owner"], holder["name"]): holder["pages"] for holder in state["holders"]}
+    assert set(holders) <= {("prefix", "p"), ("interactive", "a"), ("job", "b")}
+    for owner in ("prefix", "interactive", "job"):
+        assert pages[owner] == sum(n for (kind, _), n in holders.items() if kind == owner)
     runs = {run["id"]: run for run in state["runs"]}
     assert len(runs) == state["num_runs"]
     for run in runs.values():

@@ -12,6 +12,7 @@ def load(options: dict[str, Any]) -> SimpleNamespace:
     engine = SimpleNamespace(
         max_model_len=64, cache=SimpleNamespace(pool=pool), impl=SimpleNamespace(name="none"),
         share="full", stats=stats, num_waiting=0, num_running=0, has_unfinished=lambda: False,
+        scheduler=SimpleNamespace(budget=SimpleNamespace(seconds=None)),
     )  # fmt: skip
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
     device = SimpleNamespace(type="cpu")

@@ -123,6 +123,20 @@ def test_the_pages_state_adds_up(server):
     assert state["totals"]["requests"] >= 1
 
 
+def test_what_one_read_served_for_several_is_counted(server):
+    with server.http() as http:
+        before = metrics(http)["onestem_engine_shared_read_tokens_total", ""]
+        complete(http, prompt="x" * 40, max_tokens=1)
+        alone = metrics(http)["onestem_engine_shared_read_tokens_total", ""]
+        complete(http, prompt="y" * 60, n=4, max_tokens=8)
+        after = metrics(http)["onestem_engine_shared_read_tokens_total", ""]
+        shown = http.get("/internal/state").json()["totals"]["shared_read_tokens"]
+    assert before == alone
+    # Behind the prompt each of seven steps reads it once for four; its last token each computes.
+    assert after - alone >= 7 * 3 * 50
+    assert shown == after
+
+
 def test_the_pages_events(server):
     with server.http() as http, http.stream("GET", "/internal/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")

@@ -6,6 +6,7 @@ import pytest
 
 from onestem.llm import LLM
 from onestem.request import SamplingParams
+from onestem.server.tenants import read_key_file
 from tests.server.harness import running
 
 SCHEMA = (
@@ -104,4 +105,39 @@ def test_bad_prompts(tmp_path, tiny_model):
             assert reason is None or reason in answer.json()["error"]["message"]
         assert http.put("/v1/schemas/places", json={"pml": SCHEMA}).status_code == 409
         assert http.delete("/v1/schemas/places").status_code == 403
+        server.check()
+
+
+def test_keys_share_the_modules_of_the_operators_schemas_alone(tmp_path, tiny_model):
+    keys, file = tmp_path / "keys", tmp_path / "places.xml"
+    keys.write_text("alice:alice-secret-1\nbob:bob-secret-12\n")
+    file.write_text(SCHEMA)
+    own = SCHEMA.replace('"places"', '"mine"').replace("1250", "77")
+
+    def cached(http, schema: str, **body) -> int:
+        prompt = PROMPT.format("oakham").replace('"places"', f'"{schema}"')
+        answer = ask(http, pml=prompt, **body)
+        assert answer.status_code == 200, answer.text
+        texts.setdefault(schema, set()).add(answer.json()["choices"][0]["text"])
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    texts: dict[str, set[str]] = {}
+    with (
+        running(
+            tmp_path / "s", model=tiny_model, schemas=[file], keys=read_key_file(keys)
+        ) as server,
+        server.http("alice-secret-1") as alice,
+        server.http("bob-secret-12") as bob,
+    ):
+        assert cached(alice, "places") == 0
+        modules = cached(bob, "places")
+        assert modules > 10
+        # His own text he finds again, and nobody else's.
+        assert cached(bob, "places") > modules
+        assert cached(bob, "places", cache_salt="x") == modules
+        for http in (alice, bob):
+            assert http.put("/v1/schemas/mine", json={"pml": own}).status_code == 200
+            assert cached(http, "mine") == 0
+        assert cached(alice, "mine") > 10
+        assert {len(answers) for answers in texts.values()} == {1}
         server.check()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import time
 
 import pytest
 
@@ -152,3 +154,34 @@ def test_bad_key_files(tmp_path, text, reason):
     path.write_text(text)
     with pytest.raises(ConfigError, match=reason):
         read_key_file(path)
+
+
+def test_memory_is_shown_under_its_owners_names(keyed):
+    """A stream of alice's, a batch of bob's, a prefix of alice's and the operator's."""
+    line = {"prompt": "Of a batch of bob's. " * 9, "max_tokens": 1500, "ignore_eos": True}
+    raw = json.dumps(
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": line}
+    ).encode()
+    with keyed.http(ALICE) as alice, keyed.http(BOB) as bob, keyed.http(BOSS) as boss:
+        alice.put("/v1/prefixes/maps", json={"text": "All maps are drawn to scale. " * 4})
+        files = {"file": ("in.jsonl", raw)}
+        file = bob.post("/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
+        body = {"prompt": "Alice's. " * 9, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with alice.stream("POST", "/v1/completions", json=body):
+            job = bob.post(
+                "/v1/batches",
+                json={
+                    "input_file_id": file,
+                    "endpoint": "/v1/completions",
+                    "completion_window": "24h",
+                },
+            ).json()["id"]
+            wanted = {"key alice", f"job {job}", "prefix support", "prefix maps of alice"}
+            seen: set[str] = set()
+            until = time.monotonic() + 20
+            while not seen >= wanted and time.monotonic() < until:
+                kv = boss.get("/internal/state").json()["kv"]
+                seen |= {owner["owner"] for owner in kv["owners"]}
+        bob.post(f"/v1/batches/{job}/cancel")
+        alice.delete("/v1/prefixes/maps")
+    assert seen - {"cache", "requests"} == wanted

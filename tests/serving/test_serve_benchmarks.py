@@ -78,10 +78,12 @@ def test_a_job_is_judged_by_pairs():
             "failed": 0, "torn": 0, **more
         }  # fmt: skip
 
-    def pair(slower, later):
+    def pair(slower, later, job_step=0.05):
         return {
             "alone": run(0.1, 0.5),
-            "with_job": run(0.1 * slower, 0.5 + later, job_requests_per_s=3.0),
+            "with_job": run(
+                0.1 * slower, 0.5 + later, job_requests_per_s=3.0, job_step_max_s=job_step
+            ),
         }
 
     good = _verdict([pair(1.2, 0.1), pair(1.1, 0.2), pair(9.0, 0.0)], 5.0)
@@ -91,6 +93,8 @@ def test_a_job_is_judged_by_pairs():
     assert good["good"]
     assert not _verdict([pair(1.3, 0.1)] * 3, 5.0)["good"]
     assert not _verdict([pair(1.1, 0.3)] * 3, 5.0)["good"]
+    waits = _verdict([pair(1.1, 0.3, job_step=0.31)] * 3, 5.0)
+    assert (waits["good"], waits["job_step_max_s"]) == (True, 0.31)
 
 
 def test_the_picture_has_a_line_for_each_server(tmp_path):

@@ -134,7 +134,7 @@ function idOf(event) {
 
 const key = (name, text) => html("span", {}, html("i", { class: name }), text);
 
-// A run that several prefixes share has no single name: it is just pinned.
+// A run that several prefixes share has the name of one of them, or none.
 const pinName = (run) => (typeof run.pinned === "string" ? run.pinned : null);
 
 const owner = (run) => `${run.owner ?? "unknown"}${run.salted ? "; other keys never match it" : ""}`;

@@ -1,0 +1,54 @@
+"""When requests that have come may join those that run.
+
+While nobody comes, decode steps follow each other with little work on the host, most of it hidden
+behind the device (`engine.streak`). Each newcomer ends that: the scheduler's steps look at every
+sequence. So where many run, newcomers wait a little for one another, and join together: the time
+that joining takes stays a part of the whole, however often they come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Joining"]
+
+# Measured: the two steps of a joining take some 0.08 ms more for each sequence that runs. A fifth
+# of the time may go into it.
+SECONDS_PER_STREAM = 0.0004
+LONGEST_WAIT = 0.1
+ENOUGH = 24  # that came: they need not wait for more
+
+T = TypeVar("T")
+
+
+class Joining(Generic[T]):
+    """Those who have come and have not joined, in order."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._arrived: dict[str, T] = {}
+        self._joined_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def add(self, name: str, item: T) -> None:
+        self._arrived[name] = item
+
+    def remove(self, name: str) -> bool:
+        """Whether it was here."""
+        return self._arrived.pop(name, None) is not None
+
+    def take(self, num_streams: int) -> list[T]:
+        """All that have come, if it is time to join `num_streams` that run; else none."""
+        if not self._arrived:
+            return []
+        now = self._clock()
+        patience = min(num_streams * SECONDS_PER_STREAM, LONGEST_WAIT)
+        if now - self._joined_at < patience and len(self._arrived) < ENOUGH:
+            return []
+        self._joined_at = now
+        taken, self._arrived = list(self._arrived.values()), {}
+        return taken

@@ -1,0 +1,85 @@
+"""What waits for a stream's reader, and when it is news."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from onestem.request import RequestMetrics
+from onestem.server.errors import ApiError
+from onestem.server.inbox import Inbox
+from onestem.server.messages import Delta, Piece
+
+
+def is_news(inbox: Inbox) -> bool:
+    return inbox._news.is_set()
+
+
+def take(inbox: Inbox) -> dict[tuple[int, int], Piece]:
+    inbox._news.clear()
+    return inbox.take()
+
+
+def last(index: int = 0, ids: list[int] | None = None, text: str = "") -> Delta:
+    piece = Piece(index, text, ids or [], finish_reason="length")
+    return Delta("r", [piece], finished=True, metrics=RequestMetrics())
+
+
+def test_tokens_and_pieces_that_meet_are_one_in_order():
+    inbox = Inbox(1)
+    part = inbox.part(0)
+    for token, text in ((1, "a"), (2, ""), (3, "c")):
+        part.on_token(0, token, text)
+    part.on_token(1, 9, "z")
+    part.on_delta(Delta("r", [Piece(0, "de", [4, 5], logprobs=[{4: -1.0}, {5: -2.0}])]))
+    part.on_token(1, 8, "y")
+    part.on_delta(last(ids=[6], text="f"))
+    pieces = inbox.take()
+    assert (pieces[0, 0].text, pieces[0, 0].token_ids) == ("acdef", [1, 2, 3, 4, 5, 6])
+    assert pieces[0, 0].logprobs == [{4: -1.0}, {5: -2.0}]
+    assert pieces[0, 0].finish_reason == "length"
+    assert (pieces[0, 1].text, pieces[0, 1].token_ids) == ("zy", [9, 8])
+    assert inbox.drained
+
+
+def test_each_token_is_news_without_an_interval():
+    inbox = Inbox(1)
+    for token in range(3):
+        inbox.add_token((0, 0), token, "x")
+        assert is_news(inbox)
+        assert take(inbox)[0, 0].token_ids == [token]
+
+
+def test_an_interval_holds_tokens_together_but_neither_the_first_nor_the_last():
+    inbox = Inbox(1, interval=4)
+    inbox.add_token((0, 0), 0, "a")
+    assert is_news(inbox)
+    take(inbox)
+    for token in (1, 2, 3):
+        inbox.add_token((0, 0), token, "b")
+        assert not is_news(inbox)
+    inbox.add_token((0, 1), 7, "q")  # another sequence's first
+    assert is_news(inbox)
+    assert take(inbox)[0, 0].token_ids == [1, 2, 3]
+    for token in (4, 5, 6, 7):
+        assert not is_news(inbox)
+        inbox.add_token((0, 0), token, "c")
+    assert is_news(inbox)
+    take(inbox)
+    inbox.add_token((0, 0), 8, "d")
+    assert not is_news(inbox)
+    inbox.add(0, last())
+    assert is_news(inbox)
+    assert take(inbox)[0, 0].token_ids == [8]
+
+
+def test_an_error_ends_the_wait_and_comes_too_late_for_a_whole_answer():
+    inbox = Inbox(1, interval=100)
+    inbox.fail(ApiError(503, "gone"))
+    with pytest.raises(ApiError, match="gone"):
+        asyncio.run(inbox.wait())
+    whole = Inbox(1)
+    whole.add(0, last(ids=[1], text="a"))
+    whole.fail(ApiError(503, "gone"))
+    assert asyncio.run(whole.whole())[0, 0].text == "a"

@@ -1,0 +1,128 @@
+"""The engine process's loop, with an engine that does nothing: what it tells it, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from onestem.request import CompletionOutput, Request, RequestOutput
+from onestem.server import worker as module
+from onestem.server.messages import Abort, Add
+from onestem.server.worker import RECENT_SECONDS, Worker
+from tests.server.fake_engine import load
+
+
+class Channel:
+    def __init__(self) -> None:
+        self.sent = []
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def made(seconds: float | None = 0.3):
+    """A worker, and its engine, whose steps take no time and bring nothing unless told."""
+    llm = load({})
+    engine = llm.engine
+    engine.scheduler.budget.seconds = seconds
+    engine.added, engine.bounds = [], []
+    engine.outputs = []
+    engine.add_request = lambda request: engine.added.append(request.request_id)
+    engine.abort = lambda name: None
+
+    def step():
+        engine.bounds.append(engine.scheduler.budget.seconds)
+        return engine.outputs
+
+    engine.step = step
+    return Worker(llm, Channel(), leave=lambda: None), engine
+
+
+def add(name: str, number: int) -> Add:
+    return Add(Request(request_id=name, prompt_token_ids=[1]), number)
+
+
+def test_steps_of_jobs_are_short_while_the_next_request_may_come_any_moment(clock):
+    worker, engine = made(0.3)
+    worker._step()  # a job alone, and nobody has come yet
+    worker._take(add("a", 0))
+    worker._take_commands(wait=False)
+    worker._step()
+    worker._deltas.forget("a")
+    clock.now += RECENT_SECONDS - 1
+    worker._step()
+    clock.now += 2
+    worker._step()
+    assert engine.bounds == [0.3, 0.3, pytest.approx(0.1), 0.3]
+
+
+def test_steps_without_a_bound_stay_so(clock):
+    worker, engine = made(None)
+    worker._take(add("a", 0))
+    worker._take_commands(wait=False)
+    worker._step()
+    worker._deltas.forget("a")
+    worker._step()
+    assert engine.bounds == [None, None]
+
+
+def test_the_longest_step_of_jobs_alone_is_told_once(clock):
+    worker, engine = made()
+
+    def slow():
+        clock.now += 0.25
+        return []
+
+    engine.step = slow
+    worker._report(worker._step())
+    engine.step = list
+    worker._report(worker._step())
+    reports = worker._channel.sent
+    assert [report.job_step_seconds for report in reports] == [0.25, 0.0]
+
+
+def test_who_is_gone_before_it_joined_is_never_added(clock):
+    worker, engine = made()
+    worker._take(add("a", 0))
+    worker._take(Abort("a"))
+    worker._take_commands(wait=False)
+    assert engine.added == []
+    assert worker._num_received == 1  # the server's count of what is on its way goes by it
+    assert not len(worker._deltas)
+
+
+def output(name: str, ids: list[int], text: str, **other) -> RequestOutput:
+    completion = CompletionOutput(index=0, text=text, token_ids=ids, **other)
+    finished = completion.finish_reason is not None
+    return RequestOutput(
+        request_id=name, prompt=None, prompt_token_ids=[1], outputs=[completion], finished=finished
+    )
+
+
+def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
+    worker, _ = made()
+    for number, name in enumerate(("a", "b", "c")):
+        worker._take(add(name, number))
+    worker._take_commands(wait=True)
+    worker._report([output("a", [5], "x"), output("b", [6, 7], "yz")])
+    worker._report([output("a", [5, 8], "x "), output("b", [6, 7], "yz", finish_reason="stop")])
+    worker._report([output("c", [9], "", logprobs=[{9: -0.5}]), output("b", [6], "late")])
+    first, second, third = worker._channel.sent
+    assert (list(first.tokens.requests), list(first.tokens.token_ids)) == ([0], [5])
+    assert first.tokens.texts == ["x"]
+    assert [(d.request_id, d.pieces[0].token_ids) for d in first.deltas] == [("b", [6, 7])]
+    assert (list(second.tokens.requests), second.tokens.texts) == ([0], [" "])
+    assert [(d.request_id, d.finished, d.pieces[0].text) for d in second.deltas] == [
+        ("b", True, "")
+    ]
+    # Log-probabilities are no plain news; a request that has ended has none.
+    assert list(third.tokens.requests) == []
+    assert [(d.request_id, d.pieces[0].logprobs) for d in third.deltas] == [("c", [{9: -0.5}])]
