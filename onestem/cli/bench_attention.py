@@ -38,9 +38,7 @@ def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     against: Annotated[
         str,
-        typer.Option(
-            help="Others, with commas: sdpa, cudnn, flashinfer, flash_attn, vllm."
-        ),
+        typer.Option(help="Others, with commas: sdpa, cudnn, flashinfer, flash_attn, vllm."),
     ] = "",
     impl: Annotated[
         str, typer.Option("--attention", help="Attention implementation: auto, or its name.")
