@@ -48,8 +48,8 @@ def imports_changed(change):
     def apply(monkeypatch):
         init = PmlPrompt.__init__
 
-        def mutated(self, compiled, salt):
-            init(self, compiled, salt)
+        def mutated(self, *args):
+            init(self, *args)
             self.imports = tuple(change(self.imports))
 
         monkeypatch.setattr(PmlPrompt, "__init__", mutated)
