@@ -12,6 +12,7 @@ from onestem.cache import Run
 
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
+    from onestem.engine.sequence import Sequence
 
 __all__ = ["snapshot"]
 
@@ -32,10 +33,11 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     the id of a request that reads it.
     """
     scheduler, pool = engine.scheduler, engine.cache.pool
-    readers = _readers(engine)
+    reading = _reading(engine)
+    readers = _readers(reading)
     pinned = engine.pins.runs
     owners = {run: _owner(run, readers, pinned) for run in engine.cache.runs()}
-    holders = _pages_by_holder(owners, {**_names(engine), **pinned})
+    holders = _pages_by_holder(owners, {**_names(reading), **pinned})
     modules = set(engine.cache.modules)
     tree = {run: owner for run, owner in owners.items() if run not in modules}
     return {
@@ -65,22 +67,27 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _readers(engine: Engine) -> dict[Run, list[int]]:
+def _reading(engine: Engine) -> list[tuple[Sequence, list[Run]]]:
+    """Running sequences, those of interactive requests first, with the runs that each reads."""
+    version = engine.scheduler.version
+    running = sorted(engine.scheduler.running, key=lambda sequence: sequence.is_job)
+    return [(s, [*s.path(version), *{one.run: None for one in s.imports}]) for s in running]
+
+
+def _readers(reading: list[tuple[Sequence, list[Run]]]) -> dict[Run, list[int]]:
     """By run, how many interactive sequences and sequences of jobs read it."""
     readers: dict[Run, list[int]] = {}
-    for sequence in engine.scheduler.running:
-        imported = {one.run: None for one in sequence.imports}
-        for run in (*sequence.path(engine.scheduler.version), *imported):
+    for sequence, runs in reading:
+        for run in runs:
             readers.setdefault(run, [0, 0])[sequence.is_job] += 1
     return readers
 
 
-def _names(engine: Engine) -> dict[Run, str]:
+def _names(reading: list[tuple[Sequence, list[Run]]]) -> dict[Run, str]:
     """By run, the id of a request that reads it; of an interactive one, if there is."""
     names: dict[Run, str] = {}
-    for sequence in sorted(engine.scheduler.running, key=lambda s: s.is_job):
-        imported = (one.run for one in sequence.imports)
-        for run in (*sequence.path(engine.scheduler.version), *imported):
+    for sequence, runs in reading:
+        for run in runs:
             names.setdefault(run, sequence.state.request.request_id)
     return names
 

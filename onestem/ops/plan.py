@@ -157,17 +157,9 @@ class PlanBuilder:
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
 
-    def add_run(
-        self, pages: np.ndarray, offset: int, length: int, position: int, *, slack: int = 0
-    ) -> int:
-        """Add a run stored in `pages` (int32) from slot `offset` of the first, with room for
-        `slack` further page ids behind them; give its index."""
-        self._runs.append((self._num_pages, offset, length, position))
-        self._pages.append(pages)
-        if slack:
-            self._pages.append(_ZEROS[:slack])
-        self._num_pages += len(pages) + slack
-        return len(self._runs) - 1
+    def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
+        """Add a run stored in `pages` (int32) from slot `offset` of the first; give its index."""
+        return self.add_runs([pages], [(offset, length, position)])
 
     def add_span(
         self, row: int, rows: int, run: int, end: int, *, first: int = 0, step: int = 0
@@ -181,9 +173,10 @@ class PlanBuilder:
         return len(self._spans) - 1
 
     def add_runs(
-        self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int
+        self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int = 0
     ) -> int:
-        """`add_run` of many, each with its offset, length and position; the first one's index."""
+        """`add_run` of many, each with its offset, length and position, and with room for `slack`
+        further page ids behind its pages; the first one's index."""
         first, at, room = len(self._runs), self._num_pages, _ZEROS[:slack]
         for ids, (offset, length, position) in zip(pages, runs, strict=True):
             self._runs.append((at, offset, length, position))

@@ -90,7 +90,6 @@ class EngineClient:
         self.turns: Turns[_Entry] = Turns(queue_limit)
         self.num_running = 0
         self.num_waiting = 0
-        self.num_finished = 0
         self.on_up: Callable[[], object] = lambda: None
         self.on_refused: Callable[[str, str], object] = lambda name, why: None
         self._launcher = launcher
@@ -336,7 +335,6 @@ class EngineClient:
             return
         if delta.finished:
             self._forget(delta.request_id)
-            self.num_finished += 1
             self._finished.note()
         entry.listener.on_delta(delta)
 

@@ -29,26 +29,14 @@ def prepare_vllm(
     ops: Any = import_module("vllm._custom_ops")
     table, num_blocks = _block_table(step)
     isa = backend._get_attn_isa(heads.dtype, BLOCK_TOKENS, heads.head_dim)
-    cache = torch.zeros(
-        num_blocks, heads.num_kv_heads, 2 * BLOCK_TOKENS, heads.head_dim, dtype=heads.dtype
-    )
-    keys, values = cache.chunk(2, dim=2)
-    for run, blocks in table.items():
-        slots = torch.from_numpy(step.plan.slots(run, 0, int(step.plan.run_len[run])))
-        k, v = (pages.view(-1, *pages.shape[2:])[slots] for pages in (k_pages, v_pages))
-        place = torch.arange(len(slots))
-        where = torch.tensor(blocks)[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
-        ops.cpu_attn_reshape_and_cache(k, v, keys, values, where, isa)
-    lists = [[block for run in runs for block in table[run]] for runs in step.row_runs]
-    block_table = torch.zeros(len(lists), max(map(len, lists)), dtype=torch.int32)
-    for row, blocks in enumerate(lists):
-        block_table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    keys, values = _filled_cache(step, heads, k_pages, v_pages, table, num_blocks, ops, isa)
+    block_table = _rows_of_blocks(step, table)
     counts = torch.tensor([0, *step.row_counts])
     starts = torch.cumsum(counts, 0).to(torch.int32)
     lengths = [int(step.plan.run_len[runs].sum()) for runs in step.row_runs]
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     metadata = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(lists),
+        num_reqs=len(lengths),
         num_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
@@ -82,6 +70,40 @@ def prepare_vllm(
         return out
 
     return run_kernel
+
+
+def _filled_cache(
+    step: Step,
+    heads: Heads,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: dict[int, list[int]],
+    num_blocks: int,
+    ops: Any,
+    isa: str,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values, `[num_blocks, num_kv_heads, BLOCK_TOKENS, head_dim]`, in the order in which
+    the kernel of an instruction set reads them."""
+    cache = torch.zeros(
+        num_blocks, heads.num_kv_heads, 2 * BLOCK_TOKENS, heads.head_dim, dtype=heads.dtype
+    )
+    keys, values = cache.chunk(2, dim=2)
+    for run, blocks in table.items():
+        slots = torch.from_numpy(step.plan.slots(run, 0, int(step.plan.run_len[run])))
+        k, v = (pages.view(-1, *pages.shape[2:])[slots] for pages in (k_pages, v_pages))
+        place = torch.arange(len(slots))
+        where = torch.tensor(blocks)[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
+        ops.cpu_attn_reshape_and_cache(k, v, keys, values, where, isa)
+    return keys, values
+
+
+def _rows_of_blocks(step: Step, table: dict[int, list[int]]) -> Tensor:
+    """int32 `[num_sequences, most blocks]`, 0 behind a sequence's last."""
+    lists = [[block for run in runs for block in table[run]] for runs in step.row_runs]
+    block_table = torch.zeros(len(lists), max(map(len, lists)), dtype=torch.int32)
+    for row, blocks in enumerate(lists):
+        block_table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    return block_table
 
 
 def _block_table(step: Step) -> tuple[dict[int, list[int]], int]:
