@@ -7,7 +7,10 @@ which is data (`ops.triton.Workspace`): prefixes, their lengths and their number
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +38,10 @@ MAX_PROMPT_ROWS = 512
 
 MAX_STATES = 4096
 
+# Steps after which a streak's work list is made anew: who takes what was settled for the lengths of
+# that time, and own runs grow.
+LIST_STEPS = 16
+
 
 @dataclass(eq=False)
 class _Staging:
@@ -57,6 +64,18 @@ class _Graph:
     logits: Tensor  # float32 [rows, vocab_size], written by each replay
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Cyclic garbage may hold graphs of another engine, and to destroy one breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class GraphRunner(Runner):
     """`Runner` whose decode steps are CUDA graphs."""
 
@@ -74,6 +93,7 @@ class GraphRunner(Runner):
         self._sizes = np.array(BATCH_SIZES)
         self._stagings = [_Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
         self._turn = 0
+        self._list_age = 0  # steps since the work lists were made
         self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
         self._inputs[2] = self.scratch_slot
         self._workspaces = self._make_workspaces(num_pages, page_size)
@@ -114,13 +134,19 @@ class GraphRunner(Runner):
         if rows > (MAX_PROMPT_ROWS if inputs.decodes is None else BATCH_SIZES[-1]):
             return super().prepare(inputs)
         size = int(self._sizes[np.searchsorted(self._sizes, rows)])
+        self._list_age = 0
         if self.share != "no-attention":
             for window, workspace in self._workspaces.items():
                 workspace.write(inputs.plans[window], num_rows=size)
         return size
 
     def prepare_decode(self, inputs: StepInputs, change: Change) -> Prepared | int:
-        if change.structure or len(inputs.positions) > BATCH_SIZES[-1]:
+        self._list_age += 1
+        if (
+            change.structure
+            or self._list_age >= LIST_STEPS
+            or len(inputs.positions) > BATCH_SIZES[-1]
+        ):
             return self.prepare(inputs)
         if self.share != "no-attention":
             for workspace in self._workspaces.values():
@@ -176,7 +202,7 @@ class GraphRunner(Runner):
             self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _without_collector(), torch.cuda.graph(graph, pool=self._pool):
             logits = self._fixed_forward(size)
         return _Graph(graph, logits)
 

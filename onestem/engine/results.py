@@ -10,13 +10,9 @@ from torch import Tensor
 
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.inputs import LogitRow
-from onestem.engine.sampler import (
-    MaskedRowError,
-    NonFiniteLogitsError,
-    Sampler,
-    SamplingRow,
-    logprobs_of,
-)
+from onestem.engine.logprobs import logprobs_of
+from onestem.engine.sampler import MaskedRowError, NonFiniteLogitsError, Sampler
+from onestem.engine.sampling_row import SamplingRow
 from onestem.engine.scheduler import Scheduler
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.stats import EngineStats

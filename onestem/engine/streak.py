@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.engine.advance import Advance
+from onestem.engine.drawing import Drawing, Pending
 from onestem.engine.inputs import StepInputs
 from onestem.engine.runner import Runner
-from onestem.engine.sampler import Drawing, Pending
 from onestem.engine.sequence import Sequence
 from onestem.request import FinishReason
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from onestem.engine.grammar import GrammarCompiler, GrammarState, check_response_format
-from onestem.engine.sampler import Sampler, SamplingRow
+from onestem.engine.sampler import Sampler
+from onestem.engine.sampling_row import SamplingRow
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import SamplingParams

@@ -12,15 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onestem.engine.logprobs import logprobs_of, token_logprobs
 from onestem.engine.random import uniform
-from onestem.engine.sampler import (
-    MaskedRowError,
-    NonFiniteLogitsError,
-    Sampler,
-    SamplingRow,
-    logprobs_of,
-    token_logprobs,
-)
+from onestem.engine.sampler import MaskedRowError, NonFiniteLogitsError, Sampler
+from onestem.engine.sampling_row import SamplingRow
 from onestem.errors import OnestemError, RequestError
 from onestem.request import SamplingParams
 

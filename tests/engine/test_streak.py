@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onestem.engine.drawing import Pending
 from onestem.engine.engine import Engine
-from onestem.engine.sampler import Pending
 from onestem.engine.streak import Streak
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
@@ -156,8 +156,8 @@ def test_an_unsure_draw_is_sampled_by_the_scheduler(
     tiny, streaks: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flat distribution needs more than the leading tokens that a streak looks at."""
-    monkeypatch.setattr("onestem.engine.sampler._is_native", lambda work: False)  # as on a GPU
-    monkeypatch.setattr("onestem.engine.sampler._CANDIDATES", (4, 16))
+    monkeypatch.setattr("onestem.engine.draw._is_native", lambda work: False)  # as on a GPU
+    monkeypatch.setattr("onestem.engine.draw._CANDIDATES", (4, 16))
     one = Request(
         request_id="0",
         prompt_token_ids=[5, 6, 7],

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from onestem.engine import sampler
+from onestem.engine import draw as sampling
+from onestem.engine.draw import Draw
 from onestem.errors import ConfigError
 from onestem.ops.cpu import draw_tokens, is_built
 from tests.ops.cpu_isas import EVERY_ISA
@@ -29,7 +30,7 @@ SETTINGS = [
 ]
 
 
-def settings_of(rows: int, vocab: int) -> sampler._Draw:
+def settings_of(rows: int, vocab: int) -> Draw:
     """All settings in turn, each with several temperatures."""
     chosen = [SETTINGS[row % len(SETTINGS)] for row in range(rows)]
     generator = torch.Generator().manual_seed(rows)
@@ -37,7 +38,7 @@ def settings_of(rows: int, vocab: int) -> sampler._Draw:
     def floats(name: str, off: float) -> torch.Tensor:
         return torch.tensor([setting.get(name, off) for setting in chosen], dtype=torch.float64)
 
-    return sampler._Draw(
+    return Draw(
         temperature=torch.tensor([0.3, 1.0, 1.7, 20.0], dtype=torch.float64).repeat(rows)[:rows],
         top_k=torch.tensor([min(setting.get("top_k", vocab), vocab) for setting in chosen]),
         top_p=floats("top_p", 1.0),
@@ -46,17 +47,17 @@ def settings_of(rows: int, vocab: int) -> sampler._Draw:
     )
 
 
-def drawn(isa, logits: torch.Tensor, draw: sampler._Draw) -> torch.Tensor:
+def drawn(isa, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     settings = {field.name: getattr(draw, field.name) for field in dataclasses.fields(draw)}
-    bits = sampler._weight_bits(logits.shape[1])
+    bits = sampling._weight_bits(logits.shape[1])
     return isa.call(draw_tokens, logits, **settings, weight_bits=bits, isa=isa.name)
 
 
-def by_sorting(logits: torch.Tensor, draw: sampler._Draw) -> torch.Tensor:
+def by_sorting(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The whole vocabulary in order."""
     top = logits.amax(dim=-1)
-    totals = sampler._total_weights(logits, top, draw)
-    ids, resolved = sampler._draw_among(logits, top, totals, draw, logits.shape[1])
+    totals = sampling._total_weights(logits, top, draw)
+    ids, resolved = sampling._draw_among(logits, top, totals, draw, logits.shape[1])
     assert bool(resolved.all())
     return ids
 
@@ -77,11 +78,11 @@ def test_draws_are_those_of_the_sorted_vocabulary(isa, vocab, spread):
 
 def test_draws_are_those_that_look_at_leading_tokens_first(monkeypatch):
     """What the sampler does without the extension, and on a GPU."""
-    monkeypatch.setattr(sampler, "_is_native", lambda work: False, raising=False)
+    monkeypatch.setattr(sampling, "_is_native", lambda work: False)
     logits = torch.randn(72, 9000, generator=torch.Generator().manual_seed(2))
     logits[::3] *= 8
     draw = settings_of(72, 9000)
-    assert torch.equal(sampler._draw_tokens(logits, draw), drawn(EVERY_ISA[0], logits, draw))
+    assert torch.equal(sampling.draw_tokens(logits, draw), drawn(EVERY_ISA[0], logits, draw))
 
 
 @every_isa

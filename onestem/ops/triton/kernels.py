@@ -17,15 +17,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["attend_kernel", "merge_kernel"]
+from onestem.ops.triton.words import ENTRY, HEADER, LN_2, LOG2_E, QUEUE, RECORD
 
-# Word layout of `ops.work`, as Triton constants.
-HEADER: tl.constexpr = tl.constexpr(16)
-RECORD: tl.constexpr = tl.constexpr(16)
-ENTRY: tl.constexpr = tl.constexpr(8)
-QUEUE: tl.constexpr = tl.constexpr(14)
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+__all__ = ["attend_kernel", "merge_kernel"]
 
 
 @triton.jit

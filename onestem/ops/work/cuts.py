@@ -11,7 +11,7 @@ from onestem.ops.work.deal import dealt
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks
 
-__all__ = ["Segments", "cuts_of", "segments_of", "tile_columns"]
+__all__ = ["Segments", "cuts_of", "item_times", "segments_of", "tile_columns"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,13 @@ def tile_columns(cost: CostModel, kind: np.ndarray) -> tuple[np.ndarray, np.ndar
     return block_n[kind].astype(np.int64), item_ns[kind], token_ns[kind]
 
 
+def item_times(
+    tokens: np.ndarray, block_n: np.ndarray, item_ns: np.ndarray, token_ns: np.ndarray
+) -> np.ndarray:
+    """float64: what items of so many tokens take, in ns. Tiles are walked whole."""
+    return item_ns + -(-tokens // block_n) * block_n * token_ns
+
+
 @dataclass(frozen=True, eq=False)
 class _Side:
     """Blocks that share programs: which, tokens of their walks, and their tiles' columns."""
@@ -92,7 +99,7 @@ class _Side:
 
     @property
     def time(self) -> np.ndarray:
-        return self.item_ns + self.length * self.token_ns
+        return item_times(self.length, self.block_n, self.item_ns, self.token_ns)
 
     @staticmethod
     def of(kind: np.ndarray, length: np.ndarray, block: np.ndarray, cost: CostModel) -> _Side:

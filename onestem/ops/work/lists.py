@@ -9,7 +9,7 @@ import numpy as np
 from onestem.errors import ConfigError
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
-from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
+from onestem.ops.work.cuts import Segments, cuts_of, item_times, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, shared_groups, units_of
@@ -259,8 +259,7 @@ def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.nda
 def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:
     """float64 `[num_items]`: what each item takes."""
     tokens = np.bincount(parts.item, parts.hi - parts.lo, len(kind))
-    _, item_ns, token_ns = tile_columns(cost, kind)
-    return item_ns + token_ns * tokens
+    return item_times(tokens, *tile_columns(cost, kind))
 
 
 def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -18,16 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
-from onestem.ops.triton.sm90.walk import (
-    ENTRY,
-    LOG2_E,
-    RECORD,
-    ROWS,
-    next_stage,
-    per_thread,
-    scores,
-    store_states,
-)
+from onestem.ops.triton.sm90.walk import ROWS, next_stage, per_thread, scores, store_states
+from onestem.ops.triton.words import ENTRY, LOG2_E, RECORD
 
 __all__ = ["attend_columns"]
 

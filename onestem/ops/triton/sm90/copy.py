@@ -9,14 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onestem.ops.triton.sm90.walk import (
-    ENTRY,
-    RECORD,
-    next_stage,
-    queue,
-    tile_start,
-    tiles_of,
-)
+from onestem.ops.triton.sm90.walk import next_stage, queue, tile_start, tiles_of
+from onestem.ops.triton.words import ENTRY, RECORD
 
 __all__ = ["box_tokens", "copy", "descriptors"]
 

@@ -18,9 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
 from onestem.ops.triton.sm90.walk import (
-    ENTRY,
-    LOG2_E,
-    RECORD,
     ROWS,
     entry_of,
     rows_ahead,
@@ -29,6 +26,7 @@ from onestem.ops.triton.sm90.walk import (
     tile_start,
     tiles_of,
 )
+from onestem.ops.triton.words import ENTRY, LOG2_E, RECORD
 
 __all__ = ["attend_rows"]
 

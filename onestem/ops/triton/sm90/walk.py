@@ -6,17 +6,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from onestem.ops.triton.words import ENTRY, HEADER, LN_2, LOG2_E, QUEUED, RECORD
+
 __all__ = [
-    "ENTRY", "HEADER", "LOG2_E", "RECORD", "ROWS", "entry_of", "next_stage", "per_thread", "queue",
-    "rows_ahead", "scores", "store_states", "tile_start", "tiles_of",
+    "ROWS", "entry_of", "next_stage", "per_thread", "queue", "rows_ahead", "scores", "store_states",
+    "tile_start", "tiles_of",
 ]  # fmt: skip
 
-HEADER: gl.constexpr = gl.constexpr(16)
-QUEUED: gl.constexpr = gl.constexpr(4)
-RECORD: gl.constexpr = gl.constexpr(16)
-ENTRY: gl.constexpr = gl.constexpr(8)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 
 
