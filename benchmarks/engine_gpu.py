@@ -34,7 +34,7 @@ from onestem.request import Request, SamplingParams
 
 HERE = Path(__file__).parent
 BATCH = 256  # sequences of the decode measurement
-OWN_TOKENS = 128  # ... and the mean of their own tokens
+OWN_TOKENS = 128  # ... and about how many tokens each has of its own
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def main() -> None:
         max_step_tokens=options.max_step_tokens,
     )
     result: dict[str, object] = {
-        "command": f"python -m benchmarks.engine_gpu --repeats {options.repeats}",
+        "command": f"python -m benchmarks.engine_gpu --parts {options.parts} "
+        f"--repeats {options.repeats}",
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
         "versions": {
@@ -226,23 +227,27 @@ def make_engine(decoder: Decoder, share: ShareMode, tokens: int) -> Engine:
     )
 
 
-def step_times(engine: Engine, prefix: int, batch: int, own: int, steps: int = 32) -> list[float]:
-    """Seconds of each step while `batch` sequences behind one prefix decode; the mean of their own
-    tokens is about `own`."""
+def step_times(
+    engine: Engine, prefix: int, batch: int, own: int, steps: int = 32
+) -> tuple[list[float], float]:
+    """Seconds of each step while `batch` sequences behind one prefix decode, and the mean of their
+    own tokens, which is about `own`."""
     rng = np.random.default_rng(prefix)
     head = rng.integers(0, 1000, prefix).tolist()
     params = SamplingParams(max_tokens=steps + 12, temperature=0, ignore_eos=True)
     for i in range(batch):
         ids = [*head, 1000 + i % 1000, *rng.integers(0, 1000, own - steps // 2 - 1).tolist()]
         engine.add_request(Request(request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=params))
-    times = []
+    times, seen = [], []
     while engine.has_unfinished():
         started = time.perf_counter()
         engine.step()
-        if engine._streaks.present is not None:
+        if (streak := engine._streaks.present) is not None:
             times.append(time.perf_counter() - started)
+            seen.append(float(streak._inputs.positions.mean()) + 1 - prefix)
     engine.cache.clear()
-    return times[4 : steps + 4]
+    timed = slice(4, steps + 4)
+    return times[timed], statistics.mean(seen[timed])
 
 
 def measure_decode(decoder: Decoder, rates: Rates) -> list[dict[str, float]]:
@@ -251,13 +256,13 @@ def measure_decode(decoder: Decoder, rates: Rates) -> list[dict[str, float]]:
     engines = {share: make_engine(decoder, share, 80_000) for share in ("full", "no-attention")}
     config = decoder.config
     pair_flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim
-    own_bytes = decoder.kv_bytes_per_token * BATCH * OWN_TOKENS
     found = []
     for prefix in (1024, 2048, 4096, 8192, 16384):
-        times = {
-            share: statistics.median(step_times(engine, prefix, BATCH, OWN_TOKENS))
-            for share, engine in engines.items()
-        }
+        times, own = {}, 0.0
+        for share, engine in engines.items():
+            seconds, own = step_times(engine, prefix, BATCH, OWN_TOKENS)
+            times[share] = statistics.median(seconds)
+        own_bytes = decoder.kv_bytes_per_token * BATCH * own
         allowed = 1.15 * (
             pair_flops * BATCH * prefix / (0.6 * rates.flops) + own_bytes / (0.85 * rates.bytes)
         )
@@ -265,6 +270,7 @@ def measure_decode(decoder: Decoder, rates: Rates) -> list[dict[str, float]]:
         found.append(
             {
                 "prefix": prefix,
+                "own_tokens": own,
                 "step_ms": 1e3 * times["full"],
                 "no_attention_step_ms": 1e3 * times["no-attention"],
                 "attention_ms": 1e3 * attention,

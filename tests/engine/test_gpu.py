@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from onestem.engine import graphs
+from onestem.ops.triton import Workspace
 from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -52,3 +54,26 @@ def test_a_batch_larger_than_any_graph(tiny) -> None:
     found = answer(engine_on("cuda", tiny("llama"), num_pages=2048), requests)
     differ = [n for n in want if want[n].outputs[0].token_ids != found[n].outputs[0].token_ids]
     assert not differ
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # without and with a window
+def test_work_lists_made_anew_in_a_streak(tiny, monkeypatch, family) -> None:
+    """Own runs take pages all the while; tokens are those of a list that is kept, and the CPU's."""
+    write, written = Workspace.write, []
+
+    def counted(*args, **named):
+        written.append(args)
+        return write(*args, **named)
+
+    monkeypatch.setattr(Workspace, "write", counted)
+    requests = requests_for(shared_prompts(), max_tokens=60)
+    want = answer(engine_on("cpu", tiny(family), impl="torch", page_size=4), requests)
+    lists = []
+    for steps in (1000, graphs.LIST_STEPS, 3):
+        monkeypatch.setattr(graphs, "LIST_STEPS", steps)
+        written.clear()
+        found = answer(engine_on("cuda", tiny(family), page_size=4), requests)
+        lists.append(len(written))
+        for name, output in want.items():
+            assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
+    assert lists[0] < lists[1] < lists[2] - 5

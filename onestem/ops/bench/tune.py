@@ -48,10 +48,10 @@ def _field(**fields: Any) -> Change:
 
 # Tried one after the other, each on the best of those before it.
 HOPPER: tuple[Change, ...] = (
-    *(_tile(3, item_ns=item, token_ns=token) for item, token in ((900, 10.0), (1500, 13.0))),
+    *(_tile(3, item_ns=item, token_ns=token) for item, token in ((1000, 9.0), (1800, 10.0))),
     *(_tile(2, item_ns=ns) for ns in (2900, 4400)),
-    *(_tile(1, item_ns=ns) for ns in (4000, 9000)),
-    *(_tile(1, token_ns=ns) for ns in (15.5, 18.0)),
+    *(_tile(1, item_ns=ns) for ns in (3000, 6000)),
+    *(_tile(1, token_ns=ns) for ns in (14.5, 17.0)),
     *(_field(merge_tokens=tokens) for tokens in (8, 32)),
     *(_field(cut_ns=ns) for ns in (3000, 12000)),
     *(_field(hopper_registers=count) for count in ((208, 88), (224, 56))),

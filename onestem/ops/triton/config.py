@@ -127,8 +127,8 @@ def default_config(dtype: torch.dtype, head_dim: int, hopper: bool = False) -> K
     block_n = 64 if head_dim <= 128 else 32
     if hopper:
         # Tokens as rows of a product are 64 at least.
-        few = (Tile(8, block_n, 1200, 11.5),) if block_n == 64 else ()
-        tiles = (*few, Tile(64, block_n, 3600, 14), Tile(128, block_n, 6000, 16.5))
+        few = (Tile(8, block_n, 1400, 9),) if block_n == 64 else ()
+        tiles = (*few, Tile(64, block_n, 3600, 14), Tile(128, block_n, 4000, 15.5))
         stages = {64: 10, 128: 6}.get(head_dim, 4)  # as many as shared memory holds, even
         return KernelConfig(tiles, (stages,) * len(tiles), hopper_registers=(216, 72))
     narrow, middle = Tile(16, block_n, 2500, 45), Tile(64, 32, 2500, 45)

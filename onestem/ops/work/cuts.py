@@ -65,12 +65,11 @@ def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> t
 
 
 def _read_again(wide: _Side, hands: np.ndarray, num_kv_heads: int, cost: CostModel) -> np.ndarray:
-    """float64 `[len(hands)]`: what the memory takes for walks that the cache does not hold. Blocks
-    of rows that walk the same keys at the same time read them once; laid end to end and cut for so
-    many hands, they begin at `hands / gcd` places."""
+    """float64 `[len(hands)]`: what the memory takes for walks of shared runs, which own runs push
+    out of the cache. Blocks of rows that walk the same keys at the same time read them once; laid
+    end to end and cut for so many hands, they begin at `hands / gcd` places."""
     walk = float(wide.length.max()) * num_kv_heads * cost.memory_ns
-    places = np.minimum(len(wide.block), hands // np.gcd(hands, len(wide.block)))
-    return walk * places * (walk > cost.cache_ns)
+    return walk * np.minimum(len(wide.block), hands // np.gcd(hands, len(wide.block)))
 
 
 def tile_columns(cost: CostModel, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ class Tile:
         block_m: rows times query heads of a KV head.
         block_n: tokens.
         item_ns: starting and ending an item, in ns.
-        token_ns: each token of its walk, in ns.
+        token_ns: each token of its walk, in ns, in whole tiles.
     """
 
     block_m: int
@@ -43,7 +43,6 @@ class CostModel:
         min_tokens: no item is cut shorter.
         cut_ns: what cutting must save.
         memory_ns: a token's keys and values of one KV head at the memory's full rate.
-        cache_ns: as much as the cache holds, at that rate.
     """
 
     tiles: tuple[Tile, ...]
@@ -53,7 +52,6 @@ class CostModel:
     min_tokens: int = 128
     cut_ns: float = 6000.0
     memory_ns: float = 0.17
-    cache_ns: float = 14_000.0
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
