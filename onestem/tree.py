@@ -137,6 +137,19 @@ class RadixTree(Generic[N]):
             node, at = self._descend(node, tokens[:end], at, label)
         return node, at
 
+    def reached(
+        self, tokens: np.ndarray, limit: int | None = None, stretches: Sequence[Stretch] = PLAIN
+    ) -> N:
+        """The deepest node that `match` would find whole; nothing is split."""
+        node, at = self.root, 0
+        for start, end, label in cut(stretches, len(tokens) if limit is None else limit):
+            while start <= at < end:
+                child = node.children.get((label, int(tokens[at])))
+                if child is None or common_length(child.tokens, tokens[at:end]) < len(child.tokens):
+                    return node
+                node, at = child, at + len(child.tokens)
+        return node
+
     def _descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
         while at < len(tokens):
             child = node.children.get((label, int(tokens[at])))

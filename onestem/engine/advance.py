@@ -1,23 +1,28 @@
 """The next step of the same decodes, made from the one before it in place.
 
 Only lengths change from one decode step to the next, and now and then a run takes a page: arrays
-are edited, and no sequence is visited (`docs/attention-plan.md`, "In place").
+are edited, and no sequence is visited (`docs/attention-plan.md`, "In place"). A sequence that ends
+leaves its row empty; one whose prompt has been computed takes an empty row of those that see the
+same, or a new one behind the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onestem.cache import PrefixCache
+from onestem.cache import PrefixCache, Run
 from onestem.engine.inputs import SLACK_PAGES, DecodeRows, StepInputs
-from onestem.ops import AttentionPlan
-from onestem.ops.plan import END, ROW, ROWS
+from onestem.engine.sequence import Sequence
+from onestem.ops import AttentionPlan, windowed
+from onestem.ops.plan import END, FIRST, ROW, ROWS, RUN
 
 __all__ = ["Advance", "Change"]
 
 LEN = 2  # column of `AttentionPlan.runs`
+CROWDED_WORDS = 1 << 15
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,25 +50,36 @@ class Advance:
         inputs: of a step of decodes alone; its arrays change with every `step`.
         cache: gives pages.
         scratch_slot: where rows that have ended write: nobody reads it.
+        share: False gives each sequence spans of its own, also over runs that several see.
 
     Attributes:
+        inputs: the step's; other objects once a row was added.
         live: bool `[num_rows]`, rows that have not ended.
         shared_read_tokens: of the next step, as in `StepInputs`.
     """
 
-    def __init__(self, inputs: StepInputs, cache: PrefixCache, scratch_slot: int) -> None:
+    def __init__(
+        self, inputs: StepInputs, cache: PrefixCache, scratch_slot: int, *, share: bool = True
+    ) -> None:
         assert inputs.decodes is not None
         self.inputs = inputs
         self.rows: DecodeRows = inputs.decodes
         self.live = np.ones(len(self.rows.sequences), bool)
         self._cache = cache
         self._scratch = scratch_slot
-        self._plan: AttentionPlan = next(iter(inputs.plans.values()))  # its arrays are all plans'
+        self._share = share
+        # Its arrays are those of all the step's plans.
+        self._plan = replace(next(iter(inputs.plans.values())), window=None)
+        self._num_words = len(self._plan.run_pages)
         runs = self._plan.runs[self.rows.run_index]
         self._page_start = runs[:, 0].astype(np.int64)
         self._place = runs[:, 1].astype(np.int64) + runs[:, LEN] - 1  # of the row's own token
-        held = [len(run.pages) + SLACK_PAGES for run in self.rows.runs]
-        self._room = np.array(held, np.int64) * cache.pool.page_size
+        # A place less this is the index in its sequence: it holds also when the run is split.
+        starts = np.array([run.start for run in self.rows.runs], np.int64)
+        self._first_place = runs[:, 1].astype(np.int64) - starts
+        self._held = np.array([len(r.pages) + SLACK_PAGES for r in self.rows.runs], np.int64)
+        # What a row sees above its own run; None: not that alone.
+        self._parents = list(map(_parent, self.rows.sequences, self.rows.runs))
         self._structure = True
         self.shared_read_tokens = inputs.shared_read_tokens
 
@@ -84,12 +100,23 @@ class Advance:
         readers = before[spans[:, ROW] + spans[:, ROWS]] - before[spans[:, ROW]]
         return int((np.maximum(readers - 1, 0) * spans[:, END]).sum())
 
+    def note_structure(self) -> None:
+        """Another plan comes before the next step's."""
+        self._structure = True
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what those who left had of the lists of pages should be put away."""
+        return len(self._plan.run_pages) > self._num_words + CROWDED_WORDS
+
+    # ----------------------------------------------------------------------------- a step
+
     def step(self) -> Change | None:
         """One token further in every live row. None: KV memory, or the room for page ids, is
         short; nothing of this step may be computed then."""
         live = self.live
         self._place += live
-        if bool((self._place >= self._room).any()):
+        if bool((self._place >= self._held * self._cache.pool.page_size).any()):
             return None
         pages = self._take_pages(live)
         if pages is None:
@@ -111,9 +138,187 @@ class Advance:
         pages = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows.tolist()):
             run = self.rows.runs[row]
-            if not self._cache.reserve(run, int(self._place[row]) - run.offset + 1):
+            tokens = int(self._place[row] - self._first_place[row]) - run.start + 1
+            if not self._cache.reserve(run, tokens):
                 return None
-            pages[i] = run.pages[int(index[i])]
+            pages[i] = run.pages[(run.offset + tokens - 1) // size]
         self._plan.run_pages[self._page_start[rows] + index] = pages
         self.inputs.slots[rows] = pages * size
         return self.rows.run_index[rows], index, pages
+
+    # ----------------------------------------------------------------------------- newcomers
+
+    def seat(self, sequences: Seq[Sequence], empty: np.ndarray) -> list[int]:
+        """Rows for sequences whose prompts were in the step before: as if that had been their
+        decode. `empty` bool `[num_rows]`: rows that may be taken."""
+        self._structure = True
+        num_before = len(self.live)
+        rows = self._choose(sequences, empty)
+        self._grow(max([*rows, num_before - 1]) + 1 - num_before)
+        self._give_pages(rows, sequences)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self._begin(row, sequence)
+        for row in sorted(row for row in rows if row >= num_before):
+            self._see_above(row)
+        self.shared_read_tokens = self._count_shared()
+        return rows
+
+    def _choose(self, sequences: Seq[Sequence], empty: np.ndarray) -> list[int]:
+        """An empty row of those that see the same above their own runs, or a new one; those that
+        see the same are neighbours."""
+        free: dict[Run, list[int]] = {}
+        for row in np.flatnonzero(empty).tolist():
+            parent = self._parents[row]
+            if parent is not None:
+                free.setdefault(parent, []).append(row)
+        rows, new = [0] * len(sequences), []
+        for i, sequence in enumerate(sequences):
+            found = free.get(_own_run(sequence).parent, [])  # type: ignore[arg-type]
+            if found:
+                rows[i] = found.pop()
+            else:
+                new.append(i)
+        last = self._parents[-1] if self._parents else None
+
+        def place(i: int) -> tuple[bool, int]:
+            parent = _own_run(sequences[i]).parent
+            assert parent is not None
+            return parent is not last, parent.uid
+
+        for row, i in enumerate(sorted(new, key=place), len(self.live)):
+            rows[i] = row
+        return rows
+
+    def _grow(self, count: int) -> None:
+        """New rows, each with a run and a span over it."""
+        if not count:
+            return
+        plan, rows, inputs = self._plan, self.rows, self.inputs
+        run_index = np.arange(plan.num_runs, plan.num_runs + count)
+        span_index = np.arange(plan.num_spans, plan.num_spans + count)
+        self.rows = replace(
+            rows,
+            run_index=np.concatenate((rows.run_index, run_index)),
+            span_index=np.concatenate((rows.span_index, span_index)),
+        )
+        self._set_plan(
+            replace(
+                plan,
+                runs=_longer(plan.runs, count),
+                spans=_longer(plan.spans, count),
+                row_position=_longer(plan.row_position, count),
+            )
+        )
+        self.inputs = replace(
+            self.inputs,
+            token_ids=_longer(inputs.token_ids, count),
+            positions=_longer(inputs.positions, count),
+            slots=_longer(inputs.slots, count),
+            logit_rows=np.arange(len(inputs.slots) + count),
+        )
+        self.live = _longer(self.live, count)
+        self._page_start = _longer(self._page_start, count)
+        self._place = _longer(self._place, count)
+        self._first_place = _longer(self._first_place, count)
+        self._held = _longer(self._held, count)
+        self._parents.extend([None] * count)
+        rows.sequences.extend(rows.sequences[:1] * count)  # until they have their own
+        rows.runs.extend(rows.runs[:1] * count)
+
+    def _set_plan(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+        plans = {window: windowed(plan, window) for window in self.inputs.plans}
+        self.inputs = replace(self.inputs, plans=plans, decodes=self.rows)
+
+    def _give_pages(self, rows: list[int], sequences: Seq[Sequence]) -> None:
+        """Room in the lists of page ids: what the row had, if that is enough."""
+        parts = [self._plan.run_pages]
+        at = len(parts[0])
+        for row, sequence in zip(rows, sequences, strict=True):
+            ids = _own_run(sequence).page_ids()
+            if self._held[row] < len(ids) + SLACK_PAGES:
+                self._page_start[row], self._held[row] = at, len(ids) + SLACK_PAGES
+                parts.append(np.zeros(self._held[row], np.int32))
+                at += int(self._held[row])
+        if len(parts) > 1:
+            self._set_plan(replace(self._plan, run_pages=np.concatenate(parts)))
+
+    def _begin(self, row: int, sequence: Sequence) -> None:
+        """The row as it was when the last token of the prompt was computed."""
+        run, plan, size = _own_run(sequence), self._plan, self._cache.pool.page_size
+        ids = run.page_ids()
+        index, start = int(self.rows.run_index[row]), int(self._page_start[row])
+        place = run.offset + run.computed - 1
+        plan.run_pages[start : start + len(ids)] = ids
+        plan.runs[index] = (start, run.offset, run.computed, run.position)
+        plan.spans[self.rows.span_index[row]] = (row, 1, index, 0, run.computed, 0)
+        plan.row_position[row] = self.inputs.positions[row] = run.position + run.computed - 1
+        self.inputs.slots[row] = ids[place // size] * size + place % size
+        self._place[row], self._first_place[row] = place, run.offset - run.start
+        self._parents[row] = _parent(sequence, run)
+        self.live[row] = True
+        self.rows.sequences[row], self.rows.runs[row] = sequence, run
+
+    def _see_above(self, row: int) -> None:
+        """Spans of a new row over what is above its own run: those of the row before it go on,
+        those of another that sees the same are repeated, or there is nobody yet who does."""
+        parent = self._parents[row]
+        assert parent is not None
+        like = [other for other in range(row - 1, -1, -1) if self._parents[other] is parent]
+        if not like:
+            self._add_above(row, parent)
+            return
+        above = self._above(like[0])
+        if self._share and like[0] == row - 1:
+            self._plan.spans[above, ROWS] += 1
+            return
+        spans = self._plan.spans[above]
+        spans[:, ROW], spans[:, ROWS] = row, 1
+        self._add_spans(spans)
+
+    def _above(self, row: int) -> np.ndarray:
+        """Indices of the spans over what a row sees above its own run."""
+        spans = self._plan.spans
+        seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
+        seen[self.rows.span_index[row]] = False
+        return np.flatnonzero(seen)
+
+    def _add_above(self, row: int, parent: Run) -> None:
+        plan, path = self._plan, parent.path()
+        if not path:
+            return
+        parts = [plan.run_pages, *(run.page_ids() for run in path)]
+        starts = np.cumsum([len(part) for part in parts])
+        runs = [
+            (start, run.offset, len(run.tokens), run.position)
+            for start, run in zip(starts, path, strict=False)
+        ]
+        spans = np.zeros((len(path), plan.spans.shape[1]), np.int32)
+        spans[:, ROW], spans[:, ROWS], spans[:, FIRST] = row, 1, 0
+        spans[:, RUN] = np.arange(plan.num_runs, plan.num_runs + len(path))
+        spans[:, END] = [len(run.tokens) for run in path]
+        self._set_plan(
+            replace(
+                plan,
+                run_pages=np.concatenate(parts),
+                runs=np.concatenate((plan.runs, np.array(runs, np.int32))),
+            )
+        )
+        self._add_spans(spans)
+
+    def _add_spans(self, spans: np.ndarray) -> None:
+        self._set_plan(replace(self._plan, spans=np.concatenate((self._plan.spans, spans))))
+
+
+def _own_run(sequence: Sequence) -> Run:
+    assert sequence.run is not None
+    return sequence.run
+
+
+def _parent(sequence: Sequence, run: Run) -> Run | None:
+    return None if sequence.modules is not None else run.parent
+
+
+def _longer(values: np.ndarray, count: int) -> np.ndarray:
+    """With so many zeros behind."""
+    return np.concatenate((values, np.zeros((count, *values.shape[1:]), values.dtype)))

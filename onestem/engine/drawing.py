@@ -47,13 +47,27 @@ class Pending:
         return ids, unsure != 0
 
 
+_ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("sequence_index", np.int64),
+        ("token_index", np.int64),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+    ]
+)
+
+
 class Drawing:
-    """Samples the same rows at step after step, without waiting for the device.
+    """Samples rows at step after step, without waiting for the device.
 
     Args:
         rows: as they are before the first step; only their `token_index` grows.
         settings: theirs.
         device: where the logits will be.
+        vocab_size: columns of the logits.
     """
 
     def __init__(
@@ -63,30 +77,72 @@ class Drawing:
         device: torch.device,
         vocab_size: int,
     ) -> None:
-        drawn = [index for index, setting in enumerate(settings) if setting.temperature > 0.0]
-        self._rows = [rows[index] for index in drawn]
-        self._settings = [settings[index] for index in drawn]
-        self._drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
-        self._seeds = np.array([row.seed & _MASK_64 for row in self._rows], np.uint64)
-        self._indices = np.array([row.sequence_index for row in self._rows], np.int64)
-        self._next = np.array([row.token_index for row in self._rows], np.int64)
-        if drawn:
-            self._draw = Draw.of(self._rows, self._settings, device)
-            self._weighed = (self._draw.top_k >= vocab_size).nonzero().flatten()
+        self._device, self._vocab_size = device, vocab_size
+        self._rows = np.zeros(0, _ROW)
+        self._drawn = np.zeros(0, np.int64)
+        self._num_uploaded = -1
+        self.put(range(len(rows)), rows, settings)
+
+    def put(
+        self,
+        places: Sequence[int],
+        rows: Sequence[SamplingRow],
+        settings: Sequence[SamplingSettings],
+    ) -> None:
+        """Rows of the logits that are sampled like these from now on."""
+        missing = max(places, default=-1) + 1 - len(self._rows)
+        if missing > 0:
+            self._rows = np.concatenate((self._rows, np.zeros(missing, _ROW)))
+        for place, row, setting in zip(places, rows, settings, strict=True):
+            self._rows[place] = (
+                row.seed & _MASK_64,
+                row.sequence_index,
+                row.token_index,
+                setting.temperature,
+                setting.top_k,
+                setting.top_p,
+                setting.min_p,
+            )
+        self._num_uploaded = -1
 
     def start(self, logits: Tensor) -> Pending:
         """Sample the next token of each row of `logits` float32 `[n, vocab]`."""
+        if self._num_uploaded != len(logits):
+            self._upload(len(logits))
         highest, ids = logits.max(dim=-1)
         unsure = ~torch.isfinite(highest)
-        if self._rows:
-            numbers = torch.from_numpy(uniform(self._seeds, self._indices, self._next))
-            self._next += 1
-            if logits.is_cuda:
-                numbers = numbers.pin_memory()  # from pageable memory a copy waits for the device
-            draw = replace(self._draw, uniform=numbers.to(logits.device, non_blocking=True))
-            drawn, resolved = draw_at_once(
-                logits[self._drawn], highest[self._drawn], draw, self._weighed
-            )
-            ids[self._drawn] = drawn
-            unsure[self._drawn] |= ~resolved
+        if len(self._drawn):
+            rows = self._rows[self._drawn]
+            numbers = uniform(rows["seed"], rows["sequence_index"], rows["token_index"])
+            draw = replace(self._draw, uniform=self._to_device(numbers))
+            at = self._drawn_there
+            drawn, resolved = draw_at_once(logits[at], highest[at], draw, self._weighed)
+            ids[at] = drawn
+            unsure[at] |= ~resolved
+        self._rows["token_index"][: len(logits)] += 1
         return Pending(ids, unsure)
+
+    def _upload(self, count: int) -> None:
+        """What the draw needs of the first rows."""
+        self._num_uploaded = count
+        self._drawn = np.flatnonzero(self._rows["temperature"][:count] > 0)
+        if not len(self._drawn):
+            return
+        rows = self._rows[self._drawn]
+        self._drawn_there = self._to_device(self._drawn)
+        self._weighed = self._to_device(np.flatnonzero(rows["top_k"] >= self._vocab_size))
+        floats = np.stack([rows[name] for name in ("temperature", "top_p", "min_p")])
+        temperature, top_p, min_p = self._to_device(floats)
+        self._draw = Draw(
+            temperature=temperature,
+            top_k=self._to_device(np.ascontiguousarray(rows["top_k"])),
+            top_p=top_p,
+            min_p=min_p,
+            uniform=temperature,  # each step has its own
+        )
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()  # from pageable memory a copy waits for the device
+        return tensor.to(self._device, non_blocking=True)

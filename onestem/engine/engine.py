@@ -151,6 +151,7 @@ class Engine:
             self.stats,
             device=decoder.device,
             eos_token_ids=defaults.eos_token_ids,
+            share=share != "storage",
         )
         self._states: dict[str, RequestState] = {}
         self._runs_a_job = False
@@ -285,7 +286,6 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""
-        self._streaks.close()
         waiting = self._fifo.remove(request_id)
         if waiting is not None:
             self._opening.arrivals.pop(request_id, None)
@@ -295,7 +295,7 @@ class Engine:
             return None
         for sequence in list(state.sequences):
             if sequence.finish_reason is None:
-                self._results.finish(sequence, "abort")
+                self._streaks.abort(sequence)
         self._results.touched.pop(state, None)
         return request_output(state)
 
@@ -388,16 +388,25 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; outputs of requests that finished in it or that stream."""
+        outputs, going_on = self.step_news()
+        return outputs + [request_output(state) for state in going_on]
+
+    def step_news(self) -> tuple[list[RequestOutput], list[RequestState]]:
+        """`step` for who hands tokens on as they come: outputs of requests that finished, and the
+        states of those that stream, have news and go on."""
         if not self._streaks.step():
             self._scheduled_step()
         touched, self._results.touched = self._results.touched, {}
-        refused, self._refused = self._refused, []
-        return refused + [
-            request_output(state)
-            for state in touched
-            if (state.finished or state.request.stream)
-            and not state.request.request_id.startswith(PREFIX)
-        ]
+        outputs, self._refused = self._refused, []
+        going_on = []
+        for state in touched:
+            if state.request.request_id.startswith(PREFIX):
+                continue
+            if state.finished:
+                outputs.append(request_output(state))
+            elif state.request.stream:
+                going_on.append(state)
+        return outputs, going_on
 
     def _scheduled_step(self) -> None:
         started = time.perf_counter()
@@ -407,7 +416,9 @@ class Engine:
                 chunks = self.scheduler.schedule()
                 if not chunks:
                     return
-                self._note_scheduled(chunks)
+                pool = self.cache.pool
+                self.stats.note_held(pool.num_held * pool.page_size)
+                self._results.note_scheduled(chunks)
                 inputs, prepared = self._build(chunks)
             built = time.perf_counter()
             logits = self._runner.run(inputs, prepared)
@@ -427,8 +438,7 @@ class Engine:
         if self.tiers is not None and inputs.wanted:  # else a GPU was not waited for
             self.tiers.note_step(sum(c.num_prompt_rows for c in chunks), ended - started)
         self._count(built - started, computed - built, ended - computed)
-        if inputs.decodes is not None:
-            self._streaks.begin(inputs)
+        self._streaks.begin()
 
     def _build(self, chunks: list[Chunk]) -> tuple[StepInputs, Any]:
         inputs = build_inputs(
@@ -439,13 +449,6 @@ class Engine:
             share=self.share != "storage",
         )
         return inputs, self._runner.prepare(inputs)
-
-    def _note_scheduled(self, chunks: list[Chunk]) -> None:
-        now, pool = time.monotonic(), self.cache.pool
-        self.stats.note_held(pool.num_held * pool.page_size)
-        for chunk in chunks:
-            metrics = chunk.sequence.state.metrics
-            metrics.first_scheduled_time = metrics.first_scheduled_time or now
 
     def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""
@@ -472,10 +475,7 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor) -> None:
         """Take the step's results."""
-        for chunk in chunks:
-            rows = chunk.num_prompt_rows
-            chunk.sequence.state.metrics.num_computed_tokens += rows
-            self.stats.processed_prompt_tokens += rows
+        self._results.note_computed(chunks)
         self.stats.shared_read_tokens += inputs.shared_read_tokens
         self._results.score(inputs.wanted, logits)
         self._results.sample(inputs.wanted, logits)

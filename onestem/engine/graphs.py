@@ -32,10 +32,6 @@ BATCH_SIZES = (
     320, 384, 448, 512, 640, 768, 896, 1024,
 )  # fmt: skip
 
-# Rows of a step with prompts that is a graph: a larger one takes the GPU longer than its launches
-# take the host, and would compute more rows that stand for nobody.
-MAX_PROMPT_ROWS = 512
-
 MAX_STATES = 4096
 
 # Steps after which a streak's work list is made anew: who takes what was settled for the lengths of
@@ -131,7 +127,7 @@ class GraphRunner(Runner):
     def prepare(self, inputs: StepInputs) -> Prepared | int:
         """What `run` takes: for a step of few rows the batch size of its graph."""
         rows = len(inputs.positions)
-        if rows > (MAX_PROMPT_ROWS if inputs.decodes is None else BATCH_SIZES[-1]):
+        if rows > BATCH_SIZES[-1]:
             return super().prepare(inputs)
         size = int(self._sizes[np.searchsorted(self._sizes, rows)])
         self._list_age = 0
@@ -158,10 +154,7 @@ class GraphRunner(Runner):
     def run(self, inputs: StepInputs, prepared: Prepared | int) -> Tensor:
         if not isinstance(prepared, int):
             return super().run(inputs, prepared)
-        logits = self.decode(inputs, prepared, None)
-        if len(inputs.logit_rows) < len(logits):
-            logits = logits[self._on_device(inputs.logit_rows)]
-        return logits
+        return self.decode(inputs, prepared, None)
 
     def decode(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Tensor:
         if not isinstance(prepared, int):
@@ -169,12 +162,14 @@ class GraphRunner(Runner):
         rows = len(inputs.positions)
         self._stage(inputs, rows, prepared)
         if ids is not None:
-            self._inputs[0, :rows].copy_(ids)
+            self._inputs[0, : len(ids)].copy_(ids)
         if self.share != "no-attention":
             for workspace in self._workspaces.values():
                 workspace.upload()
         graph = self._graph(prepared)
         graph.graph.replay()
+        if len(inputs.logit_rows) < rows:
+            return graph.logits[self.on_device(inputs.logit_rows)]
         return graph.logits[:rows]
 
     def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:

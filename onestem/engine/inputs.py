@@ -18,7 +18,7 @@ from onestem.engine.scheduler import Chunk
 from onestem.engine.sequence import Sequence
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 
-__all__ = ["DecodeRows", "LogitRow", "StepInputs", "build_inputs"]
+__all__ = ["DecodeRows", "LogitRow", "StepInputs", "build_inputs", "decodes_behind", "join_prompts"]
 
 # Page ids that a decode's own run may take before its plan must be laid out anew.
 SLACK_PAGES = 8
@@ -58,7 +58,8 @@ class StepInputs:
     Attributes:
         token_ids, positions, slots: int64 `[num_rows]`; `slots` is where each row's K and V go.
         plans: attention plan by window (None: unlimited).
-        logit_rows: int64 `[num_logits]`, rows whose logits are wanted, and what for.
+        logit_rows: int64 `[num_logits]`, rows whose logits are wanted.
+        wanted: what for; those of prompts that joined decodes alone.
         decodes: set where every row is a decode.
         shared_read_tokens: keys that sequences see and need not read, since one read of a run
             serves several of them.
@@ -110,6 +111,39 @@ def build_inputs(
     return layout.inputs(windows)
 
 
+def decodes_behind(
+    sequences: list[Sequence],
+    *,
+    page_size: int,
+    windows: Seq[int | None],
+    version: int,
+    share: bool = True,
+) -> StepInputs:
+    """The step that is behind sequences whose last token has no keys and values yet, as if it had
+    been one of decodes alone."""
+    layout = _Layout(page_size, share)
+    placed = [([run.uid for run in path], i, path) for i, path in _paths(sequences, version)]
+    rows = [(sequences[i], path) for _, i, path in sorted(placed)]
+    layout.add_decodes(rows, behind=1)
+    return layout.inputs(windows)
+
+
+def _paths(sequences: list[Sequence], version: int) -> list[tuple[int, list[Run]]]:
+    return [(i, sequence.path(version)) for i, sequence in enumerate(sequences)]
+
+
+def join_prompts(
+    decodes: StepInputs, chunks: list[Chunk], *, page_size: int, version: int, share: bool = True
+) -> StepInputs:
+    """A step of decodes with chunks of prompts behind their rows. Of the logits, the decodes' come
+    first, a row each; `wanted` are those behind them."""
+    layout = _Layout(page_size, share, behind=decodes)
+    placed = [(chunk.sequence.path(version), chunk) for chunk in chunks]
+    for path, chunk in sorted(placed, key=lambda one: [run.uid for run in one[0]]):
+        layout.add_chunk(chunk, path)
+    return layout.inputs(tuple(decodes.plans))
+
+
 _Placed = tuple[list[int], Chunk, list[Run]]
 
 
@@ -140,28 +174,32 @@ class _OpenSpan:
 
 
 class _Layout:
-    def __init__(self, page_size: int, share: bool) -> None:
+    """Rows of a step; `behind`: those that stand before them, decodes."""
+
+    def __init__(self, page_size: int, share: bool, behind: StepInputs | None = None) -> None:
         self.share = share
         self.page_size = page_size
-        self.builder = PlanBuilder(page_size)
-        self.ids: list[np.ndarray] = []
-        self.positions: list[np.ndarray] = []
-        self.slots: list[np.ndarray] = []
-        self.logit_rows: list[int] = []
+        plan = next(iter(behind.plans.values())) if behind is not None else None
+        self.builder = PlanBuilder(page_size, plan)
+        self.ids: list[np.ndarray] = [behind.token_ids] if behind is not None else []
+        self.positions: list[np.ndarray] = [behind.positions] if behind is not None else []
+        self.slots: list[np.ndarray] = [behind.slots] if behind is not None else []
+        self.num_rows = plan.num_rows if plan is not None else 0
+        self.logit_rows: list[int] = list(range(self.num_rows))
         self.wanted: list[LogitRow] = []
-        self.num_rows = 0
         self._runs: dict[Run, int] = {}
         self._open: dict[int, _OpenSpan] = {}  # by run
-        self._shared_read_tokens = 0
+        self._shared_read_tokens = behind.shared_read_tokens if behind is not None else 0
         self._decode_rows: DecodeRows | None = None
         self._path: list[Run] = []  # of the decode before
         self._first_rows: list[int] = []  # where the rows of each of its shared runs begin
 
     # ----------------------------------------------------------------------------- decodes
 
-    def add_decodes(self, rows: list[tuple[Sequence, list[Run]]]) -> None:
+    def add_decodes(self, rows: list[tuple[Sequence, list[Run]]], *, behind: int = 0) -> None:
         """A row each, before all others: it sees its ancestors whole, and its own run, the last of
-        its path, up to itself. Most of many a step, so what can be is done for all at once."""
+        its path, up to itself; so many tokens are `behind` it. Most of many a step, so what can be
+        is done for all at once."""
         sequences, runs = [one for one, _ in rows], [path[-1] for _, path in rows]
         computed = [run.computed for run in runs]
         first_run = self.builder.add_runs(
@@ -171,7 +209,7 @@ class _Layout:
         )
         first_span = self.builder.add_row_spans(first_run, computed)
         self._runs = {run: first_run + i for i, run in enumerate(runs)}
-        last = [len(sequence.tokens) - 1 for sequence in sequences]
+        last = [len(sequence.tokens) - 1 - behind for sequence in sequences]
         self.ids.append(np.array([sequence.tokens[-1] for sequence in sequences], np.int64))
         shifts = [run.label.shift for run in runs]
         self.positions.append(np.array(last, np.int64) + np.array(shifts, np.int64))

@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from onestem.cache import Run
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.inputs import LogitRow
 from onestem.engine.logprobs import logprobs_of
 from onestem.engine.sampler import MaskedRowError, NonFiniteLogitsError, Sampler
 from onestem.engine.sampling_row import SamplingRow
-from onestem.engine.scheduler import Scheduler
+from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.stats import EngineStats
 from onestem.engine.tokenizer import Tokenizer
@@ -59,6 +60,20 @@ class Results:
         self._stats = stats
         self._new_sequence = new_sequence
         self._on_finished = on_finished
+
+    def note_scheduled(self, chunks: list[Chunk]) -> None:
+        """Chunks are rows of a step."""
+        now = time.monotonic()
+        for chunk in chunks:
+            metrics = chunk.sequence.state.metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or now
+
+    def note_computed(self, chunks: list[Chunk]) -> None:
+        """The step of the chunks was computed."""
+        for chunk in chunks:
+            rows = chunk.num_prompt_rows
+            chunk.sequence.state.metrics.num_computed_tokens += rows
+            self._stats.processed_prompt_tokens += rows
 
     def append_many(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Tokens of a streak, seen by nobody so far."""
@@ -220,24 +235,45 @@ class Results:
         if reason is not None:
             self.finish(sequence, reason)
 
+    def take(self, sequence: Sequence, run: Run, token: int) -> bool:
+        """`accept` of a token in a streak, which knows that the sequence's run goes on, and sees
+        for itself which ids and lengths end it. Whether it has ended here."""
+        state = sequence.state
+        self.touched[state] = None
+        sequence.tokens.append(token)
+        run.tokens.append(token)
+        run.computed += 1
+        state.metrics.num_output_tokens += 1
+        self._stats.output_tokens += 1
+        if sequence.detokenizer is None and not state.request.params.stop_token_ids:
+            return False
+        if not self._is_stopped(sequence, token, may_stop=True):
+            return False
+        self.finish(sequence, "stop")
+        return True
+
     def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.state.request.params
-        num_output = sequence.num_output
-        may_stop = num_output >= params.min_tokens
+        may_stop = sequence.num_output >= params.min_tokens
         if may_stop and not params.ignore_eos and token in self._eos:
             return "stop"
-        if may_stop and token in params.stop_token_ids:
-            sequence.stop_reason = token
+        if self._is_stopped(sequence, token, may_stop=may_stop):
             return "stop"
-        detokenizer = sequence.detokenizer
-        if detokenizer is not None:
-            sequence.text += detokenizer.append(token, check_stop=may_stop)
-            if detokenizer.stop_reason is not None:
-                sequence.stop_reason = detokenizer.stop_reason
-                return "stop"
         if sequence.grammar is not None and sequence.grammar.is_finished:
             return "stop"
         return "length" if self.num_left(sequence) <= 0 else None
+
+    def _is_stopped(self, sequence: Sequence, token: int, *, may_stop: bool) -> bool:
+        """By a stop id of its own, or by a text; else the token's text is added."""
+        if may_stop and token in sequence.state.request.params.stop_token_ids:
+            sequence.stop_reason = token
+            return True
+        detokenizer = sequence.detokenizer
+        if detokenizer is None:
+            return False
+        sequence.text += detokenizer.append(token, check_stop=may_stop)
+        sequence.stop_reason = detokenizer.stop_reason
+        return detokenizer.stop_reason is not None
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence: its text is completed, its runs are let go."""

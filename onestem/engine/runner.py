@@ -72,27 +72,34 @@ class Runner:
 
     def run(self, inputs: StepInputs, prepared: Any) -> Tensor:
         """Logits float32 `[num_logits, vocab_size]` of the rows that want them."""
-        return self._forward(inputs, prepared, self._on_device(inputs.token_ids))
+        return self._forward(inputs, prepared, self.on_device(inputs.token_ids))
 
     def decode(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Tensor:
-        """Logits float32 `[num_rows, vocab_size]` of a step of decodes. `ids` int64 `[num_rows]`
-        are its tokens where they are on the device already, instead of `inputs.token_ids`."""
-        return self._forward(
-            inputs, prepared, self._on_device(inputs.token_ids) if ids is None else ids
-        )
+        """`run` of a step that begins with decodes, whose logits are all wanted. `ids` int64
+        `[num_decodes]` are their tokens where they are on the device already, instead of
+        `inputs.token_ids`."""
+        if ids is None:
+            return self.run(inputs, prepared)
+        if len(ids) < len(inputs.token_ids):
+            ids = torch.cat((ids, self.on_device(inputs.token_ids[len(ids) :])))
+        return self._forward(inputs, prepared, ids)
 
-    def _on_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.decoder.device)
+    def on_device(self, values: np.ndarray) -> Tensor:
+        """A copy, for which a GPU is not waited for."""
+        tensor = torch.from_numpy(values)
+        if self.decoder.device.type == "cuda":
+            tensor = tensor.pin_memory()  # from pageable memory a copy waits for the device
+        return tensor.to(self.decoder.device, non_blocking=True)
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Tensor:
         hidden = self.decoder.forward(
             ids,
-            self._on_device(inputs.positions),
-            self._attend(prepared, self._on_device(inputs.slots)),
+            self.on_device(inputs.positions),
+            self._attend(prepared, self.on_device(inputs.slots)),
         )
         if len(inputs.logit_rows) < len(hidden):
-            hidden = hidden[self._on_device(inputs.logit_rows)]
+            hidden = hidden[self.on_device(inputs.logit_rows)]
         return self.decoder.logits(hidden)
 
     def _attend(self, prepared: Prepared, slots: Tensor) -> Attend:

@@ -161,15 +161,24 @@ class Sampler:
 
     def drawing(self, rows: Sequence[SamplingRow], device: torch.device) -> Drawing | None:
         """How rows sample at step after step without the host between; None if what one of them
-        may sample depends on its last token (penalties, grammars), is biased, or needs more of the
-        order than is looked at (a top-k between the two)."""
-        settings = [self._settings_of(row.params) for row in rows]
-        drawn = [s.top_k for s in settings if s.temperature > 0]
-        if any(needs_much_of_the_order(top_k, self.vocab_size) for top_k in drawn):
+        may sample depends on its last token (a grammar, `min_tokens`, or see `draws`)."""
+        if not all(self.draws(row.params) for row in rows):
             return None
+        settings = [self._settings_of(row.params) for row in rows]
         if any(is_changed(row, setting) for row, setting in zip(rows, settings, strict=True)):
             return None
         return Drawing(rows, settings, device, self.vocab_size)
+
+    def draws(self, params: SamplingParams) -> bool:
+        """Whether a `Drawing` may have rows of such parameters: no penalties, no bias, and no need
+        of more of the order than is looked at (a top-k between the two)."""
+        setting = self._settings_of(params)
+        much = needs_much_of_the_order(setting.top_k, self.vocab_size)
+        return not setting.changes_logits and not (much and setting.temperature > 0)
+
+    def join(self, drawing: Drawing, places: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+        """Have a drawing sample further rows, of which `drawing` would accept each."""
+        drawing.put(places, rows, [self._settings_of(row.params) for row in rows])
 
     def _sample_processed(
         self,

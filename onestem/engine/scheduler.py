@@ -20,6 +20,10 @@ from onestem.request import Request
 
 __all__ = ["Chunk", "Scheduler"]
 
+# Steps of a streak after which it is counted anew what those who run will still ask for; it grows
+# less with time, but for newcomers, who are counted as they come.
+PROMISED_STEPS = 16
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -102,6 +106,7 @@ class Scheduler:
         self.step = 0
         self.num_set_backs = 0
         self.num_paused = 0  # jobs' sequences that the present step leaves out
+        self.is_short = False  # memory, for who waits first
         self.on_admitted: Callable[[Sequence], None] | None = None
         self.on_unfit: Callable[[Sequence, str], None] | None = None
         self.let_pins_go: Callable[[], bool] | None = None
@@ -113,6 +118,7 @@ class Scheduler:
         self._chunks: list[Chunk] = []
         self.tiers: ModuleTiers | None = None  # where modules' keys and values may be kept as well
         self._promised = 0  # pages that those who run will still ask for
+        self._promised_at = -PROMISED_STEPS
 
     @property
     def version(self) -> int:
@@ -126,6 +132,7 @@ class Scheduler:
         that back if the step is not computed."""
         self.step += 1
         self._chunks = []
+        self.is_short = False
         for sequence in self.running:
             if sequence.modules is not None:
                 sequence.modules.release_placeholders()
@@ -220,11 +227,58 @@ class Scheduler:
             budget = self._fill_with_new(budget, jobs=jobs)
         return budget
 
+    def join(
+        self, prompts: list[Sequence], may_join: Callable[[Sequence | Request], bool]
+    ) -> tuple[list[Chunk], list[Sequence]]:
+        """Rows of prompts for a step whose decodes a streak makes: of those that are being computed
+        and of newcomers, as long as the next one may join. No job runs.
+
+        Returns:
+            the chunks, and those of the sequences whose prompts go on behind them. `undo` and
+            `note_step` are for this step.
+        """
+        self.step += 1
+        self._chunks = []
+        for sequence in self.running:  # whom nobody sets back to make room for newcomers
+            sequence.scheduled_step = self.step
+        budget, joined = self.budget.rows, list(prompts)
+        for sequence in prompts:
+            sequence.scheduled_step = -1
+            budget -= self._extend_prompt(sequence, budget) if budget > 0 else 0
+        if self.is_short or self.step >= self._promised_at + PROMISED_STEPS:
+            self._promised_at = self.step
+            self._promised = sum(map(self._promise, self.running))
+        self.is_short = False
+        while budget > 0 and (head := self.head()) is not None and may_join(head):
+            first = self._next(jobs=False)
+            if first is None or not may_join(first):
+                break
+            admitted = self._admit(jobs=False)
+            self.is_short = admitted is None
+            if admitted is None:
+                break
+            budget -= self._extend_prompt(admitted, budget)
+            self._promised += self._promise(admitted)
+            joined.append(admitted)
+        unfinished = [s for s in joined if s.run is not None and s.frontier < s.num_to_compute]
+        return self._chunks, unfinished
+
+    def head(self) -> Sequence | Request | None:
+        """Who would be admitted next."""
+        first = self.queue.peek()
+        if self.waiting and (
+            first is None or first.priority == "job" or not self.waiting[0].is_job
+        ):
+            return self.waiting[0]
+        return first
+
     def _fill_with_new(self, budget: int, *, jobs: bool) -> int:
+        self._promised_at = self.step
         self._promised = sum(map(self._promise, self.running))
         while budget > 0:
             admitted = self._admit(jobs=jobs)
             if admitted is None:
+                self.is_short = self.head() is not None
                 break
             budget -= self._extend_prompt(admitted, budget)
             self._promised += self._promise(admitted)

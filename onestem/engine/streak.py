@@ -1,11 +1,12 @@
 """Decode steps in a row, without the scheduler between them.
 
-While the same sequences decode and nobody else can join, a step differs from the one before it in
-lengths alone. A streak runs such steps: inputs are edited in place (`engine.advance`), sampled ids
-stay on the device as the next step's input, and on a GPU a step is launched before the ids of the
-one before it are read. A sequence that ends leaves its row empty. Whatever needs the scheduler
-closes the streak: memory is short, a request could be admitted, a row asks for what a streak does
-not do.
+While the same sequences decode, a step differs from the one before it in lengths alone. A streak
+runs such steps: inputs are edited in place (`engine.advance`), sampled ids stay on the device as
+the next step's input, and on a GPU a step is launched before the ids of the one before it are read.
+A sequence that ends leaves its row empty. Newcomers' prompts are rows of a step behind the decodes,
+and once they are computed their sequences have rows of their own, so that traffic does not end a
+streak. Whatever else needs the scheduler closes it: memory is short, or a row asks for what a
+streak does not do.
 
 What a step computes is what the scheduler's steps would compute: the same rows see the same keys.
 """
@@ -17,11 +18,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from onestem.engine.advance import Advance
+from onestem.cache import Run
+from onestem.engine.advance import Advance, Change
 from onestem.engine.drawing import Drawing, Pending
 from onestem.engine.inputs import StepInputs
 from onestem.engine.runner import Runner
+from onestem.engine.scheduler import Chunk
 from onestem.engine.sequence import Sequence
 from onestem.request import FinishReason
 
@@ -29,6 +33,8 @@ __all__ = ["Streak", "StreakHost", "fits_streak"]
 
 # A streak ends when so many of its rows, and more than this share of them, are empty.
 EMPTY_ROWS, EMPTY_SHARE = 4, 0.125
+# Steps after which all rows have their ids: what is kept of them does not grow without end.
+FLUSH_STEPS = 256
 
 
 @dataclass(frozen=True)
@@ -36,29 +42,54 @@ class StreakHost:
     """What a streak needs of the engine.
 
     Attributes:
-        accept: takes a sampled token of a sequence whose text or stop ids are looked at.
+        accept: takes a newcomer's first token.
+        take: takes a further token of a sequence whose every token is shown, and tells whether its
+            text or stop ids end it.
         append: takes sampled tokens, seen by nobody so far, that do not end a sequence.
         finish: ends a sequence.
         num_left: tokens that a sequence may still sample.
+        may_sit: whether a sequence whose prompt was computed may have a row.
+        newcomers: rows of prompts for the step: of those that are being computed (the first
+            argument) and, if asked, of newcomers; and whose prompts go on behind them.
+        lay_out: inputs of the step with such rows behind its decodes.
+        undo: the rows of prompts that were asked for last are not computed.
+        put: has the drawing sample sequences in such places, each its token of that index next.
+        note_prompts: takes the chunks of a step that was computed, and how long it took.
         eos_token_ids: of the model.
         depth: steps in flight at most; 2 hides the host's work behind the device's.
     """
 
     accept: Callable[[Sequence, int], None]
+    take: Callable[[Sequence, Run, int], bool]
     append: Callable[[Sequence, list[int]], None]
     finish: Callable[[Sequence, FinishReason], None]
     num_left: Callable[[Sequence], int]
+    may_sit: Callable[[Sequence], bool]
+    newcomers: Callable[[list[Sequence], bool], tuple[list[Chunk], list[Sequence]]]
+    lay_out: Callable[[Advance, list[Chunk]], StepInputs]
+    undo: Callable[[], None]
+    put: Callable[[Drawing, list[int], list[Sequence], int], None]
+    note_prompts: Callable[[list[Chunk], float], None]
     eos_token_ids: Collection[int]
     depth: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """A launched step: its rows that count, those of them that may sample no more behind it (bool
-    `[num_rows]`), and what they sample."""
+    """A launched step.
+
+    Attributes:
+        rows: bool `[num_rows]`, those that count.
+        last: bool `[num_rows]`, those of them that may sample no more behind it.
+        joined: sequences that sample behind these rows, each its first token.
+        chunks: rows of prompts.
+        pending: what they sample.
+    """
 
     rows: np.ndarray
     last: np.ndarray
+    joined: list[Sequence]
+    chunks: list[Chunk]
     pending: Pending
 
 
@@ -76,61 +107,68 @@ class Streak:
     """Steps of the sequences of `inputs`, which have just been computed and sampled.
 
     Args:
-        inputs: the step before the first; its arrays are taken over.
+        advance: makes the steps; it begins with those sequences.
         drawing: how the rows sample.
-        waiting: whether requests wait for memory, so that the first sequence to end closes the
-            streak.
+        prompts: newcomers whose prompts are being computed.
+        waiting: whether requests wait for memory.
+
+    Attributes:
+        sequences: of each row, also of one that has ended and left its row empty.
+        freed: whether a sequence has ended while requests waited.
+        mixed: whether the step launched last had rows of prompts.
     """
 
     def __init__(
         self,
-        inputs: StepInputs,
         advance: Advance,
         runner: Runner,
         drawing: Drawing,
         host: StreakHost,
         *,
+        prompts: list[Sequence],
         waiting: bool,
     ) -> None:
         self.closed = False
         self.unsure = False  # it ended because a row's sample was not sure
         self.num_steps = 0
+        self.num_joined = 0
         self.shared_read_tokens = 0
         self.host_seconds = 0.0
-        self._inputs, self._advance, self._runner = inputs, advance, runner
+        self.waiting, self.freed = waiting, False
+        self.mixed = False
+        self._advance, self._runner = advance, runner
         self._drawing, self._host = drawing, host
         self.sequences = advance.rows.sequences
+        self._place = {sequence: row for row, sequence in enumerate(self.sequences)}
         self._live = np.ones(len(self.sequences), bool)
         self._left = np.array([host.num_left(s) for s in self.sequences])  # not yet launched
-        self._set_watched()
+        self._watched, self._heeds_eos = _watched(self.sequences), _heeds_eos(self.sequences)
+        self._eos = np.array(sorted(host.eos_token_ids), np.int64)
         self._tokens: list[np.ndarray] = []  # ids of each committed step, by row
         self._flushed = np.zeros(len(self.sequences), np.int64)
         self._flights: list[_Flight] = []
         self._last_ids = np.array([s.tokens[-1] for s in self.sequences], np.int64)
-        self.waiting = waiting
+        self._prompts = prompts
+        self._computed: list[Sequence] = []  # whose prompts were in the step before
+        self._source: np.ndarray | None = None  # which of the last samples is each row's input
+        self._committed_at = time.perf_counter()
         self._closing = False
-
-    def _set_watched(self) -> None:
-        """Rows whose every token is shown to the engine; for the others ids tell the end."""
-        params = [sequence.state.request.params for sequence in self.sequences]
-        self._watched = np.array(
-            [
-                s.detokenizer is not None or s.state.request.stream or len(p.stop_token_ids) > 0
-                for s, p in zip(self.sequences, params, strict=True)
-            ]
-        )
-        self._heeds_eos = np.array([not p.ignore_eos for p in params]) & ~self._watched
-        self._eos = np.array(sorted(self._host.eos_token_ids), np.int64)
 
     @property
     def num_live(self) -> int:
         return int(self._live.sum())
 
+    @property
+    def crowded(self) -> bool:
+        """Whether it should rather end than take newcomers."""
+        return self._advance.crowded
+
     # ----------------------------------------------------------------------------- steps
 
-    def step(self) -> None:
-        """Launch a step, and take the ids of the oldest one in flight, or close."""
-        if self._closing or not self._launch():
+    def step(self, *, admit: bool = False) -> None:
+        """Launch a step, with newcomers if they may be admitted, and take the ids of the oldest one
+        in flight; or close."""
+        if self._closing or not self._launch(admit):
             self.close()
             return
         if len(self._flights) >= self._host.depth:
@@ -150,8 +188,20 @@ class Streak:
         self._flights.clear()
         self._end()
 
-    def _launch(self) -> bool:
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence now, whether it has a row or its prompt is being computed."""
+        row = self._place.get(sequence)
+        if row is not None:
+            self._flush(row)
+        elif sequence in self._prompts:
+            self._prompts.remove(sequence)
+        self._host.finish(sequence, "abort")
+        self._leave([] if row is None else [row])
+
+    def _launch(self, admit: bool) -> bool:
         started = time.perf_counter()
+        if not self._seat():
+            return False
         advance = self._advance
         if bool((spent := advance.live & (self._left <= 0)).any()):
             advance.drop(spent)
@@ -161,16 +211,90 @@ class Streak:
             return False
         self._left -= rows
         self.shared_read_tokens += advance.shared_read_tokens
-        ids = self._flights[-1].pending.ids if self._flights else None
-        if ids is None:
-            self._inputs.token_ids[:] = self._last_ids
-        prepared = self._runner.prepare_decode(self._inputs, change)
-        self.host_seconds += time.perf_counter() - started
-        logits = self._runner.decode(self._inputs, prepared, ids)
-        last = rows & (self._left <= 0)
-        self._flights.append(_Flight(rows, last, self._drawing.start(logits)))
-        self.num_steps += 1
+        chunks: list[Chunk] = []
+        if admit or self._prompts:
+            chunks, self._prompts = self._host.newcomers(self._prompts, admit)
+            if self._prompts and not chunks:
+                self._closing = True  # they wait for what the scheduler must see to
+        try:
+            self._fly(rows, change, chunks, started)
+        except BaseException:
+            if chunks:
+                self._host.undo()
+            raise
         return True
+
+    def _fly(self, rows: np.ndarray, change: Change, chunks: list[Chunk], started: float) -> None:
+        ids = self._input_ids()
+        inputs, joined = self._advance.inputs, []
+        if chunks:
+            inputs = self._host.lay_out(self._advance, chunks)
+            joined = [row.sequence for row in inputs.wanted]
+            prepared = self._runner.prepare(inputs)
+            self._put_behind(joined)
+            self._advance.note_structure()
+        else:
+            prepared = self._runner.prepare_decode(inputs, change)
+        self.host_seconds += time.perf_counter() - started
+        logits = self._runner.decode(inputs, prepared, ids)
+        last = rows & (self._left <= 0)
+        pending = self._drawing.start(logits)
+        self._flights.append(_Flight(rows, last, joined, chunks, pending))
+        self._computed, self.mixed = joined, bool(chunks)
+        self.num_steps += 1
+
+    def _put_behind(self, joined: list[Sequence]) -> None:
+        first = len(self.sequences)
+        self._host.put(self._drawing, list(range(first, first + len(joined))), joined, 0)
+
+    def _input_ids(self) -> Tensor | None:
+        """The rows' tokens on the device; None: the step's inputs have them."""
+        source, self._source = self._source, None
+        if not self._flights:
+            self._advance.inputs.token_ids[:] = self._last_ids
+            return None
+        ids = self._flights[-1].pending.ids
+        if source is not None:
+            return ids[self._runner.on_device(source)]
+        return ids[: len(self.sequences)]
+
+    # ----------------------------------------------------------------------------- newcomers
+
+    def _seat(self) -> bool:
+        """Rows for those whose prompts were in the step before; False: one may have none."""
+        joined = [s for s in self._computed if s.finish_reason is None and self._num_left(s) > 0]
+        if not joined:
+            return True
+        if not all(map(self._host.may_sit, joined)):
+            return False
+        before = len(self.sequences)
+        rows = self._advance.seat(joined, ~self._live)
+        self._lengthen(len(self.sequences) - before)
+        self._live[rows] = True
+        self._left[rows] = [self._num_left(sequence) for sequence in joined]
+        self._watched[rows], self._heeds_eos[rows] = _watched(joined), _heeds_eos(joined)
+        # What is in flight was launched before them.
+        self._flushed[rows] = len(self._tokens) + len(self._flights)
+        self._last_ids[rows] = [sequence.tokens[-1] for sequence in joined]
+        self._place.update(zip(joined, rows, strict=True))
+        self._host.put(self._drawing, rows, joined, 1)
+        if self._flights:
+            self._source = np.minimum(np.arange(len(self.sequences)), before - 1)
+            self._source[rows] = [before + self._computed.index(s) for s in joined]
+        self.num_joined += len(joined)
+        return True
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Tokens that it may sample behind its first, which is sampled or in flight."""
+        return self._host.num_left(sequence) - (sequence.num_output == 0)
+
+    def _lengthen(self, count: int) -> None:
+        def longer(values: np.ndarray) -> np.ndarray:
+            return np.concatenate((values, np.zeros(count, values.dtype)))
+
+        self._live, self._left = longer(self._live), longer(self._left)
+        self._watched, self._heeds_eos = longer(self._watched), longer(self._heeds_eos)
+        self._flushed, self._last_ids = longer(self._flushed), longer(self._last_ids)
 
     # ----------------------------------------------------------------------------- results
 
@@ -179,35 +303,50 @@ class Streak:
         flight = self._flights[0]
         ids, unsure = flight.pending.take()
         self._flights.pop(0)
-        rows = flight.rows & self._live
-        if bool((unsure & rows).any()):
+        count = len(flight.rows)
+        rows = flight.rows & self._live[:count]
+        if bool(unsure[count:].any()) or bool((unsure[:count] & rows).any()):
             # The scheduler's next step computes these rows again, and samples with all its means.
             self._flights.clear()
             self._closing = self.unsure = True
             return
+        self._note_time(flight)
         self._tokens.append(ids)
-        self._last_ids = ids
-        stops = rows & self._heeds_eos & np.isin(ids, self._eos)
-        ends = stops | (rows & flight.last & ~self._watched)
-        watched = np.flatnonzero(rows & self._watched)
-        self._accept(watched, ids)
-        ending = np.flatnonzero(ends).tolist()
-        for row in ending:
-            self._flush(row)
-            self._host.finish(self.sequences[row], "stop" if stops[row] else "length")
-        sequences = self.sequences
-        ended = [r for r in watched.tolist() if sequences[r].finish_reason is not None]
-        self._leave(ended + ending)
+        self._last_ids[:count] = ids[:count]
+        stops = rows & self._heeds_eos[:count] & np.isin(ids[:count], self._eos)
+        ended = self._show(np.flatnonzero(rows & self._watched[:count] & ~stops), ids)
+        for row in np.flatnonzero(stops | (rows & flight.last)).tolist():
+            if row not in ended:
+                self._flush(row)
+                self._host.finish(self.sequences[row], "stop" if stops[row] else "length")
+                ended.append(row)
+        self._leave(ended + self._accept_joined(flight, ids[count:].tolist()))
+        if len(self._tokens) >= FLUSH_STEPS:
+            self._flush_all()
 
-    def _accept(self, watched: np.ndarray, ids: np.ndarray) -> None:
-        """Show the step's tokens to the engine: those of rows whose every token it sees."""
-        sequences, runs, accept = self.sequences, self._advance.rows.runs, self._host.accept
+    def _note_time(self, flight: _Flight) -> None:
+        before, self._committed_at = self._committed_at, time.perf_counter()
+        if flight.chunks:
+            self._host.note_prompts(flight.chunks, self._committed_at - before)
+
+    def _show(self, rows: np.ndarray, ids: np.ndarray) -> list[int]:
+        """Show the step's tokens of these rows to the engine; which of them end with it."""
+        sequences, runs, take = self.sequences, self._advance.rows.runs, self._host.take
         tokens = ids.tolist()
         # First: what an interrupt leaves out is computed again, and never taken twice.
-        self._flushed[watched] = len(self._tokens)
-        for row in watched.tolist():
-            runs[row].computed += 1
-            accept(sequences[row], tokens[row])
+        self._flushed[rows] = len(self._tokens)
+        return [row for row in rows.tolist() if take(sequences[row], runs[row], tokens[row])]
+
+    def _accept_joined(self, flight: _Flight, tokens: list[int]) -> list[int]:
+        """First tokens of newcomers; rows of those that end with them."""
+        ended: list[int] = []
+        for sequence, token in zip(flight.joined, tokens, strict=True):
+            if sequence.finish_reason is not None:
+                continue
+            self._host.accept(sequence, token)
+            if sequence.finish_reason is not None and sequence in self._place:
+                ended.append(self._place[sequence])
+        return ended
 
     def _leave(self, rows: list[int]) -> None:
         """Rows that have ended are empty from now on."""
@@ -217,9 +356,14 @@ class Streak:
         ended[rows] = True
         self._live &= ~ended
         self._advance.drop(ended)
+        for flight in self._flights:  # a newcomer may take the row before they are here
+            flight.rows[:] &= ~ended[: len(flight.rows)]
+        for row in rows:
+            del self._place[self.sequences[row]]
         empty = len(self._live) - self.num_live
         many = empty > max(EMPTY_ROWS, EMPTY_SHARE * len(self._live))
-        self._closing = self._closing or self.waiting or many
+        self._closing = self._closing or many
+        self.freed = self.freed or self.waiting
 
     def _flush(self, row: int) -> None:
         """Hand a row's committed tokens to its sequence, which has none of them yet."""
@@ -230,8 +374,32 @@ class Streak:
         self._advance.rows.runs[row].computed += len(ids)
         self._host.append(self.sequences[row], ids)
 
+    def _flush_all(self) -> None:
+        ahead = self._flushed > len(self._tokens)  # newcomers whose first decode is in flight
+        for row in np.flatnonzero(self._live & ~ahead).tolist():
+            self._flush(row)
+        self._flushed = np.where(ahead, self._flushed - len(self._tokens), 0)
+        self._tokens.clear()
+
     def _end(self) -> None:
         if not self.closed:
             self.closed = True
             for row in np.flatnonzero(self._live).tolist():
                 self._flush(row)
+
+
+def _watched(sequences: list[Sequence]) -> np.ndarray:
+    """bool `[n]`: whose every token is shown to the engine as it comes."""
+    return np.array(
+        [
+            s.detokenizer is not None
+            or s.state.request.stream
+            or len(s.state.request.params.stop_token_ids) > 0
+            for s in sequences
+        ]
+    )
+
+
+def _heeds_eos(sequences: list[Sequence]) -> np.ndarray:
+    """bool `[n]`: whom a token of the model's own ends."""
+    return np.array([not s.state.request.params.ignore_eos for s in sequences])

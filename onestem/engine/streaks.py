@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
 from onestem.cache import PrefixCache, Run
 from onestem.engine.advance import Advance
-from onestem.engine.inputs import StepInputs
+from onestem.engine.drawing import Drawing
+from onestem.engine.inputs import StepInputs, decodes_behind, join_prompts
 from onestem.engine.interrupts import uninterrupted
 from onestem.engine.results import Results
 from onestem.engine.runner import Runner
 from onestem.engine.sampler import Sampler
-from onestem.engine.scheduler import Scheduler
+from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import Sequence
 from onestem.engine.stats import EngineStats
 from onestem.engine.streak import Streak, StreakHost, fits_streak
@@ -48,17 +50,26 @@ class Streaks:
         *,
         device: torch.device,
         eos_token_ids: tuple[int, ...],
+        share: bool,
     ) -> None:
         self.present: Streak | None = None
         self.runner = runner
         self.host = StreakHost(
             accept=results.accept,
+            take=results.take,
             append=results.append_many,
             finish=results.finish,
             num_left=results.num_left,
+            may_sit=self._may_sit,
+            newcomers=self._newcomers,
+            lay_out=self._lay_out,
+            undo=scheduler.undo,
+            put=self._put,
+            note_prompts=self._note_prompts,
             eos_token_ids=eos_token_ids,
             depth=runner.depth,
         )
+        self._share = share
         self._cache = cache
         self._scheduler = scheduler
         self._sampler = sampler
@@ -70,40 +81,80 @@ class Streaks:
         self._sure_from = 0  # the scheduler's step from which streaks are tried again
         self._pause = STEPS_AFTER_UNSURE
 
-    def begin(self, inputs: StepInputs) -> None:
-        """Go on without the scheduler, if all who run were in this step of decodes and fit."""
+    def begin(self) -> None:
+        """Go on without the scheduler, if all who run fit: they have sampled behind their last
+        step, or their prompts are being computed and may go on in a streak."""
+        head = self._scheduler.head()
+        waits = head is not None and (self._scheduler.is_short or self._job_waits())
+        if self._sure_from > self._scheduler.step or not (waits or self._may_come(head)):
+            return
+        found = self._rows_and_prompts()
+        if found is None or not found[0]:
+            return
+        inputs = decodes_behind(
+            found[0],
+            page_size=self._cache.pool.page_size,
+            windows=self.runner.windows,
+            version=self._scheduler.version,
+            share=self._share,
+        )
         assert inputs.decodes is not None
-        rows = inputs.decodes
-        running, paused = len(self._scheduler.running), self._scheduler.num_paused
-        if len(rows.sequences) + paused != running or self._sure_from > self._scheduler.step:
-            return
-        if not all(map(self._fits, rows.sequences, rows.runs)):
-            return
-        sampling = [self._results.row(sequence) for sequence in rows.sequences]
-        drawing = self._sampler.drawing(sampling, self._device)
+        rows = inputs.decodes.sequences
+        drawing = self._sampler.drawing(list(map(self._results.row, rows)), self._device)
         if drawing is None:
             return
-        advance = Advance(inputs, self._cache, self.runner.scratch_slot)
-        self._head_before = self._head()
-        self._num_jobs = sum(sequence.is_job for sequence in rows.sequences)
-        waiting = self._head_before is not None
-        self.present = Streak(inputs, advance, self.runner, drawing, self.host, waiting=waiting)
+        advance = Advance(inputs, self._cache, self.runner.scratch_slot, share=self._share)
+        self._num_jobs = sum(sequence.is_job for sequence in rows)
+        self._head_before = head if waits else None
+        self.present = Streak(
+            advance, self.runner, drawing, self.host, prompts=found[1], waiting=waits
+        )
+
+    def _rows_and_prompts(self) -> tuple[list[Sequence], list[Sequence]] | None:
+        """Who decodes, and whose prompts are being computed; None if one of them does not fit."""
+        rows: list[Sequence] = []
+        prompts: list[Sequence] = []
+        jobs_pause = self._scheduler.num_paused > 0
+        for sequence in self._scheduler.running:
+            if jobs_pause and sequence.is_job and sequence.scheduled_step != self._scheduler.step:
+                continue
+            run = sequence.run
+            assert run is not None
+            if sequence.num_output and run.computed == len(run.tokens) - 1 > 0:
+                if not self._fits(sequence, run):
+                    return None
+                rows.append(sequence)
+            elif sequence.num_output == 0 and self._is_simple(sequence.state.request):
+                prompts.append(sequence)
+            else:
+                return None
+        alone = not jobs_pause and not any(sequence.is_job for sequence in rows)
+        return (rows, prompts) if alone or not prompts else None
 
     def step(self) -> bool:
         """Whether a streak computed a step."""
-        if self.present is None:
+        streak = self.present
+        if streak is None:
             return False
         with uninterrupted():
-            if self._newcomer() or self._is_long(self.present):
+            comes = self._newcomer(streak)
+            if self._is_long(streak) or (comes and not self._may_join_now(streak)):
                 self.close()
                 return False
-            return self._step(self.present)
+            return self._step(streak, admit=comes)
 
     def close(self) -> None:
         """Take what a streak still computes; its news come with the next step."""
         if self.present is not None:
             self.present.close()
             self._note_closed()
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence that is admitted, or waits to be."""
+        if self.present is None or sequence.run is None:
+            self._results.finish(sequence, "abort")
+        else:
+            self.present.abort(sequence)
 
     def _fits(self, sequence: Sequence, run: Run) -> bool:
         return (
@@ -114,17 +165,105 @@ class Streaks:
             and self._cache.may_grow(run)
         )
 
-    def _head(self) -> Sequence | Request | None:
-        """Who would be admitted next."""
-        waiting, first = self._scheduler.waiting, self._scheduler.queue.peek()
-        if waiting and (first is None or first.priority == "job" or not waiting[0].is_job):
-            return waiting[0]
-        return first
+    def _newcomer(self, streak: Streak) -> bool:
+        """Whether a request waits that might be admitted: it came, or memory was freed, since
+        memory was last found to be short."""
+        head = self._scheduler.head()
+        return head is not None and (streak.freed or head is not self._head_before)
 
-    def _newcomer(self) -> bool:
-        """Whether a request came since the streak began, that might be admitted."""
-        head = self._head()
-        return head is not None and head is not self._head_before
+    # ----------------------------------------------------------------------------- newcomers
+
+    def _may_join_now(self, streak: Streak) -> bool:
+        """Whether the first who waits can be taken into a streak. Where jobs run, who has rows is
+        settled step by step."""
+        head = self._scheduler.head()
+        quiet = self._num_jobs == 0 and self._scheduler.num_paused == 0 and not streak.crowded
+        return quiet and head is not None and self._may_join(head)
+
+    def _may_join(self, one: Sequence | Request) -> bool:
+        """Whether a streak can compute its prompt and go on with it."""
+        if isinstance(one, Request):
+            return self._is_simple(one)
+        return self._is_simple(one.state.request) and self._leaves_ends(one)
+
+    def _may_come(self, head: Sequence | Request | None) -> bool:
+        return head is None or self._may_join(head)
+
+    def _is_simple(self, request: Request) -> bool:
+        params = request.params
+        return (
+            request.priority != "job"
+            and request.pml is None
+            and request.score_from is None
+            and params.n == 1
+            and params.min_tokens == 0
+            and not params.choices
+            and params.logprobs is params.prompt_logprobs is params.response_format is None
+            and self._sampler.draws(params)
+        )
+
+    def _leaves_ends(self, sequence: Sequence) -> bool:
+        """Whether all who run could go on writing the last runs of their paths: with nothing below
+        them."""
+        if sequence.order >= 0:  # it was set back, and may have sampled
+            return False
+        if not self._cache.enabled:
+            return True
+        tree, limit = self._cache.tree, sequence.match_limit
+        above = tree.reached(sequence.ids(), limit, sequence.stretches)
+        owner = above.owner
+        return not (isinstance(owner, Sequence) and owner.run is above)
+
+    def _newcomers(
+        self, prompts: list[Sequence], admit: bool
+    ) -> tuple[list[Chunk], list[Sequence]]:
+        streak = self.present
+        assert streak is not None
+        chunks, unfinished = self._scheduler.join(
+            prompts, self._may_join if admit else lambda one: False
+        )
+        if admit:
+            # Who could join and has not waits for memory; the others are looked at again.
+            head = self._scheduler.head()
+            short = self._scheduler.is_short
+            self._head_before = head if short else None
+            streak.waiting, streak.freed = head is not None and short, False
+        self._results.note_scheduled(chunks)
+        return chunks, unfinished
+
+    def _note_prompts(self, chunks: list[Chunk], seconds: float) -> None:
+        self._results.note_computed(chunks)
+        self._scheduler.budget.note(sum(c.num_prompt_rows for c in chunks), seconds)
+
+    def _lay_out(self, advance: Advance, chunks: list[Chunk]) -> StepInputs:
+        inputs = join_prompts(
+            replace(advance.inputs, shared_read_tokens=0),
+            chunks,
+            page_size=self._cache.pool.page_size,
+            version=self._scheduler.version,
+            share=self._share,
+        )
+        self._stats.shared_read_tokens += inputs.shared_read_tokens
+        return inputs
+
+    def _may_sit(self, sequence: Sequence) -> bool:
+        run = sequence.run
+        return (
+            run is not None
+            and run.computed > 0
+            and run.label == sequence.last_label
+            and self._fits(sequence, run)
+        )
+
+    def _put(
+        self, drawing: Drawing, places: list[int], sequences: list[Sequence], index: int
+    ) -> None:
+        rows = [self._results.row(sequence) for sequence in sequences]
+        for row in rows:
+            row.token_index = index
+        self._sampler.join(drawing, places, rows)
+
+    # ----------------------------------------------------------------------------- a step
 
     def _is_long(self, streak: Streak) -> bool:
         """Where jobs run beside interactive requests, their share is looked at now and then."""
@@ -141,24 +280,27 @@ class Streaks:
 
     def _job_waits(self) -> bool:
         """Whether who would be admitted next is a job."""
-        head = self._head()
+        head = self._scheduler.head()
         if isinstance(head, Sequence):
             return head.is_job
         return head is not None and head.priority == "job"
 
-    def _step(self, streak: Streak) -> bool:
+    def _step(self, streak: Streak, *, admit: bool) -> bool:
         started, host, steps = time.perf_counter(), streak.host_seconds, streak.num_steps
-        spared = streak.shared_read_tokens
+        spared, mixed = streak.shared_read_tokens, streak.mixed
         try:
-            streak.step()
+            streak.step(admit=admit)
             self._note_closed()
         except BaseException:
             streak.abandon()
             self.present = None
+            self._scheduler.retake()
             raise
         self._scheduler.step += 1
         self._stats.shared_read_tokens += streak.shared_read_tokens - spared
         self._count(streak, streak.num_steps - steps, streak.host_seconds - host, started)
+        if not (mixed or streak.mixed):
+            self._note_decodes(streak, time.perf_counter() - started)
         return streak.num_steps > steps
 
     def _count(self, streak: Streak, steps: int, host: float, started: float) -> None:
@@ -168,6 +310,8 @@ class Streaks:
         stats.host_seconds += host
         stats.model_seconds += seconds - host
         stats.note_held(pool.num_held * pool.page_size)
+
+    def _note_decodes(self, streak: Streak, seconds: float) -> None:
         launched_only = 2 * (self.host.depth - 1)
         if streak.num_steps > launched_only:
             interactive = len(streak.sequences) - self._num_jobs
@@ -180,6 +324,7 @@ class Streaks:
         if streak is None or not streak.closed:
             return
         if streak.unsure:
+            self._scheduler.retake()  # newcomers may have lost their first sample
             short = streak.num_steps < STEPS_AFTER_UNSURE
             longer = min(2 * self._pause, MOST_STEPS_AFTER_UNSURE)
             self._pause = longer if short else STEPS_AFTER_UNSURE

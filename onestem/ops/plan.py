@@ -148,12 +148,20 @@ _ZEROS = np.zeros(1024, np.int32)  # what slack is filled with; it is never look
 
 
 class PlanBuilder:
-    """Collects runs and spans; `build` gives the arrays."""
+    """Collects runs and spans; `build` gives the arrays.
 
-    def __init__(self, page_size: int) -> None:
+    Args:
+        page_size: slots in a page.
+        behind: a plan whose runs and spans come first; those that are added count on from its.
+    """
+
+    def __init__(self, page_size: int, behind: AttentionPlan | None = None) -> None:
         self.page_size = page_size
-        self._pages: list[np.ndarray] = []
-        self._num_pages = 0
+        self._behind = behind
+        self._first_run = behind.num_runs if behind is not None else 0
+        self._first_span = behind.num_spans if behind is not None else 0
+        self._pages: list[np.ndarray] = [behind.run_pages] if behind is not None else []
+        self._num_pages = len(behind.run_pages) if behind is not None else 0
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
 
@@ -170,14 +178,14 @@ class PlanBuilder:
         if rows <= 0 or end + (rows - 1) * step <= first:
             return -1
         self._spans.append((row, rows, run, first, end, step))
-        return len(self._spans) - 1
+        return self._first_span + len(self._spans) - 1
 
     def add_runs(
         self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int = 0
     ) -> int:
         """`add_run` of many, each with its offset, length and position, and with room for `slack`
         further page ids behind its pages; the first one's index."""
-        first, at, room = len(self._runs), self._num_pages, _ZEROS[:slack]
+        first, at, room = self._first_run + len(self._runs), self._num_pages, _ZEROS[:slack]
         for ids, (offset, length, position) in zip(pages, runs, strict=True):
             self._runs.append((at, offset, length, position))
             self._pages.append(ids)
@@ -189,18 +197,23 @@ class PlanBuilder:
     def add_row_spans(self, first_run: int, ends: Sequence[int]) -> int:
         """Show row i tokens 0..ends[i]-1 of run `first_run + i`; the first span's index. All see
         something."""
-        first = len(self._spans)
+        first = self._first_span + len(self._spans)
         self._spans.extend((i, 1, first_run + i, 0, end, 0) for i, end in enumerate(ends))
         return first
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""
         pages = np.concatenate(self._pages) if self._pages else np.zeros(0)
+        runs = np.array(self._runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))
+        spans = np.array(self._spans, dtype=np.int32).reshape(-1, len(SPAN_FIELDS))
+        if self._behind is not None:
+            runs = np.concatenate((self._behind.runs, runs))
+            spans = np.concatenate((self._behind.spans, spans))
         return AttentionPlan(
             page_size=self.page_size,
             run_pages=pages.astype(np.int32, copy=False),
-            runs=np.array(self._runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS)),
-            spans=np.array(self._spans, dtype=np.int32).reshape(-1, len(SPAN_FIELDS)),
+            runs=runs,
+            spans=spans,
             row_position=np.asarray(row_position, dtype=np.int32),
         )
 

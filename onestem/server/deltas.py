@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from onestem.engine.outputs import request_output
+from onestem.engine.sequence import RequestState
 from onestem.request import CompletionOutput, RequestOutput
 from onestem.server.messages import Delta, Piece, Tokens
 
@@ -39,10 +41,15 @@ class Deltas:
         self._numbers.pop(request_id, None)
         self._sent.pop(request_id, None)
 
-    def of(self, outputs: Iterable[RequestOutput]) -> tuple[Tokens, list[Delta]]:
-        """What `outputs` have that those of their requests before did not have."""
-        tokens, deltas = Tokens(), []
-        for output in outputs:
+    def of(
+        self, outputs: Iterable[RequestOutput], going_on: Iterable[RequestState] = ()
+    ) -> tuple[Tokens, list[Delta]]:
+        """What requests have that they did not have before: those of `outputs`, and others that
+        stream and go on."""
+        tokens = Tokens()
+        unusual = [state for state in going_on if not self._is_token(state, tokens)]
+        deltas = []
+        for output in [*outputs, *map(request_output, unusual)]:
             if output.request_id not in self._sent:
                 continue  # it was forgotten: nobody listens
             pieces = self._pieces(output, tokens)
@@ -52,6 +59,27 @@ class Deltas:
             elif pieces:
                 deltas.append(Delta(output.request_id, pieces))
         return tokens, deltas
+
+    def _is_token(self, state: RequestState, tokens: Tokens) -> bool:
+        """Whether a request's news is a token of its only sequence, with nothing but a text; it is
+        noted then. What most of them have, so no output is made for it."""
+        request, sequence = state.request, state.sequences[0]
+        sent = self._sent.get(request.request_id)
+        if sent is None:
+            return True  # it was forgotten: nobody listens
+        before = sent.get(0)
+        if before is None:
+            before = sent[0] = _Sent()
+        if len(state.sequences) > 1 or request.params.logprobs is not None:
+            return False
+        if request.params.choices or sequence.num_output != before.tokens + 1:
+            return False
+        tokens.requests.append(self._numbers[request.request_id])
+        tokens.indices.append(0)
+        tokens.token_ids.append(sequence.tokens[-1])
+        tokens.texts.append(sequence.text[before.text :])
+        before.tokens, before.text = before.tokens + 1, len(sequence.text)
+        return True
 
     def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[Piece]:
         """What does not go into `tokens`."""

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING, Any
 
+from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError
 from onestem.request import RequestOutput
 from onestem.server.deltas import Deltas
@@ -152,21 +153,21 @@ class Worker:
         busy = self._engine.has_unfinished()
         took = self._take_commands(wait=not busy)
         self._feed_jobs()
-        outputs = self._step() if self._engine.has_unfinished() else []
-        if took or outputs or busy:
-            self._report(outputs)
+        news = self._step() if self._engine.has_unfinished() else ([], [])
+        if took or news[0] or busy:
+            self._report(*news)
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> tuple[list[RequestOutput], list[RequestState]]:
         began = time.monotonic()
         for_jobs = not len(self._deltas)
         if not for_jobs:
             self._interactive_at = began
         self._bound_step(short=for_jobs and began - self._interactive_at < RECENT_SECONDS)
-        outputs = self._engine.step()
+        news = self._engine.step_news()
         if for_jobs:
             took = time.monotonic() - began
             self._job_step_seconds = max(self._job_step_seconds, took)
-        return outputs
+        return news
 
     def _bound_step(self, *, short: bool) -> None:
         if self._step_seconds is not None:
@@ -198,7 +199,7 @@ class Worker:
             if part is not None:
                 self._engine.add_job(feed.parts[-1], part)
 
-    def _report(self, outputs: list[RequestOutput]) -> None:
+    def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:
         now = time.monotonic()
         idle = not self._engine.has_unfinished()
         stats, job_step = None, 0.0
@@ -206,7 +207,7 @@ class Worker:
             self._stats_at = now
             stats = self._engine.stats.to_dict()
             job_step, self._job_step_seconds = self._job_step_seconds, 0.0
-        tokens, deltas = self._deltas.of(outputs)
+        tokens, deltas = self._deltas.of(outputs, going_on)
         self._channel.send(
             Report(
                 tokens=tokens,

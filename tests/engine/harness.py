@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import torch
 import transformers
 
 from onestem.engine.engine import Engine
+from onestem.engine.inputs import StepInputs
+from onestem.engine.sequence import Sequence
 from onestem.models.config import GenerationDefaults
 from onestem.models.weights import load_decoder
 from onestem.request import Request, RequestOutput, SamplingParams
@@ -30,14 +32,14 @@ def oracle_model(path: Path) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def oracle_logprobs(path: Path, ids: Sequence[int]) -> torch.Tensor:
+def oracle_logprobs(path: Path, ids: Seq[int]) -> torch.Tensor:
     """float32 `[len(ids), vocab]`: log-probabilities of what follows each token."""
     logits = oracle_model(path)(torch.tensor([list(ids)])).logits[0]
     return torch.log_softmax(logits.float(), -1)
 
 
 @torch.inference_mode()
-def oracle_greedy(path: Path, prompt: Sequence[int], count: int) -> list[int]:
+def oracle_greedy(path: Path, prompt: Seq[int], count: int) -> list[int]:
     """Greedy tokens by transformers' own `generate`."""
     ids = torch.tensor([list(prompt)])
     out = oracle_model(path).generate(
@@ -79,11 +81,9 @@ def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:
 
     def watched_decode(inputs, prepared, ids):
         logits = decode(inputs, prepared, ids)
-        for row, values in enumerate(torch.log_softmax(logits, -1)):
-            if inputs.slots[row] != engine._runner.scratch_slot:
-                sequence = inputs.decodes.sequences[row]
-                key = (sequence.state.request.request_id, sequence.index)
-                seen[*key, int(inputs.positions[row])] = values.clone()
+        for row, sequence, position in rows_of(engine, inputs):
+            key = (sequence.state.request.request_id, sequence.index, position)
+            seen[key] = torch.log_softmax(logits[row], -1)
         return logits
 
     engine._commit = watched
@@ -91,9 +91,23 @@ def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:
     return seen
 
 
-def requests_for(
-    prompts: Sequence[Sequence[int]], *, max_tokens: int = 6, **params
-) -> list[Request]:
+def rows_of(engine: Engine, inputs: StepInputs) -> list[tuple[int, Sequence, int]]:
+    """Of a streak's step: rows of the logits that count, each with its sequence and the position of
+    its last token."""
+    sequences = engine._streaks.present.sequences
+    decodes = [
+        (row, sequence, int(inputs.positions[row]))
+        for row, sequence in enumerate(sequences)
+        if inputs.slots[row] != engine._runner.scratch_slot
+    ]
+    joined = inputs.wanted if inputs.decodes is None else []
+    return decodes + [
+        (row, one.sequence, one.sequence.position(one.index))
+        for row, one in enumerate(joined, len(sequences))
+    ]
+
+
+def requests_for(prompts: Seq[Seq[int]], *, max_tokens: int = 6, **params) -> list[Request]:
     params.setdefault("temperature", 0)
     params.setdefault("ignore_eos", True)
     return [
@@ -106,7 +120,7 @@ def requests_for(
     ]
 
 
-def answer(engine: Engine, requests: Sequence[Request]) -> dict[str, RequestOutput]:
+def answer(engine: Engine, requests: Seq[Request]) -> dict[str, RequestOutput]:
     """Run requests to the end; KV memory must balance at each step, and be free at the end."""
     for request in requests:
         engine.add_request(request)

@@ -30,7 +30,7 @@ from onestem.pml import (
     visible,
 )
 from onestem.request import Request, SamplingParams
-from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model
+from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, rows_of
 from tests.pml.characters import Characters
 
 Seen = dict[tuple[str, int, int], Tensor]
@@ -108,11 +108,9 @@ def record(engine: Engine) -> Seen:
 
     def watched_decode(inputs, prepared, ids):
         logits = decode(inputs, prepared, ids)
-        for row, values in enumerate(torch.log_softmax(logits, -1)):
-            if inputs.slots[row] != engine._runner.scratch_slot:
-                sequence = inputs.decodes.sequences[row]
-                name = sequence.state.request.request_id
-                seen[name, sequence.index, int(inputs.positions[row])] = values.clone()
+        for row, sequence, position in rows_of(engine, inputs):
+            key = (sequence.state.request.request_id, sequence.index, position)
+            seen[key] = torch.log_softmax(logits[row], -1)
         return logits
 
     engine._commit, engine._runner.decode = watched, watched_decode

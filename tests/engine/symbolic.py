@@ -46,7 +46,13 @@ class SymbolicRunner:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
-        return self.compute(inputs, inputs.token_ids if ids is None else ids.numpy())
+        token_ids = inputs.token_ids.copy()
+        if ids is not None:
+            token_ids[: len(ids)] = ids.numpy()
+        return self.compute(inputs, token_ids)
+
+    def on_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values)
 
     def compute(self, inputs, token_ids: np.ndarray) -> torch.Tensor:
         plan = inputs.plans[None]

@@ -8,7 +8,8 @@ import pytest
 
 import onestem.engine.engine as engine_module
 import onestem.engine.inputs as inputs_module
-from onestem.engine.inputs import build_inputs
+import onestem.engine.streaks as streaks_module
+from onestem.engine.inputs import build_inputs, decodes_behind
 from onestem.engine.modules import PmlPrompt, SequenceModules
 from onestem.errors import OnestemError
 from tests.engine.pml_harness import check_pml
@@ -77,13 +78,17 @@ def jump_ignored(monkeypatch):
 def answer_shifted(monkeypatch):
     """Decodes stand one position too high."""
 
-    def mutated(*args, **options):
-        inputs = build_inputs(*args, **options)
-        if inputs.decodes is not None:
-            inputs.positions[:] += 1
-        return inputs
+    def mutated(build):
+        def built(*args, **options):
+            inputs = build(*args, **options)
+            if inputs.decodes is not None:
+                inputs.positions[:] += 1
+            return inputs
 
-    monkeypatch.setattr(engine_module, "build_inputs", mutated)
+        return built
+
+    monkeypatch.setattr(engine_module, "build_inputs", mutated(build_inputs))
+    monkeypatch.setattr(streaks_module, "decodes_behind", mutated(decodes_behind))
 
 
 MUTATIONS = {

@@ -23,7 +23,7 @@ def at_depth(engine: Engine, depth: int) -> Engine:
 
 
 def without_streaks(engine: Engine) -> Engine:
-    engine._streaks.begin = lambda inputs: None
+    engine._streaks.begin = lambda: None
     return engine
 
 
@@ -118,6 +118,170 @@ def test_random_traffic_at_depth_two(seed: int) -> None:
             alone = without_streaks(make_symbolic(num_pages=60, page_size=1, share="off"))
             want = run_all(alone, [one])[one.request_id].outputs
             assert outputs[one.request_id].outputs == want
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("seed", range(6))
+def test_traffic_joins_streaks(streaks: list, seed: int, share: str, depth: int) -> None:
+    """Requests of several applications come, end and are aborted, in turn and within a step."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 4])
+    engine = make_symbolic(
+        num_pages=rng.choice([80, 200, 800]) // size,
+        page_size=size,
+        share=share,
+        max_step_tokens=rng.choice([3, 16, 512]),
+    )
+    at_depth(engine, depth)
+    heads = [[rng.randrange(VOCAB) for _ in range(n)] for n in (4, 9, 13)]
+    heads.append([*heads[0], 1, 2, 3])
+    requests = [_of_an_application(i, heads, rng) for i in range(30)]
+    late, aborted = requests[5:], {}
+    for one in requests[:5]:
+        engine.add_request(one)
+
+    def disturb(outputs: dict) -> None:
+        while late and rng.random() < 0.3:
+            engine.add_request(late.pop())
+        name = str(rng.randrange(30))
+        if rng.random() < 0.03 and name not in outputs:
+            output = engine.abort(name)
+            aborted.update({name: output} if output is not None else {})
+        if rng.random() < 0.02 and engine.has_unfinished():
+            engine._runner.fail = KeyboardInterrupt()
+            with contextlib.suppress(KeyboardInterrupt):
+                outputs.update((o.request_id, o) for o in engine.step() if o.finished)
+            engine._runner.fail = None
+
+    outputs = drain(engine, each_step=disturb)
+    while late:
+        engine.add_request(late.pop())
+        outputs |= drain(engine)
+    assert_idle(engine)
+    assert sum(streak.num_joined for streak in streaks) > 0
+    for one in requests:
+        if one.request_id not in aborted:
+            alone = without_streaks(make_symbolic(num_pages=120, page_size=1, share="off"))
+            want = run_all(alone, [one])[one.request_id].outputs
+            assert outputs[one.request_id].outputs == want
+
+
+def _of_an_application(number: int, heads: list[list[int]], rng: random.Random) -> Request:
+    head = rng.choice(heads)
+    shared = head[: rng.choice([len(head), rng.randrange(len(head) + 1)])]
+    more = rng.choice([{}] * 20 + [{"n": 2}, {"presence_penalty": 0.5}])
+    return request(
+        number,
+        shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))],
+        max_tokens=rng.choice([1, 2, 4, 15, 25, 40]),
+        temperature=rng.choice([0, 1.0]),
+        seed=number,
+        stop_token_ids=rng.choice([[], [], [3]]),
+        stream=rng.random() < 0.5,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+def test_who_joins_answers_as_alone(tiny, streaks: list, share: str, depth: int) -> None:
+    """Newcomers at every other step of one streak, with a real model."""
+    requests = [
+        replace(one, request_id=f"{k}-{one.request_id}")
+        for k, fields in enumerate(PARAMS[:2] + PARAMS[3:])
+        for one in requests_for(shared_prompts(k), max_tokens=30 + k, **fields)
+    ]
+    plain = answer(without_streaks(make_engine(tiny("llama"), share=share)), requests)
+    engine = at_depth(make_engine(tiny("llama"), share=share), depth)
+    found, late = {}, requests[2:]
+    for one in requests[:2]:
+        engine.add_request(one)
+    while engine.has_unfinished() or late:
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+        if late and engine.scheduler.step % 2:
+            engine.add_request(late.pop(0))
+        engine.check()
+    assert_idle(engine)
+    assert max(streak.num_joined for streak in streaks) > 5
+    for name, output in plain.items():
+        assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_newcomer_takes_the_row_of_one_that_saw_the_same(streaks: list) -> None:
+    engine = make_symbolic(num_pages=400, page_size=2)
+    head = [1, 2, 3, 4, 5]
+    lengths = {0: 60, 1: 60, 2: 60, 3: 60, 4: 60, 5: 8}
+    for number, most in lengths.items():
+        engine.add_request(request(number, [*head, number], max_tokens=most))
+    ended = []
+    while not ended:
+        ended = engine.step()
+    assert [output.request_id for output in ended] == ["5"]
+    engine.add_request(request(6, [*head, 7, 0], max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    (streak,) = streaks
+    assert streak.num_joined == 1
+    assert len(streak.sequences) == 6
+    assert {s.state.request.request_id for s in streak.sequences} == set("012346")
+    # All rows see the head through one span.
+    spans = streak._advance.inputs.plans[None].spans
+    assert spans[spans[:, 1] > 1][:, :2].tolist() == [[0, 6]]
+    drain(engine)
+
+
+def test_a_match_inside_a_running_answer_leaves_it_whole(streaks: list) -> None:
+    """A newcomer splits a run that a row of the streak writes, and the row goes on."""
+    want = run_all(make_symbolic(page_size=2), [request(0, [1, 2, 3, 4, 5, 6], max_tokens=40)])
+    engine = at_depth(make_symbolic(num_pages=400, page_size=2), 2)
+    engine.add_request(request(0, [1, 2, 3, 4, 5, 6], max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    splits = engine.scheduler.version
+    engine.add_request(request(1, [1, 2, 3, 7], max_tokens=3))
+    outputs = drain(engine)
+    assert engine.scheduler.version > splits
+    assert outputs["0"].outputs == want["0"].outputs
+    assert sum(streak.num_joined for streak in streaks) == 1
+
+
+def test_who_goes_on_from_a_running_answer_ends_the_streak(streaks: list) -> None:
+    """A run with others below it cannot grow, so its sequence needs another one."""
+    first = request(0, [1, 2, 3], max_tokens=30)
+    sampled = run_all(make_symbolic(), [first])["0"].outputs[0].token_ids
+    streaks.clear()
+    engine = at_depth(make_symbolic(num_pages=400, page_size=2), 2)
+    engine.add_request(replace(first, stream=True))
+    count = 0
+    while count < 6:
+        count = sum(len(output.outputs[0].token_ids) for output in engine.step())
+    (streak,) = streaks
+    second = request(1, [1, 2, 3, *sampled[: count + 1], 5], max_tokens=5)
+    engine.add_request(second)
+    outputs = drain(engine)
+    assert streak.num_joined == 0
+    assert outputs["0"].outputs[0].token_ids == sampled
+    assert outputs["1"].outputs == run_all(make_symbolic(), [second])["1"].outputs
+
+
+def test_an_abort_leaves_the_streak_running(streaks: list) -> None:
+    engine = at_depth(make_symbolic(num_pages=400, page_size=8), 2)
+    requests = [request(i, [1, 2, i], max_tokens=30) for i in range(8)]
+    for one in requests:
+        engine.add_request(one)
+    for _ in range(6):
+        engine.step()
+    output = engine.abort("3")
+    assert output is not None
+    assert output.outputs[0].finish_reason == "abort"
+    sampled = output.outputs[0].token_ids
+    outputs = drain(engine)
+    assert len(streaks) == 1
+    whole = run_all(make_symbolic(num_pages=400), requests)
+    assert sampled == whole["3"].outputs[0].token_ids[: len(sampled)]
+    assert 3 <= len(sampled) <= 6
+    assert all(outputs[n].outputs == whole[n].outputs for n in whole if n != "3")
 
 
 def test_a_streak_survives_ends_and_pages(streaks: list) -> None:

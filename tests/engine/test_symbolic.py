@@ -153,7 +153,7 @@ def test_a_step_that_was_not_computed_leaves_no_kv_behind():
 
 def test_an_interrupt_while_results_are_taken_costs_one_step():
     engine = make_symbolic(num_pages=400)
-    engine._streaks.begin = lambda inputs: None
+    engine._streaks.begin = lambda: None
     for i in range(8):
         engine.add_request(request(i, [1, 2, i], max_tokens=20))
     for _ in range(3):

@@ -45,18 +45,18 @@ class EngineThread:
 
     def _record(self, llm: LLM) -> None:
         """Remember what the engine says of requests that have finished."""
-        step = llm.engine.step
+        step = llm.engine.step_news
 
         def recorded():
-            outputs = step()
+            outputs, going_on = step()
             for output in outputs:
                 if output.finished:
                     self.finished[output.request_id] = {
                         o.index: o.token_ids for o in output.outputs
                     }
-            return outputs
+            return outputs, going_on
 
-        llm.engine.step = recorded
+        llm.engine.step_news = recorded
 
     async def launch(self):
         ours, theirs = socket.socketpair()
@@ -94,20 +94,20 @@ class Held:
         self._finished = 0
 
     def __call__(self, llm: LLM) -> None:
-        step = llm.engine.step
+        step = llm.engine.step_news
         self._engines += 1
         number = self._engines
 
-        def held() -> list:
+        def held() -> tuple:
             with self._change:
                 self._change.wait_for(
                     lambda: number < self._engines or self._finished < self._limit, WAIT
                 )
-            outputs = step()
-            self._finished += sum(output.finished for output in outputs)
-            return outputs
+            outputs, going_on = step()
+            self._finished += len(outputs)
+            return outputs, going_on
 
-        llm.engine.step = held
+        llm.engine.step_news = held
 
     def let(self, count: float) -> None:
         """Let steps pass until so many requests have finished in all."""

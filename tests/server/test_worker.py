@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
 
-from onestem.request import CompletionOutput, Request, RequestOutput
+from onestem.engine.outputs import request_output
+from onestem.engine.sequence import RequestState, Sequence
+from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server import worker as module
 from onestem.server.messages import Abort, Add
 from onestem.server.worker import RECENT_SECONDS, Worker
@@ -34,15 +37,14 @@ def made(seconds: float | None = 0.3):
     engine = llm.engine
     engine.scheduler.budget.seconds = seconds
     engine.added, engine.bounds = [], []
-    engine.outputs = []
     engine.add_request = lambda request: engine.added.append(request.request_id)
     engine.abort = lambda name: None
 
     def step():
         engine.bounds.append(engine.scheduler.budget.seconds)
-        return engine.outputs
+        return [], []
 
-    engine.step = step
+    engine.step_news = step
     return Worker(llm, Channel(), leave=lambda: None), engine
 
 
@@ -79,12 +81,12 @@ def test_the_longest_step_of_jobs_alone_is_told_once(clock):
 
     def slow():
         clock.now += 0.25
-        return []
+        return [], []
 
-    engine.step = slow
-    worker._report(worker._step())
-    engine.step = list
-    worker._report(worker._step())
+    engine.step_news = slow
+    worker._report(*worker._step())
+    engine.step_news = lambda: ([], [])
+    worker._report(*worker._step())
     reports = worker._channel.sent
     assert [report.job_step_seconds for report in reports] == [0.25, 0.0]
 
@@ -99,12 +101,21 @@ def test_who_is_gone_before_it_joined_is_never_added(clock):
     assert not len(worker._deltas)
 
 
-def output(name: str, ids: list[int], text: str, **other) -> RequestOutput:
-    completion = CompletionOutput(index=0, text=text, token_ids=ids, **other)
-    finished = completion.finish_reason is not None
-    return RequestOutput(
-        request_id=name, prompt=None, prompt_token_ids=[1], outputs=[completion], finished=finished
+def state(name: str, **params) -> RequestState:
+    """A request with one sequence, which has answered nothing."""
+    request = Request(
+        request_id=name, prompt_token_ids=[1], params=SamplingParams(**params), stream=True
     )
+    made = RequestState(request, 0, RequestMetrics())
+    made.sequences.append(Sequence(made, 0, array("i", [1])))
+    return made
+
+
+def answer(state: RequestState, ids: list[int], text: str, logprobs: list = ()) -> None:
+    sequence = state.sequences[0]
+    sequence.tokens.extend(ids)
+    sequence.text += text
+    sequence.logprobs.extend(logprobs)
 
 
 def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
@@ -112,9 +123,16 @@ def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
     for number, name in enumerate(("a", "b", "c")):
         worker._take(add(name, number))
     worker._take_commands(wait=True)
-    worker._report([output("a", [5], "x"), output("b", [6, 7], "yz")])
-    worker._report([output("a", [5, 8], "x "), output("b", [6, 7], "yz", finish_reason="stop")])
-    worker._report([output("c", [9], "", logprobs=[{9: -0.5}]), output("b", [6], "late")])
+    a, b, c = state("a"), state("b"), state("c", logprobs=0)
+    answer(a, [5], "x")
+    answer(b, [6, 7], "yz")
+    worker._report([], [a, b])
+    answer(a, [8], " ")
+    b.sequences[0].finish_reason = "stop"
+    worker._report([request_output(b)], [a])
+    answer(b, [6], "late")
+    answer(c, [9], "", logprobs=[{9: -0.5}])
+    worker._report([], [c, b])
     first, second, third = worker._channel.sent
     assert (list(first.tokens.requests), list(first.tokens.token_ids)) == ([0], [5])
     assert first.tokens.texts == ["x"]

@@ -105,5 +105,8 @@ class PreparedTriton:
         )
         words = np.zeros(work.num_words, np.int32)
         work.pack(words)
+        control = torch.from_numpy(words)
+        if q.is_cuda:
+            control = control.pin_memory()  # from pageable memory a copy waits for the device
         states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)
-        return _OnDevice(kernels, torch.from_numpy(words).to(q.device), states)
+        return _OnDevice(kernels, control.to(q.device, non_blocking=True), states)
