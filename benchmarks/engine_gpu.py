@@ -250,6 +250,12 @@ def step_times(
     return times[timed], statistics.mean(seen[timed])
 
 
+def _all_decode(engine: Engine, batch: int) -> bool:
+    """Whether the step was one of decodes alone, of the whole batch."""
+    streak = engine._streaks.present
+    return streak is not None and not streak.mixed and streak.num_live == batch
+
+
 def measure_decode(decoder: Decoder, rates: Rates) -> list[dict[str, float]]:
     """A step with attention less one without, against 1.15 times what its shared FLOPs take at 60%
     of the matrix rate plus what its own bytes take at 85% of the memory rate."""
@@ -303,7 +309,7 @@ def measure_host(decoder: Decoder) -> list[dict[str, float]]:
         while engine.has_unfinished():
             before = engine.stats.host_seconds
             engine.step()
-            if engine._streaks.present is not None:
+            if _all_decode(engine, batch):
                 hosts.append(engine.stats.host_seconds - before)
         engine.cache.clear()
         found.append({"batch": batch, "host_ms": 1e3 * statistics.median(hosts)})
