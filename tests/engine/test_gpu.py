@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onestem.engine import graphs
+from onestem.engine.streak import Streak
 from onestem.ops.triton import Workspace
 from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
 
@@ -77,3 +78,29 @@ def test_work_lists_made_anew_in_a_streak(tiny, monkeypatch, family) -> None:
         for name, output in want.items():
             assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
     assert lists[0] < lists[1] < lists[2] - 5
+
+
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mpt"])
+def test_who_joins_a_streak_answers_as_on_the_cpu(
+    tiny, monkeypatch: pytest.MonkeyPatch, family: str, share: str
+) -> None:
+    """Newcomers at every other step, while steps are in flight."""
+    streaks: list[Streak] = []
+    init = Streak.__init__
+    monkeypatch.setattr(
+        Streak, "__init__", lambda self, *a, **kw: streaks.append(self) or init(self, *a, **kw)
+    )
+    prompts = [ids for seed in range(4) for ids in shared_prompts(seed)]
+    requests = requests_for(prompts, max_tokens=33, temperature=0.7, seed=3)
+    want = answer(engine_on("cpu", tiny(family), impl="torch", num_pages=1024), requests)
+    streaks.clear()
+    engine = engine_on("cuda", tiny(family), share=share, num_pages=1024)
+    late, found = list(requests), {}
+    while late or engine.has_unfinished():
+        if late and engine.scheduler.step % 2 == 0:
+            engine.add_request(late.pop())
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    assert sum(streak.num_joined for streak in streaks) > len(requests) // 2
+    for name, output in want.items():
+        assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
