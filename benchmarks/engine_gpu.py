@@ -25,10 +25,8 @@ import transformers
 import triton
 
 import onestem
-from onestem.engine.engine import Engine
-from onestem.engine.runner import ShareMode
+from benchmarks.decode import all_decode, make_engine, measure_decode, steps
 from onestem.llm import LLM, planned
-from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.request import Request, SamplingParams
 
@@ -112,7 +110,7 @@ def main() -> None:
     del llm
     gc.collect()  # an engine refers to itself; its KV memory makes room for two others
     torch.cuda.empty_cache()
-    result["decode"] = measure_decode(decoder, rates)
+    result["decode"] = measure_decode(decoder, rates, batch=BATCH, own=OWN_TOKENS)
     result["host"] = measure_host(decoder)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -216,89 +214,14 @@ def job_floor(llm: LLM, job: Job, rates: Rates) -> float:
 # --- decode ------------------------------------------------------------------------------------
 
 
-def make_engine(decoder: Decoder, share: ShareMode, tokens: int) -> Engine:
-    return Engine(
-        decoder,
-        None,
-        GenerationDefaults(),
-        num_pages=tokens // 16,
-        share=share,
-        max_step_tokens=8192,
-    )
-
-
-def step_times(
-    engine: Engine, prefix: int, batch: int, own: int, steps: int = 32
-) -> tuple[list[float], float]:
-    """Seconds of each step while `batch` sequences behind one prefix decode, and the mean of their
-    own tokens, which is about `own`."""
-    rng = np.random.default_rng(prefix)
-    head = rng.integers(0, 1000, prefix).tolist()
-    params = SamplingParams(max_tokens=steps + 12, temperature=0, ignore_eos=True)
-    for i in range(batch):
-        ids = [*head, 1000 + i % 1000, *rng.integers(0, 1000, own - steps // 2 - 1).tolist()]
-        engine.add_request(Request(request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=params))
-    times, seen = [], []
-    while engine.has_unfinished():
-        started = time.perf_counter()
-        engine.step()
-        if (streak := engine._streaks.present) is not None:
-            times.append(time.perf_counter() - started)
-            seen.append(float(streak._inputs.positions.mean()) + 1 - prefix)
-    engine.cache.clear()
-    timed = slice(4, steps + 4)
-    return times[timed], statistics.mean(seen[timed])
-
-
-def _all_decode(engine: Engine, batch: int) -> bool:
-    """Whether the step was one of decodes alone, of the whole batch."""
-    streak = engine._streaks.present
-    return streak is not None and not streak.mixed and streak.num_live == batch
-
-
-def measure_decode(decoder: Decoder, rates: Rates) -> list[dict[str, float]]:
-    """A step with attention less one without, against 1.15 times what its shared FLOPs take at 60%
-    of the matrix rate plus what its own bytes take at 85% of the memory rate."""
-    engines = {share: make_engine(decoder, share, 80_000) for share in ("full", "no-attention")}
-    config = decoder.config
-    pair_flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim
-    found = []
-    for prefix in (1024, 2048, 4096, 8192, 16384):
-        times, own = {}, 0.0
-        for share, engine in engines.items():
-            seconds, own = step_times(engine, prefix, BATCH, OWN_TOKENS)
-            times[share] = statistics.median(seconds)
-        own_bytes = decoder.kv_bytes_per_token * BATCH * own
-        allowed = 1.15 * (
-            pair_flops * BATCH * prefix / (0.6 * rates.flops) + own_bytes / (0.85 * rates.bytes)
-        )
-        attention = times["full"] - times["no-attention"]
-        found.append(
-            {
-                "prefix": prefix,
-                "own_tokens": own,
-                "step_ms": 1e3 * times["full"],
-                "no_attention_step_ms": 1e3 * times["no-attention"],
-                "attention_ms": 1e3 * attention,
-                "allowed_ms": 1e3 * allowed,
-                "share_of_no_attention_rate": times["no-attention"] / times["full"],
-                "share_flops_allow": times["no-attention"]
-                / (times["no-attention"] + allowed / 1.15),
-            }
-        )
-        print({key: round(value, 3) for key, value in found[-1].items()}, flush=True)
-    for entry in found:
-        entry["rate_against_1k"] = found[0]["step_ms"] / entry["step_ms"]
-    return found
-
-
 def measure_host(decoder: Decoder) -> list[dict[str, float]]:
     """Host milliseconds of a decode step: plan and scheduling."""
     found = []
     engine = make_engine(decoder, "full", 160_000)
     for batch in (1, 256, 1000):
         engine.reset_stats()
-        step_times(engine, 512, batch, 64)
+        for _ in steps(engine, 512, batch, 64):
+            pass
         hosts: list[float] = []
         engine.reset_stats()
         head = list(range(512))
@@ -309,7 +232,7 @@ def measure_host(decoder: Decoder) -> list[dict[str, float]]:
         while engine.has_unfinished():
             before = engine.stats.host_seconds
             engine.step()
-            if _all_decode(engine, batch):
+            if all_decode(engine, batch):
                 hosts.append(engine.stats.host_seconds - before)
         engine.cache.clear()
         found.append({"batch": batch, "host_ms": 1e3 * statistics.median(hosts)})

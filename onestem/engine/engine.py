@@ -18,7 +18,7 @@ from onestem.engine.interrupts import uninterrupted
 from onestem.engine.jobs import Jobs
 from onestem.engine.opening import Opening
 from onestem.engine.outputs import aborted_output, refused_output, request_output
-from onestem.engine.pins import PREFIX, PinnedPrefixes, PrefixInfo
+from onestem.engine.pins import PREFIX, PinnedPrefixes, PrefixInfo, is_prefix
 from onestem.engine.queue import HybridQueue, PlannedQueue
 from onestem.engine.results import Results
 from onestem.engine.reuse import explain
@@ -264,6 +264,7 @@ class Engine:
         """Let a prefix go: it stays cached until its memory is wanted."""
         self.abort(PREFIX + name)
         self.pins.remove(name)
+        self.scheduler.is_short = False
 
     def prefixes(self) -> list[PrefixInfo]:
         """The pinned prefixes."""
@@ -400,7 +401,7 @@ class Engine:
         outputs, self._refused = self._refused, []
         going_on = []
         for state in touched:
-            if state.request.request_id.startswith(PREFIX):
+            if is_prefix(state.request.request_id):
                 continue
             if state.finished:
                 outputs.append(request_output(state))

@@ -98,11 +98,8 @@ def build_inputs(
             modules.append(([run.uid for run in path], chunk, path))
             continue
         path = chunk.sequence.path(version)
-        place = [run.uid for run in path]
-        if chunk.sequence.modules is not None:
-            # Those who import the same stand together.
-            place = [*(one.run.uid for one in chunk.sequence.imports), *place]
-        (decodes if _is_decode(chunk) else prompts).append((place, chunk, path))
+        placed = (_uids(chunk.sequence, path), chunk, path)
+        (decodes if _is_decode(chunk) else prompts).append(placed)
     layout.add_decodes([(chunk.sequence, path) for _, chunk, path in sorted(decodes, key=_place)])
     for _, chunk, path in sorted(modules, key=_place):
         layout.add_module(chunk, path)
@@ -122,14 +119,10 @@ def decodes_behind(
     """The step that is behind sequences whose last token has no keys and values yet, as if it had
     been one of decodes alone."""
     layout = _Layout(page_size, share)
-    placed = [([run.uid for run in path], i, path) for i, path in _paths(sequences, version)]
-    rows = [(sequences[i], path) for _, i, path in sorted(placed)]
+    rows = [(sequence, sequence.path(version)) for sequence in sequences]
+    rows.sort(key=lambda row: _uids(*row))
     layout.add_decodes(rows, behind=1)
     return layout.inputs(windows)
-
-
-def _paths(sequences: list[Sequence], version: int) -> list[tuple[int, list[Run]]]:
-    return [(i, sequence.path(version)) for i, sequence in enumerate(sequences)]
 
 
 def join_prompts(
@@ -138,8 +131,8 @@ def join_prompts(
     """A step of decodes with chunks of prompts behind their rows. Of the logits, the decodes' come
     first, a row each; `wanted` are those behind them."""
     layout = _Layout(page_size, share, behind=decodes)
-    placed = [(chunk.sequence.path(version), chunk) for chunk in chunks]
-    for path, chunk in sorted(placed, key=lambda one: [run.uid for run in one[0]]):
+    paths = [(chunk, chunk.sequence.path(version)) for chunk in chunks]
+    for chunk, path in sorted(paths, key=lambda one: _uids(one[0].sequence, one[1])):
         layout.add_chunk(chunk, path)
     return layout.inputs(tuple(decodes.plans))
 
@@ -149,6 +142,11 @@ _Placed = tuple[list[int], Chunk, list[Run]]
 
 def _place(placed: _Placed) -> list[int]:
     return placed[0]
+
+
+def _uids(sequence: Sequence, path: list[Run]) -> list[int]:
+    """What rows are sorted by: those who import the same stand together."""
+    return [*(one.run.uid for one in sequence.imports), *(run.uid for run in path)]
 
 
 def _is_decode(chunk: Chunk) -> bool:

@@ -14,9 +14,14 @@ from onestem.engine.sequence import Sequence, stretches_of
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
 
-__all__ = ["PinnedPrefixes", "PrefixInfo"]
+__all__ = ["PREFIX", "PinnedPrefixes", "PrefixInfo", "is_prefix"]
 
 PREFIX = "onestem-prefix:"  # ids of the requests that compute them
+
+
+def is_prefix(request_id: str) -> bool:
+    """Whether a request computes a prefix to be pinned."""
+    return request_id.startswith(PREFIX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +131,7 @@ class PinnedPrefixes:
     def computed(self, request_id: str) -> None:
         """A request has ended: if it was a prefix's, keep what it computed."""
         pin = self._pins.get(request_id.removeprefix(PREFIX))
-        if pin is None or not request_id.startswith(PREFIX):
+        if pin is None or not is_prefix(request_id):
             return
         ids = pin.token_ids
         node, matched = self._cache.tree.match(ids, len(ids), stretches_of(pin.request()))

@@ -106,7 +106,7 @@ class Scheduler:
         self.step = 0
         self.num_set_backs = 0
         self.num_paused = 0  # jobs' sequences that the present step leaves out
-        self.is_short = False  # memory, for who waits first
+        self.is_short = False  # memory, for who waits first; none was freed since
         self.on_admitted: Callable[[Sequence], None] | None = None
         self.on_unfit: Callable[[Sequence, str], None] | None = None
         self.let_pins_go: Callable[[], bool] | None = None
@@ -132,7 +132,6 @@ class Scheduler:
         that back if the step is not computed."""
         self.step += 1
         self._chunks = []
-        self.is_short = False
         for sequence in self.running:
             if sequence.modules is not None:
                 sequence.modules.release_placeholders()
@@ -185,6 +184,7 @@ class Scheduler:
             self.job_share.note(interactive, jobs, seconds, streak=True)
 
     def _fill(self) -> None:
+        self.is_short = False
         decodes: tuple[list[Sequence], list[Sequence]] = ([], [])
         prompts: tuple[list[Sequence], list[Sequence]] = ([], [])
         for sequence in self.running:
@@ -228,14 +228,14 @@ class Scheduler:
         return budget
 
     def join(
-        self, prompts: list[Sequence], may_join: Callable[[Sequence | Request], bool]
+        self, prompts: list[Sequence], may_join: Callable[[Sequence | Request], bool] | None
     ) -> tuple[list[Chunk], list[Sequence]]:
         """Rows of prompts for a step whose decodes a streak makes: of those that are being computed
-        and of newcomers, as long as the next one may join. No job runs.
+        and of newcomers, as long as the next one may join (None: nobody may). No job runs.
 
         Returns:
-            the chunks, and those of the sequences whose prompts go on behind them. `undo` and
-            `note_step` are for this step.
+            the chunks, and those of the sequences whose prompts go on behind them. `undo` is for
+            this step.
         """
         self.step += 1
         self._chunks = []
@@ -245,23 +245,37 @@ class Scheduler:
         for sequence in prompts:
             sequence.scheduled_step = -1
             budget -= self._extend_prompt(sequence, budget) if budget > 0 else 0
-        if self.is_short or self.step >= self._promised_at + PROMISED_STEPS:
-            self._promised_at = self.step
-            self._promised = sum(map(self._promise, self.running))
+        if may_join is not None:
+            joined += self._join_new(budget, may_join)
+        unfinished = [s for s in joined if s.run is not None and s.frontier < s.num_to_compute]
+        return self._chunks, unfinished
+
+    def _join_new(
+        self, budget: int, may_join: Callable[[Sequence | Request], bool]
+    ) -> list[Sequence]:
         self.is_short = False
+        if self.step >= self._promised_at + PROMISED_STEPS:
+            self._count_promised()
+        joined: list[Sequence] = []
         while budget > 0 and (head := self.head()) is not None and may_join(head):
             first = self._next(jobs=False)
             if first is None or not may_join(first):
                 break
             admitted = self._admit(jobs=False)
+            if admitted is None and self._promised_at != self.step:
+                self._count_promised()  # some who were counted may have ended
+                admitted = self._admit(jobs=False)
             self.is_short = admitted is None
             if admitted is None:
                 break
             budget -= self._extend_prompt(admitted, budget)
             self._promised += self._promise(admitted)
             joined.append(admitted)
-        unfinished = [s for s in joined if s.run is not None and s.frontier < s.num_to_compute]
-        return self._chunks, unfinished
+        return joined
+
+    def _count_promised(self) -> None:
+        self._promised_at = self.step
+        self._promised = sum(map(self._promise, self.running))
 
     def head(self) -> Sequence | Request | None:
         """Who would be admitted next."""
@@ -272,13 +286,21 @@ class Scheduler:
             return self.waiting[0]
         return first
 
+    @property
+    def job_waits(self) -> bool:
+        """Whether who would be admitted next is a job."""
+        head = self.head()
+        if isinstance(head, Sequence):
+            return head.is_job
+        return head is not None and head.priority == "job"
+
     def _fill_with_new(self, budget: int, *, jobs: bool) -> int:
-        self._promised_at = self.step
-        self._promised = sum(map(self._promise, self.running))
+        self._count_promised()
         while budget > 0:
             admitted = self._admit(jobs=jobs)
             if admitted is None:
-                self.is_short = self.head() is not None
+                theirs = self.head() is not None and self.job_waits is jobs
+                self.is_short = self.is_short or theirs
                 break
             budget -= self._extend_prompt(admitted, budget)
             self._promised += self._promise(admitted)
@@ -552,6 +574,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence has ended: let go of its runs (those that others may find stay)."""
+        self.is_short = False
         if sequence is self._alone:
             self._alone = None
         if sequence.run is not None:

@@ -54,7 +54,8 @@ class StreakHost:
         lay_out: inputs of the step with such rows behind its decodes.
         undo: the rows of prompts that were asked for last are not computed.
         put: has the drawing sample sequences in such places, each its token of that index next.
-        note_prompts: takes the chunks of a step that was computed, and how long it took.
+        note_computed: takes the chunks of a step that was launched.
+        note_prompts: takes how many rows of prompts a step had, and how long it took.
         eos_token_ids: of the model.
         depth: steps in flight at most; 2 hides the host's work behind the device's.
     """
@@ -69,7 +70,8 @@ class StreakHost:
     lay_out: Callable[[Advance, list[Chunk]], StepInputs]
     undo: Callable[[], None]
     put: Callable[[Drawing, list[int], list[Sequence], int], None]
-    note_prompts: Callable[[list[Chunk], float], None]
+    note_computed: Callable[[list[Chunk]], None]
+    note_prompts: Callable[[int, float], None]
     eos_token_ids: Collection[int]
     depth: int
 
@@ -82,14 +84,14 @@ class _Flight:
         rows: bool `[num_rows]`, those that count.
         last: bool `[num_rows]`, those of them that may sample no more behind it.
         joined: sequences that sample behind these rows, each its first token.
-        chunks: rows of prompts.
+        num_prompt_rows: rows of prompts.
         pending: what they sample.
     """
 
     rows: np.ndarray
     last: np.ndarray
     joined: list[Sequence]
-    chunks: list[Chunk]
+    num_prompt_rows: int
     pending: Pending
 
 
@@ -104,17 +106,15 @@ def fits_streak(sequence: Sequence) -> bool:
 
 
 class Streak:
-    """Steps of the sequences of `inputs`, which have just been computed and sampled.
+    """Steps of sequences that have sampled a token behind all that is computed of them.
 
     Args:
         advance: makes the steps; it begins with those sequences.
         drawing: how the rows sample.
         prompts: newcomers whose prompts are being computed.
-        waiting: whether requests wait for memory.
 
     Attributes:
         sequences: of each row, also of one that has ended and left its row empty.
-        freed: whether a sequence has ended while requests waited.
         mixed: whether the step launched last had rows of prompts.
     """
 
@@ -126,7 +126,6 @@ class Streak:
         host: StreakHost,
         *,
         prompts: list[Sequence],
-        waiting: bool,
     ) -> None:
         self.closed = False
         self.unsure = False  # it ended because a row's sample was not sure
@@ -134,7 +133,6 @@ class Streak:
         self.num_joined = 0
         self.shared_read_tokens = 0
         self.host_seconds = 0.0
-        self.waiting, self.freed = waiting, False
         self.mixed = False
         self._advance, self._runner = advance, runner
         self._drawing, self._host = drawing, host
@@ -211,18 +209,20 @@ class Streak:
             return False
         self._left -= rows
         self.shared_read_tokens += advance.shared_read_tokens
-        chunks: list[Chunk] = []
-        if admit or self._prompts:
-            chunks, self._prompts = self._host.newcomers(self._prompts, admit)
-            if self._prompts and not chunks:
-                self._closing = True  # they wait for what the scheduler must see to
+        joins = admit or bool(self._prompts)
         try:
-            self._fly(rows, change, chunks, started)
+            self._fly(rows, change, self._newcomers(admit) if joins else [], started)
         except BaseException:
-            if chunks:
+            if joins:
                 self._host.undo()
             raise
         return True
+
+    def _newcomers(self, admit: bool) -> list[Chunk]:
+        chunks, self._prompts = self._host.newcomers(self._prompts, admit)
+        if self._prompts and not chunks:
+            self._closing = True  # they wait for what the scheduler must see to
+        return chunks
 
     def _fly(self, rows: np.ndarray, change: Change, chunks: list[Chunk], started: float) -> None:
         ids = self._input_ids()
@@ -239,7 +239,9 @@ class Streak:
         logits = self._runner.decode(inputs, prepared, ids)
         last = rows & (self._left <= 0)
         pending = self._drawing.start(logits)
-        self._flights.append(_Flight(rows, last, joined, chunks, pending))
+        num_prompt_rows = sum(chunk.num_prompt_rows for chunk in chunks)
+        self._flights.append(_Flight(rows, last, joined, num_prompt_rows, pending))
+        self._host.note_computed(chunks)
         self._computed, self.mixed = joined, bool(chunks)
         self.num_steps += 1
 
@@ -326,8 +328,8 @@ class Streak:
 
     def _note_time(self, flight: _Flight) -> None:
         before, self._committed_at = self._committed_at, time.perf_counter()
-        if flight.chunks:
-            self._host.note_prompts(flight.chunks, self._committed_at - before)
+        if flight.num_prompt_rows:
+            self._host.note_prompts(flight.num_prompt_rows, self._committed_at - before)
 
     def _show(self, rows: np.ndarray, ids: np.ndarray) -> list[int]:
         """Show the step's tokens of these rows to the engine; which of them end with it."""
@@ -363,7 +365,6 @@ class Streak:
         empty = len(self._live) - self.num_live
         many = empty > max(EMPTY_ROWS, EMPTY_SHARE * len(self._live))
         self._closing = self._closing or many
-        self.freed = self.freed or self.waiting
 
     def _flush(self, row: int) -> None:
         """Hand a row's committed tokens to its sequence, which has none of them yet."""

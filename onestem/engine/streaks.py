@@ -12,6 +12,7 @@ from onestem.engine.advance import Advance
 from onestem.engine.drawing import Drawing
 from onestem.engine.inputs import StepInputs, decodes_behind, join_prompts
 from onestem.engine.interrupts import uninterrupted
+from onestem.engine.pins import is_prefix
 from onestem.engine.results import Results
 from onestem.engine.runner import Runner
 from onestem.engine.sampler import Sampler
@@ -65,7 +66,8 @@ class Streaks:
             lay_out=self._lay_out,
             undo=scheduler.undo,
             put=self._put,
-            note_prompts=self._note_prompts,
+            note_computed=results.note_computed,
+            note_prompts=scheduler.budget.note,
             eos_token_ids=eos_token_ids,
             depth=runner.depth,
         )
@@ -84,12 +86,13 @@ class Streaks:
     def begin(self) -> None:
         """Go on without the scheduler, if all who run fit: they have sampled behind their last
         step, or their prompts are being computed and may go on in a streak."""
-        head = self._scheduler.head()
-        waits = head is not None and (self._scheduler.is_short or self._job_waits())
-        if self._sure_from > self._scheduler.step or not (waits or self._may_come(head)):
+        if self._sure_from > self._scheduler.step:
             return
         found = self._rows_and_prompts()
         if found is None or not found[0]:
+            return
+        head, num_jobs = self._scheduler.head(), sum(sequence.is_job for sequence in found[0])
+        if not self._must_wait(interactive=num_jobs < len(found[0])) and not self._may_come(head):
             return
         inputs = decodes_behind(
             found[0],
@@ -104,11 +107,8 @@ class Streaks:
         if drawing is None:
             return
         advance = Advance(inputs, self._cache, self.runner.scratch_slot, share=self._share)
-        self._num_jobs = sum(sequence.is_job for sequence in rows)
-        self._head_before = head if waits else None
-        self.present = Streak(
-            advance, self.runner, drawing, self.host, prompts=found[1], waiting=waits
-        )
+        self._num_jobs, self._head_before = num_jobs, head
+        self.present = Streak(advance, self.runner, drawing, self.host, prompts=found[1])
 
     def _rows_and_prompts(self) -> tuple[list[Sequence], list[Sequence]] | None:
         """Who decodes, and whose prompts are being computed; None if one of them does not fit."""
@@ -169,7 +169,15 @@ class Streaks:
         """Whether a request waits that might be admitted: it came, or memory was freed, since
         memory was last found to be short."""
         head = self._scheduler.head()
-        return head is not None and (streak.freed or head is not self._head_before)
+        if head is None:
+            return False
+        interactive = self._num_jobs < len(streak.sequences)
+        return head is not self._head_before or not self._must_wait(interactive=interactive)
+
+    def _must_wait(self, *, interactive: bool) -> bool:
+        """Whether nobody can be admitted now: memory is short, or the next is a job, whose share
+        beside interactive requests is looked at now and then (`_is_long`)."""
+        return self._scheduler.is_short or (interactive and self._scheduler.job_waits)
 
     # ----------------------------------------------------------------------------- newcomers
 
@@ -193,6 +201,7 @@ class Streaks:
         params = request.params
         return (
             request.priority != "job"
+            and not is_prefix(request.request_id)
             and request.pml is None
             and request.score_from is None
             and params.n == 1
@@ -217,23 +226,11 @@ class Streaks:
     def _newcomers(
         self, prompts: list[Sequence], admit: bool
     ) -> tuple[list[Chunk], list[Sequence]]:
-        streak = self.present
-        assert streak is not None
-        chunks, unfinished = self._scheduler.join(
-            prompts, self._may_join if admit else lambda one: False
-        )
+        chunks, unfinished = self._scheduler.join(prompts, self._may_join if admit else None)
         if admit:
-            # Who could join and has not waits for memory; the others are looked at again.
-            head = self._scheduler.head()
-            short = self._scheduler.is_short
-            self._head_before = head if short else None
-            streak.waiting, streak.freed = head is not None and short, False
+            self._head_before = self._scheduler.head()
         self._results.note_scheduled(chunks)
         return chunks, unfinished
-
-    def _note_prompts(self, chunks: list[Chunk], seconds: float) -> None:
-        self._results.note_computed(chunks)
-        self._scheduler.budget.note(sum(c.num_prompt_rows for c in chunks), seconds)
 
     def _lay_out(self, advance: Advance, chunks: list[Chunk]) -> StepInputs:
         inputs = join_prompts(
@@ -276,14 +273,7 @@ class Streaks:
             return False
         paused = self._scheduler.num_paused
         most = REFERENCE_STEPS if paused else MIXED_STEPS
-        return streak.num_steps >= most and (paused > 0 or self._job_waits())
-
-    def _job_waits(self) -> bool:
-        """Whether who would be admitted next is a job."""
-        head = self._scheduler.head()
-        if isinstance(head, Sequence):
-            return head.is_job
-        return head is not None and head.priority == "job"
+        return streak.num_steps >= most and (paused > 0 or self._scheduler.job_waits)
 
     def _step(self, streak: Streak, *, admit: bool) -> bool:
         started, host, steps = time.perf_counter(), streak.host_seconds, streak.num_steps

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
@@ -108,7 +110,8 @@ def _requests(
             common_prefix_tokens=common.length(ids) if common is not None else 0,
         )
         service.check(request)
-        requests.append(request)
+        # As one block of memory, which goes to the engine's process and into its books as it is.
+        requests.append(replace(request, prompt_token_ids=array("i", ids)))
     return requests
 
 

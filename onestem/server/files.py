@@ -55,7 +55,8 @@ async def upload(request: Request, tenant: Tenant, store: Store, limit: int) -> 
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise ApiError(400, "the body is not multipart/form-data with file and purpose")
     try:
-        form = await limited(request, limit).form(max_files=1, max_fields=4)
+        bounded = await limited(request, limit)
+        form = await bounded.form(max_files=1, max_fields=4)
     except (MultiPartException, HTTPException) as error:
         reason = error.message if isinstance(error, MultiPartException) else error.detail
         raise ApiError(400, f"the body is not a good form: {reason}") from error
