@@ -117,9 +117,7 @@ def make_engine(decoder: Decoder, share: ShareMode, tokens: int) -> Engine:
     )
 
 
-def allowed_seconds(
-    decoder: Decoder, rates: Rates, batch: int, prefix: int, own: float
-) -> float:
+def allowed_seconds(decoder: Decoder, rates: Rates, batch: int, prefix: int, own: float) -> float:
     """Shared FLOPs at 60% of the matrix rate and own bytes at 85% of the memory rate."""
     config = decoder.config
     flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim * batch * prefix

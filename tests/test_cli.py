@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.forked import ENVIRONMENT, Command, onestem
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
-COMMAND = [sys.executable, "-m", "onestem"]
-CPU = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+CPU = {**os.environ, **ENVIRONMENT}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +25,12 @@ def model(tmp_path_factory):
     return path
 
 
-def onestem(*args, code: int = 0) -> subprocess.CompletedProcess[str]:
+def typed(*args, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A new interpreter, as at a prompt; `onestem` is the same without its imports."""
     done = subprocess.run(
-        [*COMMAND, *map(str, args)], capture_output=True, text=True, env=CPU, check=False
-    )
+        [sys.executable, "-m", "onestem", *map(str, args)],
+        capture_output=True, text=True, env=CPU, check=False,
+    )  # fmt: skip
     assert done.returncode == code, done.stderr
     return done
 
@@ -57,7 +58,7 @@ def write_job(path, lines) -> None:
 
 
 def test_help_names_every_verb():
-    text = onestem("--help").stdout
+    text = typed("--help").stdout
     below = {"bench": "batch", "pml": "show"}
     for verb in ("batch", "generate", "plan", "env", "bench", "pml"):
         assert verb in text
@@ -66,7 +67,7 @@ def test_help_names_every_verb():
 
 
 def test_generate(model):
-    out = onestem(
+    out = typed(
         "generate", "--model", model, "hello", "-n", 3, "--max-tokens", 4, "--seed", 1, "--json"
     ).stdout
     answer = json.loads(out)
@@ -185,74 +186,41 @@ def test_batch_writes_every_line_in_order(model, tmp_path):
     assert "already complete" in again.stderr
 
 
-def test_killed_at_any_moment_it_goes_on(model, tmp_path):
-    """kill -9 while answers come, several times; the final file is that of an uninterrupted run."""
+def test_killed_several_times_it_goes_on(model, tmp_path):
+    """kill -9 while answers come; the final file is that of an uninterrupted run."""
     write_job(tmp_path / "in.jsonl", job_lines(60, max_tokens=24))
-    args = (
-        "--model",
-        str(model),
-        "--dtype",
-        "float32",
-        "--max-step-tokens",
-        "32",
-        "--kv-memory",
-        "200KiB",
-        "-q",
-    )
-    onestem("batch", tmp_path / "in.jsonl", "-o", tmp_path / "whole.jsonl", *args)
-    whole = (tmp_path / "whole.jsonl").read_bytes()
+    # The model's name is part of what seeds come from: the same in every run of this test.
+    args = ("--model", model.name, "--dtype", "float32", "--max-step-tokens", 32,
+            "--kv-memory", "200KiB", "-q")  # fmt: skip
     output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    job = ("batch", tmp_path / "in.jsonl", "-o", output, *args)
+    whole = ("batch", tmp_path / "in.jsonl", "-o", tmp_path / "whole.jsonl", *args)
+    onestem(*whole, folder=model.parent)
     kept: list[bytes] = []
-    for target in (1, 12, 30):
-        process = subprocess.Popen(
-            [*COMMAND, "batch", str(tmp_path / "in.jsonl"), "-o", str(output), *args], env=CPU
-        )
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            if partial.exists() and partial.read_bytes().count(b"\n") >= target:
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.002)
-        process.wait()
-        if output.exists():
-            break
+    for results in (1, 12, 30):
+        killed = Command(*job, folder=model.parent, signal_after=(results, signal.SIGKILL))
+        assert killed.wait().returncode == -signal.SIGKILL
         now = partial.read_bytes().split(b"\n")[:-1]
         # What was finished before stays as it was: nothing is computed twice.
         assert now[: len(kept)] == kept
+        assert len(now) == len(kept) + results
         kept = now
-    assert len(kept) >= 12
-    done = onestem("batch", tmp_path / "in.jsonl", "-o", output, *args)
-    assert output.read_bytes() == whole
-    assert f"{len(kept)} lines were done before" in done.stderr
+    assert "43 lines were done before" in onestem(*job, folder=model.parent).stderr
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 
 
 def test_ctrl_c_says_how_to_go_on(model, tmp_path):
-    write_job(tmp_path / "in.jsonl", job_lines(600, max_tokens=24))
-    command = [
-        *COMMAND,
-        "batch",
-        str(tmp_path / "in.jsonl"),
-        "-o",
-        str(tmp_path / "out.jsonl"),
-        "--model",
-        str(model),
-        "-q",
-        "--max-step-tokens",
-        "32",
-        "--kv-memory",
-        "200KiB",
-    ]
-    process = subprocess.Popen(command, env=CPU, stderr=subprocess.PIPE, text=True)
-    partial = tmp_path / "out.jsonl.partial"
-    while not (partial.exists() and partial.stat().st_size) and process.poll() is None:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "the same command goes on" in errors
-    assert "Traceback" not in errors
-    onestem(*command[3:])
+    write_job(tmp_path / "in.jsonl", job_lines(60, max_tokens=24))
+    args = ("batch", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", model, "-q",
+            "--max-step-tokens", 32, "--kv-memory", "200KiB")  # fmt: skip
+    done = Command(*args, signal_after=(20, signal.SIGINT)).wait()
+    assert done.returncode == 130
+    assert "20 of 60 lines are done" in done.stderr
+    assert "the same command goes on" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "20 lines were done before" in onestem(*args).stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 60
 
 
 def test_the_reference_is_what_help_says():

@@ -340,7 +340,7 @@ class Engine:
                 for request_id in list(self._states):
                     self.abort(request_id)
                 self.scheduler.queue = self._queue
-                self.scheduler.release_groups()
+                self.scheduler.groups.release_all()
                 self._opening.arrivals.clear()
                 self._results.touched.clear()
                 self._runs_a_job = False

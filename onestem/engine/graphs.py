@@ -108,8 +108,9 @@ class GraphRunner(Runner):
                 page_size=page_size,
                 dtype=self.decoder.dtype,
                 device=device,
-                # Each page stands in the plan once, and each row's items, spans and slack beside.
-                max_words=num_pages + 64 * BATCH_SIZES[-1] + (1 << 17),
+                # Each page stands in the plan twice at most (a step's prompts list what they share
+                # with its decodes again), and each row's items, spans and slack beside.
+                max_words=2 * num_pages + 64 * BATCH_SIZES[-1] + (1 << 17),
                 states=states,
                 share=self.share != "storage",
                 windowed=window is not None,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onestem.cache import ModuleRun, PrefixCache, Run
+from onestem.engine.groups import PlannedGroups
 from onestem.engine.modules import SequenceModules
 from onestem.engine.pace import JobShare, StepBudget
 from onestem.engine.queue import RequestQueue
-from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.sequence import Sequence
 from onestem.errors import CacheError
 from onestem.request import Request
 
@@ -66,10 +67,6 @@ def _place(sequence: Sequence) -> tuple[bool, float]:
     return sequence.is_job, sequence.order if sequence.order >= 0 else float("inf")
 
 
-def _is_job(state: RequestState) -> bool:
-    return state.request.priority == "job"
-
-
 class Scheduler:
     """Decodes first, then unfinished prompts, then new requests; then the same for jobs.
 
@@ -112,8 +109,7 @@ class Scheduler:
         self.let_pins_go: Callable[[], bool] | None = None
         self._open_request = open_request
         self._orders = itertools.count()
-        self._group_pins: dict[int, Run] = {}
-        self._group_members: dict[int, set[RequestState]] = {}
+        self.groups = PlannedGroups(cache, self._group_open)
         self._alone: Sequence | None = None
         self._chunks: list[Chunk] = []
         self.tiers: ModuleTiers | None = None  # where modules' keys and values may be kept as well
@@ -411,8 +407,8 @@ class Scheduler:
         """Nothing could be scheduled though something runs: give memory up, newest first."""
         if not self.running:
             return False
-        if self._group_pins:
-            self.release_groups()
+        if self.groups.num_pinned:
+            self.groups.release_all()
             return True
         last = self.running[-1]
         own = self._num_own_runs(last)
@@ -471,7 +467,7 @@ class Scheduler:
                 self.queue.pop()
                 for sequence in sequences:
                     self._wait(sequence)
-                self._release_closed_groups()
+                self.groups.release_closed()
         first = self.waiting[0] if self.waiting else None
         return first if first is not None and first.is_job is jobs else None
 
@@ -499,7 +495,8 @@ class Scheduler:
                 self.on_admitted(sequence)
         # One that was set back keeps its age, so that it is not the first to go again.
         insort(self.running, sequence, key=_order)
-        self._pin_group(sequence)
+        if sequence is not self._alone:
+            self.groups.admitted(sequence)
         return True
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -515,10 +512,7 @@ class Scheduler:
             self._promised -= self._promise(newest)
             self.set_back(newest)
             return True
-        groups = [g for g, left in self._group_members.items() if any(_is_job(m) for m in left)]
-        pinned = [group for group in groups if group in self._group_pins]
-        self._release_pins(pinned)
-        return bool(pinned)
+        return self.groups.release_jobs()
 
     def _promise(self, sequence: Sequence) -> int:
         """Pages that an admitted sequence will still ask for soon."""
@@ -582,7 +576,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._member_finished(sequence)
+        self.groups.finished(sequence.state)
 
     def set_back(self, sequence: Sequence) -> None:
         """Take a sequence's memory; its sampled tokens stay, and it is computed again."""
@@ -602,58 +596,13 @@ class Scheduler:
             sequence.modules.release()
             sequence.modules = None
 
-    # ----------------------------------------------------------------------------- planned groups
-
-    def _pin_group(self, sequence: Sequence) -> None:
-        """A planned group's prefix stays until its last member has finished."""
-        request = sequence.state.request
-        group = request.group
-        if group is None or not self.cache.enabled or sequence is self._alone:
-            return
-        self._group_members.setdefault(group, set()).add(sequence.state)
-        if group in self._group_pins or request.group_prefix_tokens <= 0:
-            return
-        limit = min(request.group_prefix_tokens, len(request.prompt_token_ids) - 1)
-        ids = sequence.ids()[:limit].copy()
-        node, matched = self.cache.tree.match(ids, limit, sequence.stretches)
-        if matched == limit > 0:
-            self.cache.pin(node)
-            self._group_pins[group] = node
-
-    def _member_finished(self, sequence: Sequence) -> None:
-        state = sequence.state
-        group = state.request.group
-        if group is None or not state.finished:
-            return
-        self._group_members.get(group, set()).discard(state)
-        self._release_closed_groups()
-
-    def _release_closed_groups(self) -> None:
-        members = self._group_members.items()
-        self._release_groups([g for g, left in members if not left and not self._group_open(g)])
-
     def _group_open(self, group: int) -> bool:
         waiting = any(sequence.state.request.group == group for sequence in self.waiting)
         return waiting or self.queue.group_open(group)
-
-    def release_groups(self) -> None:
-        """Let go of all planned prefixes."""
-        self._release_groups(list(self._group_pins))
-
-    def _release_groups(self, groups: list[int]) -> None:
-        for group in groups:
-            self._group_members.pop(group, None)
-        self._release_pins(groups)
-
-    def _release_pins(self, groups: list[int]) -> None:
-        for group in groups:
-            node = self._group_pins.pop(group, None)
-            if node is not None:
-                self.cache.unpin(node)
 
     def idle(self) -> bool:
         """Nothing runs and nothing waits; planned groups are complete then."""
         if self.running or self.waiting or self.queue.peek() is not None:
             return False
-        self.release_groups()
+        self.groups.release_all()
         return True

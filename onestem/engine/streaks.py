@@ -19,7 +19,8 @@ from onestem.engine.sampler import Sampler
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import Sequence
 from onestem.engine.stats import EngineStats
-from onestem.engine.streak import Streak, StreakHost, fits_streak
+from onestem.engine.streak import Streak, fits_streak
+from onestem.engine.streak_host import StreakHost
 from onestem.request import Request
 
 __all__ = ["Streaks"]
@@ -88,27 +89,30 @@ class Streaks:
         step, or their prompts are being computed and may go on in a streak."""
         if self._sure_from > self._scheduler.step:
             return
+        head = self._scheduler.head()
+        if head is not None and not self._must_wait() and not self._may_join(head):
+            return
         found = self._rows_and_prompts()
         if found is None or not found[0]:
             return
-        head, num_jobs = self._scheduler.head(), sum(sequence.is_job for sequence in found[0])
-        if not self._must_wait(interactive=num_jobs < len(found[0])) and not self._may_come(head):
+        advance = self._advance(found[0])
+        rows = advance.rows.sequences
+        drawing = self._sampler.drawing(list(map(self._results.row, rows)), self._device)
+        if drawing is None:
             return
+        self._num_jobs = sum(sequence.is_job for sequence in rows)
+        self._head_before = head
+        self.present = Streak(advance, self.runner, drawing, self.host, prompts=found[1])
+
+    def _advance(self, sequences: list[Sequence]) -> Advance:
         inputs = decodes_behind(
-            found[0],
+            sequences,
             page_size=self._cache.pool.page_size,
             windows=self.runner.windows,
             version=self._scheduler.version,
             share=self._share,
         )
-        assert inputs.decodes is not None
-        rows = inputs.decodes.sequences
-        drawing = self._sampler.drawing(list(map(self._results.row, rows)), self._device)
-        if drawing is None:
-            return
-        advance = Advance(inputs, self._cache, self.runner.scratch_slot, share=self._share)
-        self._num_jobs, self._head_before = num_jobs, head
-        self.present = Streak(advance, self.runner, drawing, self.host, prompts=found[1])
+        return Advance(inputs, self._cache, self.runner.scratch_slot, share=self._share)
 
     def _rows_and_prompts(self) -> tuple[list[Sequence], list[Sequence]] | None:
         """Who decodes, and whose prompts are being computed; None if one of them does not fit."""
@@ -137,7 +141,7 @@ class Streaks:
         if streak is None:
             return False
         with uninterrupted():
-            comes = self._newcomer(streak)
+            comes = self._newcomer()
             if self._is_long(streak) or (comes and not self._may_join_now(streak)):
                 self.close()
                 return False
@@ -151,10 +155,11 @@ class Streaks:
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence that is admitted, or waits to be."""
-        if self.present is None or sequence.run is None:
-            self._results.finish(sequence, "abort")
-        else:
-            self.present.abort(sequence)
+        with uninterrupted():
+            if self.present is None or sequence.run is None:
+                self._results.finish(sequence, "abort")
+            else:
+                self.present.abort(sequence)
 
     def _fits(self, sequence: Sequence, run: Run) -> bool:
         return (
@@ -165,19 +170,20 @@ class Streaks:
             and self._cache.may_grow(run)
         )
 
-    def _newcomer(self, streak: Streak) -> bool:
+    def _newcomer(self) -> bool:
         """Whether a request waits that might be admitted: it came, or memory was freed, since
         memory was last found to be short."""
         head = self._scheduler.head()
         if head is None:
             return False
-        interactive = self._num_jobs < len(streak.sequences)
-        return head is not self._head_before or not self._must_wait(interactive=interactive)
+        return head is not self._head_before or not self._must_wait()
 
-    def _must_wait(self, *, interactive: bool) -> bool:
+    def _must_wait(self) -> bool:
         """Whether nobody can be admitted now: memory is short, or the next is a job, whose share
         beside interactive requests is looked at now and then (`_is_long`)."""
-        return self._scheduler.is_short or (interactive and self._scheduler.job_waits)
+        scheduler = self._scheduler
+        jobs_alone = not scheduler.running or scheduler.running[0].is_job
+        return scheduler.is_short or (scheduler.job_waits and not jobs_alone)
 
     # ----------------------------------------------------------------------------- newcomers
 
@@ -194,9 +200,6 @@ class Streaks:
             return self._is_simple(one)
         return self._is_simple(one.state.request) and self._leaves_ends(one)
 
-    def _may_come(self, head: Sequence | Request | None) -> bool:
-        return head is None or self._may_join(head)
-
     def _is_simple(self, request: Request) -> bool:
         params = request.params
         return (
@@ -207,6 +210,7 @@ class Streaks:
             and params.n == 1
             and params.min_tokens == 0
             and not params.choices
+            and not _ends_in_common(request)
             and params.logprobs is params.prompt_logprobs is params.response_format is None
             and self._sampler.draws(params)
         )
@@ -320,3 +324,9 @@ class Streaks:
             self._pause = longer if short else STEPS_AFTER_UNSURE
             self._sure_from = self._scheduler.step + self._pause
         self.present = None
+
+
+def _ends_in_common(request: Request) -> bool:
+    """Whether what is sampled behind a prompt is of another space than the prompt's end."""
+    beyond = request.common_prefix_tokens < len(request.prompt_token_ids)
+    return bool(request.cache_salt) and not beyond

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from onestem.engine.outputs import request_output
-from onestem.engine.sequence import RequestState
+from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import CompletionOutput, RequestOutput
 from onestem.server.messages import Delta, Piece, Tokens
 
@@ -23,11 +24,21 @@ class _Sent:
         self.ended = False
 
 
+@dataclass(slots=True)
+class _Single:
+    """A request whose news are mostly plain: its only sequence, its number, what was sent."""
+
+    sequence: Sequence
+    number: int
+    sent: _Sent
+
+
 class Deltas:
     """Remembers what was sent of the requests that are being answered."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self._single: dict[str, _Single] = {}
         self._sent: dict[str, dict[int, _Sent]] = {}
 
     def __len__(self) -> int:
@@ -39,6 +50,7 @@ class Deltas:
 
     def forget(self, request_id: str) -> None:
         self._numbers.pop(request_id, None)
+        self._single.pop(request_id, None)
         self._sent.pop(request_id, None)
 
     def of(
@@ -47,7 +59,7 @@ class Deltas:
         """What requests have that they did not have before: those of `outputs`, and others that
         stream and go on."""
         tokens = Tokens()
-        unusual = [state for state in going_on if not self._is_token(state, tokens)]
+        unusual = self._note_tokens(going_on, tokens)
         deltas = []
         for output in [*outputs, *map(request_output, unusual)]:
             if output.request_id not in self._sent:
@@ -60,26 +72,31 @@ class Deltas:
                 deltas.append(Delta(output.request_id, pieces))
         return tokens, deltas
 
-    def _is_token(self, state: RequestState, tokens: Tokens) -> bool:
-        """Whether a request's news is a token of its only sequence, with nothing but a text; it is
-        noted then. What most of them have, so no output is made for it."""
-        request, sequence = state.request, state.sequences[0]
-        sent = self._sent.get(request.request_id)
-        if sent is None:
-            return True  # it was forgotten: nobody listens
-        before = sent.get(0)
-        if before is None:
-            before = sent[0] = _Sent()
-        if len(state.sequences) > 1 or request.params.logprobs is not None:
-            return False
-        if request.params.choices or sequence.num_output != before.tokens + 1:
-            return False
-        tokens.requests.append(self._numbers[request.request_id])
-        tokens.indices.append(0)
-        tokens.token_ids.append(sequence.tokens[-1])
-        tokens.texts.append(sequence.text[before.text :])
-        before.tokens, before.text = before.tokens + 1, len(sequence.text)
-        return True
+    def _note_tokens(self, going_on: Iterable[RequestState], tokens: Tokens) -> list[RequestState]:
+        """Note the news of requests of one sequence if it is a token with nothing but a text. That
+        is most of what comes, so no output is made for it. The other requests."""
+        unusual = []
+        for state in going_on:
+            request_id = state.request.request_id
+            one = self._single.get(request_id)
+            if one is None:
+                if not _is_single(state) or request_id not in self._sent:
+                    unusual.append(state)
+                    continue
+                sent = self._sent[request_id].setdefault(0, _Sent())
+                one = _Single(state.sequences[0], self._numbers[request_id], sent)
+                self._single[request_id] = one
+            sequence, sent = one.sequence, one.sent
+            if sequence.num_output != sent.tokens + 1:
+                unusual.append(state)
+                continue
+            text = sequence.text
+            tokens.requests.append(one.number)
+            tokens.indices.append(0)
+            tokens.token_ids.append(sequence.tokens[-1])
+            tokens.texts.append(text[sent.text :])
+            sent.tokens, sent.text = sent.tokens + 1, len(text)
+        return unusual
 
     def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[Piece]:
         """What does not go into `tokens`."""
@@ -98,6 +115,11 @@ class Deltas:
             elif (piece := _piece(sequence, before)) is not None:
                 pieces.append(piece)
         return pieces
+
+
+def _is_single(state: RequestState) -> bool:
+    params = state.request.params
+    return len(state.sequences) == 1 == params.n and params.logprobs is None and not params.choices
 
 
 def _is_plain(sequence: CompletionOutput, sent: _Sent) -> bool:

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 
 from onestem.engine.engine import Engine
+from onestem.engine.logprobs import logprobs_of
+from onestem.engine.sampler import Sampler
+from onestem.engine.sampling_row import SamplingRow
 from onestem.models.config import GenerationDefaults
 from onestem.ops.reference import visible
-from onestem.request import Request, SamplingParams
+from onestem.request import CompletionOutput, Request, SamplingParams
 
 VOCAB = 8
 
@@ -87,6 +90,49 @@ def _behind(prefix: int, token: int) -> int:
 
 def _logits(prefix: int) -> np.ndarray:
     return np.random.default_rng(prefix).standard_normal(VOCAB).astype(np.float32) * 2
+
+
+def alone(one: Request, limit: int) -> tuple[list[CompletionOutput], list | None]:
+    """A request's answers and prompt_logprobs, one token after the other and without an engine.
+    `limit`: max_model_len."""
+    prefixes = [0]
+    for token in one.prompt_token_ids:
+        prefixes.append(_behind(prefixes[-1], token))
+    outputs = [_completion(one, index, prefixes[-1], limit) for index in range(one.params.n)]
+    return outputs, _prompt_logprobs(one, prefixes)
+
+
+def _completion(one: Request, index: int, prefix: int, limit: int) -> CompletionOutput:
+    params, sampler = one.params, Sampler(VOCAB)
+    assert params.ignore_eos
+    most = min(limit - len(one.prompt_token_ids), params.max_tokens or limit)
+    output = CompletionOutput(index=index, text="", token_ids=[], finish_reason="length")
+    if params.logprobs is not None:
+        output.logprobs, output.cumulative_logprob = [], 0.0
+    for token_index in range(most):
+        row = SamplingRow(
+            params, params.seed or 0, index, token_index, one.prompt_token_ids, output.token_ids
+        )
+        sampled = sampler.sample(torch.from_numpy(_logits(prefix)[None]), [row])
+        output.token_ids += sampled.token_ids
+        if params.logprobs is not None:
+            output.logprobs += sampled.logprobs
+            output.cumulative_logprob += sampled.token_logprob[0]
+        prefix = _behind(prefix, sampled.token_ids[0])
+    return output
+
+
+def _prompt_logprobs(one: Request, prefixes: list[int]) -> list | None:
+    count = one.params.prompt_logprobs
+    if count is None and one.score_from is None:
+        return None
+    first = 1 if count is not None else max(1, one.score_from or 0)
+    return [
+        None
+        if i < first
+        else logprobs_of(torch.from_numpy(_logits(prefixes[i])[None]), [token], count or 0)[0]
+        for i, token in enumerate(one.prompt_token_ids)
+    ]
 
 
 def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engine:

@@ -280,7 +280,7 @@ def test_groups_close_though_another_job_waits():
     pinned = []
     while engine.has_unfinished():
         engine.step()
-        pinned.append(len(engine.scheduler._group_pins))
+        pinned.append(engine.scheduler.groups.num_pinned)
     assert max(pinned) <= 6
 
 

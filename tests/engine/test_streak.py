@@ -184,16 +184,21 @@ def _of_an_application(number: int, heads: list[list[int]], rng: random.Random) 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
-def test_who_joins_answers_as_alone(tiny, streaks: list, share: str, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [("llama", "full"), ("llama", "storage"), ("llama", "off"), ("qwen2_windows", "full")],
+)
+def test_who_joins_answers_as_alone(
+    tiny, streaks: list, model: str, share: str, depth: int
+) -> None:
     """Newcomers at every other step of one streak, with a real model."""
     requests = [
         replace(one, request_id=f"{k}-{one.request_id}")
         for k, fields in enumerate(PARAMS[:2] + PARAMS[3:])
         for one in requests_for(shared_prompts(k), max_tokens=30 + k, **fields)
     ]
-    plain = answer(without_streaks(make_engine(tiny("llama"), share=share)), requests)
-    engine = at_depth(make_engine(tiny("llama"), share=share), depth)
+    plain = answer(without_streaks(make_engine(tiny(model), share=share)), requests)
+    engine = at_depth(make_engine(tiny(model), share=share), depth)
     found, late = {}, requests[2:]
     for one in requests[:2]:
         engine.add_request(one)

@@ -11,7 +11,7 @@ import pytest
 from onestem.engine.queue import PlannedQueue
 from onestem.errors import RequestError
 from tests.engine.harness import assert_idle
-from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
+from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request, run_all
 
 
 def random_requests(rng: random.Random, limit: int) -> list:
@@ -40,8 +40,7 @@ def random_requests(rng: random.Random, limit: int) -> list:
 def continuation(rng: random.Random, requests: list, limit: int) -> list:
     """A prompt that is another's prompt and answer, and may come while that one still grows."""
     chosen = rng.choice(requests)
-    plain = make_symbolic(num_pages=limit, page_size=1, share="off", max_model_len=limit)
-    answer = run_all(plain, [chosen])[chosen.request_id].outputs[0].token_ids
+    answer = alone(chosen, limit)[0][0].token_ids
     ids = [*chosen.prompt_token_ids, *answer][: limit - 2]
     return [request(len(requests), ids, max_tokens=3)]
 
@@ -103,7 +102,7 @@ def test_random_traffic(seed):
     outputs = drain(engine, each_step=disturb)
     assert_idle(engine)
     assert not engine._states
-    assert not engine.scheduler._group_pins
+    assert engine.scheduler.groups.num_pinned == 0
     assert sorted({**outputs, **aborted}) == sorted(one.request_id for one in requests)
     for one in requests:
         if one.request_id not in aborted:
@@ -131,11 +130,10 @@ def interrupted_step(engine, *, late: bool) -> list:
 
 
 def same_as_alone(one, output, limit: int) -> None:
-    plain = make_symbolic(num_pages=limit, page_size=1, share="off", max_model_len=limit)
-    want = run_all(plain, [one])[one.request_id]
-    for got, expected in zip(output.outputs, want.outputs, strict=True):
+    outputs, prompt_logprobs = alone(one, limit)
+    for got, expected in zip(output.outputs, outputs, strict=True):
         assert got == expected
-    assert output.prompt_logprobs == want.prompt_logprobs
+    assert output.prompt_logprobs == prompt_logprobs
     metrics = output.metrics
     if one.params.n == 1 and metrics.num_set_backs == 0:
         assert metrics.num_cached_tokens + metrics.num_computed_tokens >= metrics.num_prompt_tokens

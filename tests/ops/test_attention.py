@@ -273,12 +273,12 @@ def plain(q, k_pages, v_pages, plan):
     return out
 
 
-@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_error_is_at_most_twice_that_of_plain_attention(head_dim, dtype, share):
+def test_error_is_at_most_twice_that_of_plain_attention(head_dim, dtype):
     """Against float64, in the largest and the mean error over all rows of several plans."""
-    ours, theirs = [], []
+    ours: dict[bool, list] = {True: [], False: []}
+    theirs = []
     for seed in range(6):
         rng = np.random.default_rng(seed)
         plan, used = random_plan(rng, page_size=16, num_runs=5, num_seqs=10)
@@ -286,9 +286,11 @@ def test_error_is_at_most_twice_that_of_plain_attention(head_dim, dtype, share):
             rng, plan, used, kv_heads=2, group=3, head_dim=head_dim, dtype=dtype
         )
         want = attention(q, k, v, plan, impl="reference").out
-        got = resolve("torch").prepare(plan, share=share).attend(q, k, v).out
-        ours.append((got.double() - want).abs().flatten())
+        for share, errors in ours.items():
+            got = resolve("torch").prepare(plan, share=share).attend(q, k, v).out
+            errors.append((got.double() - want).abs().flatten())
         theirs.append((plain(q, k, v, plan).double() - want).abs().flatten())
-    mine, other = torch.cat(ours), torch.cat(theirs)
-    assert float(mine.max()) <= 2 * float(other.max())
-    assert float(mine.mean()) <= 2 * float(other.mean())
+    other = torch.cat(theirs)
+    for mine in map(torch.cat, ours.values()):
+        assert float(mine.max()) <= 2 * float(other.max())
+        assert float(mine.mean()) <= 2 * float(other.mean())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -19,14 +21,50 @@ from onestem.ops.cpu import CpuAttention, chosen_isa, is_built, isas, native, st
 needs_extension = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
 
 
-def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+# Importing PyTorch takes seconds: one process does it, and each piece of code runs in a fork.
+FORKS = """
+import json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, path in enumerate(asked["files"], start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.environ.update(asked["variables"])
+        code = 0
+        try:
+            exec(asked["code"], {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[Run]:
+    """Runs code in a process of its own that has imported PyTorch and nothing of this package."""
+    files = [tmp_path_factory.mktemp("forks") / name for name in ("stdout", "stderr")]
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as forks:
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+
+        def ask(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+            asked = {"code": code, "variables": variables, "files": list(map(str, files))}
+            print(json.dumps(asked), file=forks.stdin, flush=True)
+            ended = int(forks.stdout.readline())
+            return subprocess.CompletedProcess(code, ended, *(file.read_text() for file in files))
+
+        yield ask
+        forks.stdin.close()
 
 
 def test_an_installation_with_a_compiler_has_it():
@@ -39,7 +77,7 @@ def test_an_installation_with_a_compiler_has_it():
     assert is_built(), status()
 
 
-def test_without_it_torch_computes():
+def test_without_it_torch_computes(run: Run):
     """The module is hidden, as where it could not be built."""
     done = run(
         "import sys\n"
@@ -79,13 +117,13 @@ def test_isas_of_this_machine():
 
 @needs_extension
 @pytest.mark.parametrize("isa", isas() if is_built() else ())
-def test_an_isa_can_be_forced(isa):
+def test_an_isa_can_be_forced(run: Run, isa):
     done = run("from onestem.ops.cpu import status; print(status())", ONESTEM_CPU_ISA=isa)
     assert done.stdout.startswith(f"built, {isa} (of "), done.stderr
 
 
 @needs_extension
-def test_an_isa_that_is_not_here_is_refused():
+def test_an_isa_that_is_not_here_is_refused(run: Run):
     done = run(
         "from onestem.ops import resolve\n"
         "from onestem.ops.cpu import native\n"

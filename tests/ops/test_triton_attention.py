@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops import AttentionPlan, State, attention, resolve, windowed
+from onestem.ops import AttentionPlan, PlanBuilder, State, attention, resolve, windowed
 from onestem.ops.triton import (
     KernelConfig,
     States,
@@ -88,12 +88,17 @@ SHAPES = [
 ]
 
 
+# The interpreter is slow. Over all shapes, plans of this seed have tiles of every kind (whole,
+# ragged, masked, several in a row), merges, empty rows, and more works than programs.
+SEEDS = [2] if DEVICE.type == "cpu" else range(10)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s[:5])))
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_triton_equals_reference(shape, seed, monkeypatch):
     page_size, window, group, kv_heads, head_dim, dtype, share, config = shape
     rng = np.random.default_rng(seed)
-    plan = random_plan(rng, page_size=page_size, window=window, num_seqs=6, max_rows=16)
+    plan = random_plan(rng, page_size=page_size, window=window, num_seqs=5, max_rows=10)
     q, k, v = tensors(plan, seed, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
     want = attention(q, k, v, plan, impl="reference")
     poison(monkeypatch)
@@ -106,7 +111,9 @@ def test_triton_equals_reference(shape, seed, monkeypatch):
     [(True, None, None, None), (False, 5.0, 0.3, None), (True, 2.0, 0.7, 9), (False, None, 2.0, 5)],
 )
 def test_alibi_softcap_and_scale(alibi, softcap, scale, window):
-    plan = random_plan(np.random.default_rng(3), page_size=16, window=window, num_seqs=5)
+    plan = random_plan(
+        np.random.default_rng(3), page_size=16, window=window, num_seqs=4, max_rows=12
+    )
     q, k, v = tensors(plan, 3, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
     slopes = torch.rand(4, device=DEVICE) if alibi else None
     more = {"alibi_slopes": slopes, "softcap": softcap, "scale": scale}
@@ -124,7 +131,7 @@ def test_a_named_implementation_runs_with_its_own_configuration():
 
 
 def workspace(**more) -> Workspace:
-    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 16}
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "page_size": 16}
     options = {"max_rows": 160, "max_words": 1 << 14, "max_states": 400, "config": CUTS}
     return Workspace(**{**shape, **options, "dtype": torch.float32, "device": DEVICE, **more})
 
@@ -143,9 +150,9 @@ def run_in(space: Workspace, plan: AttentionPlan, q, k, v, num_rows: int | None 
 
 def test_one_workspace_serves_plan_after_plan():
     space = workspace()
-    for seed in range(4):
+    for seed in range(3):
         plan = random_plan(np.random.default_rng(seed), page_size=16, num_seqs=4, max_rows=12)
-        q, k, v = tensors(plan, seed, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+        q, k, v = tensors(plan, seed, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
         want = attention(q, k, v, plan, impl="reference")
         n = plan.num_rows
         got = run_in(space, plan, q, k, v, num_rows=n + 3)
@@ -156,12 +163,12 @@ def test_one_workspace_serves_plan_after_plan():
 
 
 def test_few_states_share_less_and_are_right():
-    plan = random_plan(np.random.default_rng(5), page_size=16, num_seqs=8, num_runs=5)
-    q, k, v = tensors(plan, 5, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+    plan = random_plan(np.random.default_rng(5), page_size=16, num_seqs=6, max_rows=12)
+    q, k, v = tensors(plan, 5, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
     want = attention(q, k, v, plan, impl="reference")
     n, used = plan.num_rows, []
     for room in (400, plan.num_rows + 10, 1):
-        states = States.empty(room, 4, 16, DEVICE)
+        states = States.empty(room, 2, 16, DEVICE)
         space = workspace(states=states)
         got = run_in(space, plan, q, k, v)
         used.append(space.work.num_states)
@@ -171,16 +178,16 @@ def test_few_states_share_less_and_are_right():
 
 @pytest.mark.parametrize("window", [None, 25])
 def test_advance_is_the_next_step(window):
-    """Ten decode steps, each from the list of the one before, one of them into a new page."""
+    """Decode steps, each from the list of the one before, the third of them into a new page."""
     rng = np.random.default_rng(6)
     plan = windowed(decodes(), window)
-    space = workspace(windowed=window is not None, states=States.empty(300, 4, 16, DEVICE))
+    space = workspace(windowed=window is not None, states=States.empty(300, 2, 16, DEVICE))
     space.write(plan)
     own = np.arange(1, plan.num_spans)
-    for step in range(5):
-        q, k, v = tensors(plan, step, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
+    for step in range(3):
+        q, k, v = tensors(plan, step, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
         space.upload()
-        out = torch.full((space.max_rows, 4, 16), math.nan, device=DEVICE)
+        out = torch.full((space.max_rows, 2, 16), math.nan, device=DEVICE)
         space.launch(q, k, v, out)
         want = attention(q, k, v, plan, impl="reference")
         n = plan.num_rows
@@ -193,16 +200,14 @@ def test_advance_is_the_next_step(window):
 
 def decodes() -> AttentionPlan:
     """Six decodes behind 90 shared tokens; the second will soon enter its third page."""
-    from onestem.ops import PlanBuilder
-
     builder = PlanBuilder(16)
     system = builder.add_run(np.arange(10, 16, dtype=np.int32), 0, 90, 0)
     builder.add_span(0, 6, system, 90)
     for row in range(6):
         pages = np.array([20 + 4 * row, 21 + 4 * row, 0, 0], np.int32)
-        run = builder.add_run(pages, 0, 29 if row == 1 else 12 + row, 90)
-        builder.add_span(row, 1, run, 29 if row == 1 else 12 + row)
-    return builder.build(np.array([101, 118, 103, 104, 105, 106]))
+        run = builder.add_run(pages, 0, 31 if row == 1 else 12 + row, 90)
+        builder.add_span(row, 1, run, 31 if row == 1 else 12 + row)
+    return builder.build(np.array([101, 120, 103, 104, 105, 106]))
 
 
 def grown(plan: AttentionPlan, own: np.ndarray, run: int, page: int) -> AttentionPlan:
@@ -258,7 +263,7 @@ def plain(q, k_pages, v_pages, plan):
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_error_is_at_most_twice_that_of_plain_attention(dtype):
     """Against float64, in the largest and the mean error over all rows."""
-    plan = random_plan(np.random.default_rng(8), page_size=16, num_seqs=8, max_rows=16)
+    plan = random_plan(np.random.default_rng(8), page_size=16, num_seqs=6, max_rows=12)
     q, k, v = tensors(plan, 8, kv_heads=2, group=2, head_dim=64, dtype=dtype)
     want = attention(q, k, v, plan, impl="reference").out
     got = TritonAttention(config=CUTS).prepare(plan).attend(q, k, v).out
@@ -297,6 +302,35 @@ def test_wide_tiles_of_the_default_configuration():
     q, k, v = tensors(plan, 9, kv_heads=1, group=4, head_dim=16, dtype=torch.float32)
     got = TritonAttention(config=config).prepare(plan).attend(q, k, v)
     assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
+
+
+def test_a_chunk_whose_window_begins_and_ends_inside_a_run():
+    """A tile of many rows walks what some rows no longer see, what all see, and what some see not
+    yet, one after the other."""
+    builder = PlanBuilder(16)
+    builder.add_span(0, 24, builder.add_run(np.arange(7, dtype=np.int32), 0, 100, 0), 100)
+    own = builder.add_run(np.array([9, 8], np.int32), 0, 24, 100)
+    builder.add_span(0, 24, own, 1, step=1)
+    plan = windowed(builder.build(np.arange(100, 124)), 70)
+    q, k, v = tensors(plan, 0, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
+    got = TritonAttention(config=ALONE).prepare(plan).attend(q, k, v)
+    assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
+
+
+def test_a_row_with_more_states_than_are_merged_at_a_time():
+    """Row 0 shares each of twelve runs with another row; the best of its keys is in a late one."""
+    builder = PlanBuilder(16)
+    for i in range(12):
+        run = builder.add_run(np.array([11 - i], np.int32), 0, 16, 16 * i)
+        for row in (0, i + 1):
+            builder.add_span(row, 1, run, 16)
+    plan = builder.build(np.full(13, 200))
+    q, k, v = tensors(plan, 4, kv_heads=1, group=1, head_dim=16, dtype=torch.float32)
+    space = workspace(num_q_heads=1)
+    got = run_in(space, plan, q, k, v)
+    assert space.work.num_states >= 12
+    want = attention(q, k, v, plan, impl="reference")
+    assert_matches(State(got.out[:13], got.lse[:13]), want, torch.float32)
 
 
 NEEDS_HOPPER = pytest.mark.skipif(

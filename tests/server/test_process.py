@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from onestem.cli import main
+from tests.forked import Command
 from tests.server.test_batches import ended, lines, output, upload
 
 WAIT = 90.0
@@ -25,36 +26,27 @@ REQUESTS = 24
 SECRET = "a sentence that no log may ever show"
 
 
-class Command:
+class Server:
     """A running `onestem serve`."""
 
     def __init__(self, state: Path, model: Path) -> None:
-        self.log = state.with_suffix(f".{time.monotonic_ns()}.log")
-        self._file = open(self.log, "wb")  # noqa: SIM115 - closed by `close`
-        command = [
-            sys.executable, "-m", "onestem", "serve", "--port", "0",
-            "--state", str(state), "--model", str(model), "--kv-memory", "2MiB",
-            "--max-model-len", "1024", "--device", "cpu", "--dtype", "float32", "--grace", "20",
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=self._file, env=environment)
+        self.command = Command(
+            "serve", "--port", 0, "--state", state, "--model", model, "--kv-memory", "2MiB",
+            "--max-model-len", 1024, "--device", "cpu", "--dtype", "float32", "--grace", 20,
+        )  # fmt: skip
         self.url = self._wait_for("listening")["url"]
         self.http = httpx.Client(base_url=self.url, timeout=WAIT)
 
-    def events(self) -> list[dict]:
+    def events(self, name: str | None = None) -> list[dict]:
         """The log; each line of it is JSON."""
-        raw = self.log.read_bytes()
-        return [json.loads(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+        log = self.command.stderr
+        events = map(json.loads, log[: log.rfind("\n") + 1].splitlines())
+        return [event for event in events if name in (None, event["event"])]
 
     def _wait_for(self, event: str, count: int = 1) -> dict:
-        until = time.monotonic() + WAIT
-        while time.monotonic() < until:
-            found = [line for line in self.events() if line["event"] == event]
-            if len(found) >= count:
-                return found[count - 1]
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.02)
-        raise AssertionError(f"no {event} in {self.log.read_text()}")
+        self.command.until(lambda: len(self.events(event)) >= count, WAIT)
+        assert self.command.is_running, self.command.stderr
+        return self.events(event)[count - 1]
 
     def engine_ready(self, count: int) -> None:
         self._wait_for("engine_ready", count)
@@ -64,19 +56,17 @@ class Command:
 
     def close(self) -> None:
         self.http.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(WAIT)
-        self._file.close()
+        self.command.send(signal.SIGKILL)
+        self.command.wait(WAIT)
 
 
 @contextlib.contextmanager
-def served(state: Path, model: Path) -> Iterator[Command]:
-    command = Command(state, model)
+def served(state: Path, model: Path) -> Iterator[Server]:
+    server = Server(state, model)
     try:
-        yield command
+        yield server
     finally:
-        command.close()
+        server.close()
 
 
 def is_gone(pid: int, seconds: float = 60.0) -> bool:
@@ -95,12 +85,12 @@ def is_gone(pid: int, seconds: float = 60.0) -> bool:
         time.sleep(0.02)
 
 
-def ask(command: Command, number: int, ends: dict[int, str]) -> None:
+def ask(server: Server, number: int, ends: dict[int, str]) -> None:
     """One request of many; notes how it ended."""
     body = {"prompt": f"{SECRET} {number}", "max_tokens": 60, "ignore_eos": True}
     stream = number % 2 == 0
     try:
-        answer = command.http.post("/v1/completions", json={**body, "stream": stream})
+        answer = server.http.post("/v1/completions", json={**body, "stream": stream})
     except httpx.HTTPError as error:
         ends[number] = f"no answer: {error!r}"
         return
@@ -117,60 +107,60 @@ def ask(command: Command, number: int, ends: dict[int, str]) -> None:
     ends[number] = last["error"]["code"] if "error" in last else "whole"
 
 
-def start_job(command: Command, raw: bytes) -> str:
-    file = upload(command.http, raw)
+def start_job(server: Server, raw: bytes) -> str:
+    file = upload(server.http, raw)
     body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch: str = command.http.post("/v1/batches", json=body).json()["id"]
+    batch: str = server.http.post("/v1/batches", json=body).json()["id"]
     return batch
 
 
 def test_a_servers_life(tmp_path, tiny_model):
     """kill -9 of the engine under load; then SIGTERM while a stream and a job run."""
     state = tmp_path / "state"
-    with served(state, tiny_model) as command:
-        check_kill_9(command)
-        check_sigterm(command, state)
+    with served(state, tiny_model) as server:
+        check_kill_9(server)
+        check_sigterm(server, state)
 
 
-def check_kill_9(command: Command) -> None:
+def check_kill_9(server: Server) -> None:
     """Every request gets an answer or an error; the job's output is complete, without doubles."""
     ends: dict[int, str] = {}
-    batch = start_job(command, lines(40, ignore_eos=True, temperature=0))
-    threads = [threading.Thread(target=ask, args=(command, i, ends)) for i in range(REQUESTS)]
+    batch = start_job(server, lines(40, ignore_eos=True, temperature=0))
+    threads = [threading.Thread(target=ask, args=(server, i, ends)) for i in range(REQUESTS)]
     for thread in threads:
         thread.start()
-    os.kill(command.engine_pid(), signal.SIGKILL)
+    os.kill(server.engine_pid(), signal.SIGKILL)
     for thread in threads:
         thread.join(WAIT)
     assert sorted(ends) == list(range(REQUESTS))
     assert set(ends.values()) <= {"whole", "engine_down"}
     assert "engine_down" in ends.values()
-    command.engine_ready(2)
-    finished = ended(command.http, batch)
+    server.engine_ready(2)
+    finished = ended(server.http, batch)
     assert finished["status"] == "completed"
-    made = [json.loads(line) for line in output(command.http, finished).splitlines()]
+    made = [json.loads(line) for line in output(server.http, finished).splitlines()]
     assert [one["custom_id"] for one in made] == [f"line-{i}" for i in range(40)] + [None]
-    assert SECRET not in command.log.read_text()
+    assert SECRET not in server.command.stderr
 
 
-def check_sigterm(command: Command, state: Path) -> None:
+def check_sigterm(server: Server, state: Path) -> None:
     """The stream ends whole; the job is put down; both processes are gone."""
-    batch = start_job(command, lines(60, max_tokens=200, ignore_eos=True))
+    batch = start_job(server, lines(60, max_tokens=200, ignore_eos=True))
     asked = {"prompt": SECRET, "max_tokens": 100, "ignore_eos": True, "stream": True}
-    pid = command.engine_pid()
-    with command.http.stream("POST", "/v1/completions", json=asked) as answer:
+    pid = server.engine_pid()
+    with server.http.stream("POST", "/v1/completions", json=asked) as answer:
         parts = answer.iter_text()
         text = next(parts)
         os.kill(pid, signal.SIGTERM)  # as where a whole group of processes is told to end
-        command.process.send_signal(signal.SIGTERM)
+        server.command.send(signal.SIGTERM)
         text += "".join(parts)
     events = text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     last = json.loads(events[-3].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "length"
-    assert command.process.wait(WAIT) == 0
+    assert server.command.wait(WAIT).returncode == 0
     assert is_gone(pid)
-    assert command.events()[-1]["event"] == "stopped"
+    assert server.events()[-1]["event"] == "stopped"
     with contextlib.closing(sqlite3.connect(state / "server.db")) as db:
         status = db.execute("SELECT status FROM batches WHERE id = ?", (batch,)).fetchone()[0]
     assert status in ("validating", "in_progress")

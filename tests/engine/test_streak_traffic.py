@@ -1,0 +1,275 @@
+"""Streaks under traffic: who waits is admitted once there is room, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from onestem.engine.drawing import Pending
+from onestem.engine.engine import Engine
+from onestem.errors import RequestError
+from onestem.pml import Import, Module, Prompt, Schema
+from onestem.request import Request
+from tests.engine.harness import answer, assert_idle, make_engine
+from tests.engine.pml_harness import compiled_prompts, pml_request
+from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request, run_all
+from tests.engine.test_streak import at_depth, streaks, without_streaks
+
+__all__ = ["streaks"]
+
+A, W = [0, 2, 3, 4, 5] * 8, [5, 4, 3, 2, 1] * 8  # prompts of 40 tokens, with nothing in common
+
+
+def steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+        engine.check()
+
+
+def running(engine: Engine) -> set[str]:
+    return {sequence.state.request.request_id for sequence in engine.scheduler.running}
+
+
+def test_a_bad_request_behind_a_newcomer_leaves_no_kv() -> None:
+    """It is read while the newcomer has rows in a step that will not be computed."""
+    newcomer = request("c", [0, 7, 6, 5], max_tokens=4)
+
+    def requests() -> Iterator[Request]:
+        yield request("a", [1, 2, 3], max_tokens=20)
+        yield request("b", [4, 5, 6], max_tokens=20)  # fills the first step
+        yield newcomer
+        yield request("d", [99], max_tokens=1)
+
+    engine = make_symbolic(max_step_tokens=6)
+    with pytest.raises(RequestError, match="token id 99"):
+        list(engine.run(requests()))
+    assert_idle(engine)
+    assert run_all(engine, [newcomer])["c"].outputs == alone(newcomer, 100)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("how", ["one token", "abort", "at once"])
+def test_who_leaves_without_a_row_makes_room(streaks: list, how: str, depth: int) -> None:
+    engine = at_depth(make_symbolic(num_pages=24), depth)
+    long = request("long", [1, 2, 3], max_tokens=60)
+    first = request("first", A, max_tokens=5 if how == "abort" else 1)
+    second = request("second", W, max_tokens=8)
+    engine.add_request(long)
+    if how != "at once":
+        steps(engine, 4)
+    engine.add_request(first)
+    engine.add_request(second)
+    steps(engine, 1)
+    assert engine.num_waiting == 1
+    if how == "abort":
+        assert engine.abort("first") is not None
+    steps(engine, 3)
+    assert running(engine) == {"long", "second"}
+    assert drain(engine)["long"].outputs == alone(long, 100)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_others_were_promised_is_free_once_they_are_gone(depth: int) -> None:
+    """Memory that aborted sequences would have asked for keeps nobody out."""
+    engine = at_depth(make_symbolic(num_pages=40), depth)
+    for i in range(4):
+        engine.add_request(request(i, [i, 1], max_tokens=100))
+    steps(engine, 4)
+    for i in range(1, 4):
+        engine.abort(str(i))
+    engine.add_request(request("w", W, max_tokens=40))
+    steps(engine, 2)
+    assert running(engine) == {"0", "w"}
+    drain(engine)
+
+
+def test_an_unpinned_prefix_makes_room() -> None:
+    engine = make_symbolic(num_pages=44, max_model_len=70)
+    engine.pin_prefix("p", A)
+    drain(engine)
+    engine.add_request(request("long", [1, 2, 3], max_tokens=60))
+    steps(engine, 4)
+    engine.add_request(request("w", W + W[:20], max_tokens=10))
+    engine.add_request(request("x", [7] * 40, max_tokens=10))
+    steps(engine, 4)
+    assert engine.num_waiting == 1
+    engine.unpin_prefix("p")
+    steps(engine, 2)
+    assert engine.num_waiting == 0
+    drain(engine)
+
+
+def test_a_job_fills_the_batch_before_it_runs_as_a_streak() -> None:
+    """Steps that its prompts fill exactly are no reason to leave the others waiting."""
+    engine = make_symbolic(num_pages=400, max_step_tokens=8)
+    engine.add_job("j", [request(f"j{i}", [i % 8, i // 8, 1, 2], max_tokens=30) for i in range(12)])
+    steps(engine, 8)
+    assert len(engine.scheduler.running) == 12
+    assert len(drain(engine)) == 12
+
+
+def test_newcomers_join_while_a_job_waits(streaks: list) -> None:
+    engine = make_symbolic(num_pages=400)
+    engine.scheduler.job_share.rows = lambda interactive: 0
+    engine.add_request(request("a", [1, 2, 3], max_tokens=60))
+    steps(engine, 3)
+    engine.add_job("j", [request("j", [7, 7, 7], max_tokens=4)])
+    steps(engine, 1)
+    streak = streaks[-1]
+    for i in range(3):
+        engine.add_request(request(i, [i, 1, 2, 3], max_tokens=60))
+        steps(engine, 2)
+    assert running(engine) == {"a", "0", "1", "2"}
+    assert streaks[-1] is streak
+    assert streak.num_joined == 3
+    assert len(drain(engine)) == 5
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prefix_is_pinned_that_a_running_answer_has_reached(depth: int) -> None:
+    """What is pinned is the prefix, and not the answer that grows behind it."""
+    engine = at_depth(make_symbolic(num_pages=60, max_model_len=80), depth)
+    long = request("long", [1, 2, 3], max_tokens=60)
+    want = alone(long, 80)[0]
+    engine.add_request(long)
+    steps(engine, 4)
+    engine.pin_prefix("p", [1, 2, 3, *want[0].token_ids[:1]])
+    assert drain(engine)["long"].outputs == want
+    (info,) = engine.prefixes()
+    assert info.ready
+    assert info.num_computed_tokens == 4
+    assert engine.cache.pool.num_held == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_of_a_lost_step_count_as_computed(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """A newcomer whose first sample is lost to another row's unsure draw."""
+    engine = at_depth(make_symbolic(num_pages=60), depth)
+    engine.add_request(request("long", [1, 2, 3], max_tokens=20))
+    steps(engine, 4)
+    engine.add_request(request("new", A, max_tokens=2))
+    take = Pending.take
+
+    def unsure(self):
+        ids, unsure = take(self)
+        return ids, np.ones_like(unsure)
+
+    monkeypatch.setattr(Pending, "take", unsure)
+    steps(engine, 1)
+    monkeypatch.setattr(Pending, "take", take)
+    outputs = drain(engine)
+    assert outputs["new"].metrics.num_set_backs == 1
+    assert outputs["new"].metrics.num_computed_tokens == len(A) + 1
+    assert outputs["new"].metrics.num_cached_tokens == 0
+    assert engine.stats.processed_prompt_tokens == 3 + len(A) + 1
+
+
+def test_rows_that_import_the_same_are_neighbours(tiny) -> None:
+    """Prompts of two sets of modules in turn: a streak spares what the scheduler's steps spare."""
+    schema = Schema("two", [Module("a", ["Alpha and beta"]), Module("b", ["Something else"])])
+    prompts = [Prompt("two", [Import("ab"[i % 2]), f"{i} is asked"]) for i in range(6)]
+    spared = []
+    for change in (lambda engine: engine, without_streaks):
+        engine = change(make_engine(tiny("llama")))
+        compiled = compiled_prompts("anchored", prompts, schema)
+        answer(engine, [pml_request(i, one, max_tokens=12) for i, one in enumerate(compiled)])
+        spared.append(engine.stats.shared_read_tokens)
+    assert spared[0] == spared[1] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) -> None:
+    """Newcomers that go on from running answers, salts, jobs, pinned prefixes, aborts, failures and
+    unsure draws; rows have their ids every few steps."""
+    monkeypatch.setattr("onestem.engine.streak.FLUSH_STEPS", 3)
+    rng = random.Random(seed)
+    sometimes_unsure(monkeypatch, rng)
+    engine = make_symbolic(
+        num_pages=rng.choice([40, 150]),
+        page_size=rng.choice([1, 2, 4]),
+        max_model_len=40,
+        max_step_tokens=rng.choice([3, 16, 512]),
+    )
+    at_depth(engine, depth)
+    requests = of_all_kinds(rng, 24)
+    engine.add_job("job", requests[:6])
+    late, outputs, aborted = requests[6:], {}, {}
+
+    def disturb(finished: dict) -> None:
+        while late and rng.random() < 0.4:
+            engine.add_request(late.pop())
+        name = str(rng.randrange(24))
+        if rng.random() < 0.03 and name not in finished:
+            output = engine.abort(name)
+            aborted.update({name: output} if output is not None else {})
+        pin_or_unpin(engine, rng, requests)
+        engine._runner.fail = MemoryError() if rng.random() < 0.03 else None
+
+    while late or engine.has_unfinished():
+        with contextlib.suppress(MemoryError):
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check()
+        disturb(outputs)
+    engine._runner.fail = None
+    for prefix in engine.prefixes():
+        assert prefix.ready
+        engine.unpin_prefix(prefix.name)
+    assert_idle(engine)
+    assert outputs.keys() | aborted.keys() == {one.request_id for one in requests}
+    for one in requests:
+        if one.request_id not in aborted:
+            assert outputs[one.request_id].outputs == alone(one, 40)[0]
+
+
+def of_all_kinds(rng: random.Random, count: int) -> list[Request]:
+    head = [rng.randrange(VOCAB) for _ in range(9)]
+    requests: list[Request] = []
+    for number in range(count):
+        ids = head[: rng.randrange(10)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 5))]
+        if requests and rng.random() < 0.3:  # it goes on from another's answer
+            other = rng.choice(requests)
+            answered = alone(other, 40)[0][0].token_ids
+            ids = [*other.prompt_token_ids, *answered[: rng.randrange(9)]][:30]
+        salt = rng.choice(["", "", "x"])
+        requests.append(
+            request(
+                number,
+                ids,
+                max_tokens=rng.choice([1, 2, 9, 30]),
+                temperature=rng.choice([0, 1.0]),
+                seed=number,
+                stream=rng.random() < 0.5,
+                cache_salt=salt,
+                common_prefix_tokens=rng.randrange(len(ids) + 1) if salt else 0,
+                **rng.choice([{}] * 9 + [{"n": 2}, {"logprobs": 1}]),
+            )
+        )
+    return requests
+
+
+def pin_or_unpin(engine: Engine, rng: random.Random, requests: list[Request]) -> None:
+    if rng.random() > 0.05:
+        return
+    if "p" in engine.pins:
+        engine.unpin_prefix("p")
+        return
+    other = rng.choice(requests)
+    answered = alone(other, 40)[0][0].token_ids
+    with contextlib.suppress(RequestError):  # there is no room for it
+        engine.pin_prefix("p", [*other.prompt_token_ids, *answered[:2]][:20])
+
+
+def sometimes_unsure(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    monkeypatch.setattr("onestem.engine.streaks.STEPS_AFTER_UNSURE", 2)
+    take = Pending.take
+
+    def unsure_now_and_then(self):
+        ids, unsure = take(self)
+        return ids, unsure | (rng.random() < 0.01)
+
+    monkeypatch.setattr(Pending, "take", unsure_now_and_then)
