@@ -18,10 +18,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import triton
 
-import onestem
 from onestem.ops.bench.cases import CASES, Heads, Step, decode_step, make_tensors
+from onestem.ops.bench.measure import device_facts
 from onestem.ops.bench.timing import graph_ms
 from onestem.ops.triton import TritonAttention, load_config
 from onestem.ops.work import cuts, make_work
@@ -44,12 +43,7 @@ def main() -> None:
     result = {
         "command": "python -m benchmarks.attention_splits",
         "date": str(date.today()),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "onestem": onestem.__version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        },
+        **device_facts(device),
         "programs": torch.cuda.get_device_properties(device).multi_processor_count,
         "microseconds_by_multiplying_programs": {
             name: measure(name, step, heads, device) for name, step, heads in steps()

@@ -19,7 +19,7 @@ from onestem.engine.sequence import Sequence
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import END, FIRST, ROW, ROWS, RUN
 
-__all__ = ["Advance", "Change"]
+__all__ = ["Advance", "Change", "longer"]
 
 LEN = 2  # column of `AttentionPlan.runs`
 CROWDED_WORDS = 1 << 15
@@ -204,23 +204,23 @@ class Advance:
         self._set_plan(
             replace(
                 plan,
-                runs=_longer(plan.runs, count),
-                spans=_longer(plan.spans, count),
-                row_position=_longer(plan.row_position, count),
+                runs=longer(plan.runs, count),
+                spans=longer(plan.spans, count),
+                row_position=longer(plan.row_position, count),
             )
         )
         self.inputs = replace(
             self.inputs,
-            token_ids=_longer(inputs.token_ids, count),
-            positions=_longer(inputs.positions, count),
-            slots=_longer(inputs.slots, count),
+            token_ids=longer(inputs.token_ids, count),
+            positions=longer(inputs.positions, count),
+            slots=longer(inputs.slots, count),
             logit_rows=np.arange(len(inputs.slots) + count),
         )
-        self.live = _longer(self.live, count)
-        self._page_start = _longer(self._page_start, count)
-        self._place = _longer(self._place, count)
-        self._first_place = _longer(self._first_place, count)
-        self._held = _longer(self._held, count)
+        self.live = longer(self.live, count)
+        self._page_start = longer(self._page_start, count)
+        self._place = longer(self._place, count)
+        self._first_place = longer(self._first_place, count)
+        self._held = longer(self._held, count)
         self._parents.extend([None] * count)
         rows.sequences.extend(rows.sequences[:1] * count)  # until they have their own
         rows.runs.extend(rows.runs[:1] * count)
@@ -319,6 +319,6 @@ def _parent(sequence: Sequence, run: Run) -> Run | None:
     return None if sequence.modules is not None else run.parent
 
 
-def _longer(values: np.ndarray, count: int) -> np.ndarray:
+def longer(values: np.ndarray, count: int) -> np.ndarray:
     """With so many zeros behind."""
     return np.concatenate((values, np.zeros((count, *values.shape[1:]), values.dtype)))

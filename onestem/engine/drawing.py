@@ -13,6 +13,7 @@ from torch import Tensor
 from onestem.engine.draw import Draw, draw_at_once
 from onestem.engine.random import uniform
 from onestem.engine.sampling_row import SamplingRow, SamplingSettings
+from onestem.ops.copies import on_device
 
 __all__ = ["Drawing", "Pending"]
 
@@ -142,7 +143,4 @@ class Drawing:
         )
 
     def _to_device(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()  # from pageable memory a copy waits for the device
-        return tensor.to(self._device, non_blocking=True)
+        return on_device(values, self._device)

@@ -129,7 +129,7 @@ def join_prompts(
     decodes: StepInputs, chunks: list[Chunk], *, page_size: int, version: int, share: bool = True
 ) -> StepInputs:
     """A step of decodes with chunks of prompts behind their rows. Of the logits, the decodes' come
-    first, a row each; `wanted` are those behind them."""
+    first, a row each; `wanted` and `shared_read_tokens` are of what stands behind them."""
     layout = _Layout(page_size, share, behind=decodes)
     paths = [(chunk, chunk.sequence.path(version)) for chunk in chunks]
     for chunk, path in sorted(paths, key=lambda one: _uids(one[0].sequence, one[1])):
@@ -177,20 +177,30 @@ class _Layout:
     def __init__(self, page_size: int, share: bool, behind: StepInputs | None = None) -> None:
         self.share = share
         self.page_size = page_size
-        plan = next(iter(behind.plans.values())) if behind is not None else None
-        self.builder = PlanBuilder(page_size, plan)
-        self.ids: list[np.ndarray] = [behind.token_ids] if behind is not None else []
-        self.positions: list[np.ndarray] = [behind.positions] if behind is not None else []
-        self.slots: list[np.ndarray] = [behind.slots] if behind is not None else []
-        self.num_rows = plan.num_rows if plan is not None else 0
-        self.logit_rows: list[int] = list(range(self.num_rows))
+        self.builder = PlanBuilder(page_size)
+        self.ids: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.slots: list[np.ndarray] = []
+        self.num_rows = 0
+        self.logit_rows: list[int] = []
         self.wanted: list[LogitRow] = []
         self._runs: dict[Run, int] = {}
         self._open: dict[int, _OpenSpan] = {}  # by run
-        self._shared_read_tokens = behind.shared_read_tokens if behind is not None else 0
+        self._shared_read_tokens = 0
         self._decode_rows: DecodeRows | None = None
         self._path: list[Run] = []  # of the decode before
         self._first_rows: list[int] = []  # where the rows of each of its shared runs begin
+        if behind is not None:
+            self._go_on_from(behind)
+
+    def _go_on_from(self, decodes: StepInputs) -> None:
+        plan = next(iter(decodes.plans.values()))
+        self.builder = PlanBuilder(self.page_size, plan)
+        self.ids.append(decodes.token_ids)
+        self.positions.append(decodes.positions)
+        self.slots.append(decodes.slots)
+        self.num_rows = plan.num_rows
+        self.logit_rows.extend(range(plan.num_rows))
 
     # ----------------------------------------------------------------------------- decodes
 

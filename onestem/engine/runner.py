@@ -13,6 +13,7 @@ from onestem.engine.advance import Change
 from onestem.engine.inputs import StepInputs
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
+from onestem.ops.copies import on_device
 
 __all__ = ["Prepared", "Runner", "ShareMode"]
 
@@ -86,10 +87,7 @@ class Runner:
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """A copy, for which a GPU is not waited for."""
-        tensor = torch.from_numpy(values)
-        if self.decoder.device.type == "cuda":
-            tensor = tensor.pin_memory()  # from pageable memory a copy waits for the device
-        return tensor.to(self.decoder.device, non_blocking=True)
+        return on_device(values, self.decoder.device)
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from onestem.engine.advance import Advance, Change
+from onestem.engine.advance import Advance, Change, longer
 from onestem.engine.drawing import Drawing, Pending
 from onestem.engine.runner import Runner
 from onestem.engine.scheduler import Chunk
@@ -249,12 +249,11 @@ class Streak:
         return self._host.num_left(sequence) - (sequence.num_output == 0)
 
     def _lengthen(self, count: int) -> None:
-        def longer(values: np.ndarray) -> np.ndarray:
-            return np.concatenate((values, np.zeros(count, values.dtype)))
-
-        self._live, self._left = longer(self._live), longer(self._left)
-        self._watched, self._heeds_eos = longer(self._watched), longer(self._heeds_eos)
-        self._flushed, self._last_ids = longer(self._flushed), longer(self._last_ids)
+        self._live, self._left = longer(self._live, count), longer(self._left, count)
+        self._watched = longer(self._watched, count)
+        self._heeds_eos = longer(self._heeds_eos, count)
+        self._flushed = longer(self._flushed, count)
+        self._last_ids = longer(self._last_ids, count)
 
     # ----------------------------------------------------------------------------- results
 

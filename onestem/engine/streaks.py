@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import torch
 
@@ -238,7 +237,7 @@ class Streaks:
 
     def _lay_out(self, advance: Advance, chunks: list[Chunk]) -> StepInputs:
         inputs = join_prompts(
-            replace(advance.inputs, shared_read_tokens=0),
+            advance.inputs,
             chunks,
             page_size=self._cache.pool.page_size,
             version=self._scheduler.version,

@@ -87,20 +87,28 @@ def test_random_traffic_at_depth_two(seed: int) -> None:
         )
         for i in range(12)
     ]
-    late = requests[6:]
-    for one in requests[:6]:
+    outputs, aborted = under_traffic(engine, requests, rng, first=6, comes=0.2, upsets=0.05)
+    assert sorted({**outputs, **aborted}) == sorted(one.request_id for one in requests)
+    assert_as_alone(requests, outputs, aborted)
+
+
+def under_traffic(
+    engine: Engine, requests: list[Request], rng: random.Random, *, first: int, **odds: float
+) -> tuple[dict, dict]:
+    """Outputs of requests that finished, and of those that were aborted. All but the first come
+    while others run; now and then one is aborted, or a step fails."""
+    late, aborted = requests[first:], {}
+    for one in requests[:first]:
         engine.add_request(one)
-    aborted = {}
 
     def disturb(outputs: dict) -> None:
-        if late and rng.random() < 0.2:
+        while late and rng.random() < odds["comes"]:
             engine.add_request(late.pop())
-        name = str(rng.randrange(12))
-        if rng.random() < 0.05 and name not in outputs:
+        name = str(rng.randrange(len(requests)))
+        if rng.random() < odds["upsets"] and name not in outputs:
             output = engine.abort(name)
-            if output is not None:
-                aborted[name] = output
-        if rng.random() < 0.05 and engine.has_unfinished():
+            aborted.update({name: output} if output is not None else {})
+        if rng.random() < odds["upsets"] and engine.has_unfinished():
             engine._runner.fail = KeyboardInterrupt()
             # A step that only takes what is in flight computes nothing that could fail.
             with contextlib.suppress(KeyboardInterrupt):
@@ -112,10 +120,13 @@ def test_random_traffic_at_depth_two(seed: int) -> None:
         engine.add_request(late.pop())
         outputs |= drain(engine)
     assert_idle(engine)
-    assert sorted({**outputs, **aborted}) == sorted(one.request_id for one in requests)
+    return outputs, aborted
+
+
+def assert_as_alone(requests: list[Request], outputs: dict, aborted: dict) -> None:
     for one in requests:
         if one.request_id not in aborted:
-            alone = without_streaks(make_symbolic(num_pages=60, page_size=1, share="off"))
+            alone = without_streaks(make_symbolic(num_pages=120, page_size=1, share="off"))
             want = run_all(alone, [one])[one.request_id].outputs
             assert outputs[one.request_id].outputs == want
 
@@ -137,34 +148,9 @@ def test_traffic_joins_streaks(streaks: list, seed: int, share: str, depth: int)
     heads = [[rng.randrange(VOCAB) for _ in range(n)] for n in (4, 9, 13)]
     heads.append([*heads[0], 1, 2, 3])
     requests = [_of_an_application(i, heads, rng) for i in range(30)]
-    late, aborted = requests[5:], {}
-    for one in requests[:5]:
-        engine.add_request(one)
-
-    def disturb(outputs: dict) -> None:
-        while late and rng.random() < 0.3:
-            engine.add_request(late.pop())
-        name = str(rng.randrange(30))
-        if rng.random() < 0.03 and name not in outputs:
-            output = engine.abort(name)
-            aborted.update({name: output} if output is not None else {})
-        if rng.random() < 0.02 and engine.has_unfinished():
-            engine._runner.fail = KeyboardInterrupt()
-            with contextlib.suppress(KeyboardInterrupt):
-                outputs.update((o.request_id, o) for o in engine.step() if o.finished)
-            engine._runner.fail = None
-
-    outputs = drain(engine, each_step=disturb)
-    while late:
-        engine.add_request(late.pop())
-        outputs |= drain(engine)
-    assert_idle(engine)
+    outputs, aborted = under_traffic(engine, requests, rng, first=5, comes=0.3, upsets=0.03)
     assert sum(streak.num_joined for streak in streaks) > 0
-    for one in requests:
-        if one.request_id not in aborted:
-            alone = without_streaks(make_symbolic(num_pages=120, page_size=1, share="off"))
-            want = run_all(alone, [one])[one.request_id].outputs
-            assert outputs[one.request_id].outputs == want
+    assert_as_alone(requests, outputs, aborted)
 
 
 def _of_an_application(number: int, heads: list[list[int]], rng: random.Random) -> Request:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
+from onestem.ops.copies import on_device
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.state import State
 from onestem.ops.triton.config import KernelConfig
@@ -105,8 +106,5 @@ class PreparedTriton:
         )
         words = np.zeros(work.num_words, np.int32)
         work.pack(words)
-        control = torch.from_numpy(words)
-        if q.is_cuda:
-            control = control.pin_memory()  # from pageable memory a copy waits for the device
         states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)
-        return _OnDevice(kernels, control.to(q.device, non_blocking=True), states)
+        return _OnDevice(kernels, on_device(words, q.device), states)

@@ -1,0 +1,17 @@
+"""Host arrays on their way to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["on_device"]
+
+
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """The values on a device. A GPU is not waited for; on a CPU it is the same memory."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from pageable memory a copy waits for the device
+    return tensor.to(device, non_blocking=True)
