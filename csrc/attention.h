@@ -60,11 +60,18 @@ struct WorkView {
   const Merge* merges;    // [num_rows]
 };
 
+// Strides of KV pages [num_pages, page_size, kv_heads, dim], in elements; those of a head's vector are
+// neighbours.
+struct PageStrides {
+  int64_t page, token, head;
+};
+
 // One attention call. A state in the workspace is not normalised: sum of exp2(score - top) * v, and
 // `top` (a score times log2(e)) and `sum` beside it.
 struct AttentionCall {
   WorkView work;
-  const void *q, *k, *v;  // q [num_rows, q_heads, dim]; pages [num_pages, page_size, kv_heads, dim]
+  const void *q, *k, *v;  // q [num_rows, q_heads, dim]; pages
+  PageStrides pages;
   void* out;              // [num_rows, q_heads, dim]
   float* lse;             // [num_rows, q_heads]
   int32_t q_heads, kv_heads, group, dim;
@@ -93,6 +100,8 @@ struct RopeWriteCall {
   void *q, *k_pages, *v_pages;
   int32_t q_heads, kv_heads, dim;
   float eps;
+  int32_t page_size;
+  PageStrides pages;
 };
 
 struct SiluMulCall {

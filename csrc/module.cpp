@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -56,12 +57,13 @@ PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>
 }
 
 void attend_plan(PreparedPlan& plan, int dtype, uintptr_t q, uintptr_t k, uintptr_t v,
-                 uintptr_t out, uintptr_t lse, int32_t q_heads, int32_t kv_heads, int32_t dim,
-                 float scale, uintptr_t alibi_slopes, float softcap, int32_t threads) {
+                 std::array<int64_t, 3> strides, uintptr_t out, uintptr_t lse, int32_t q_heads,
+                 int32_t kv_heads, int32_t dim, float scale, uintptr_t alibi_slopes, float softcap, int32_t threads) {
   AttentionCall call{};
   call.q = pointer<void>(q);
   call.k = pointer<void>(k);
   call.v = pointer<void>(v);
+  call.pages = {strides[0], strides[1], strides[2]};
   call.out = pointer<void>(out);
   call.lse = pointer<float>(lse);
   call.q_heads = q_heads;
@@ -112,12 +114,14 @@ void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t
 
 bool rope_write(const std::string& isa, int dtype, uintptr_t qkv, uintptr_t q_norm,
                 uintptr_t k_norm, uintptr_t cos, uintptr_t sin, uintptr_t slots, uintptr_t q,
-                uintptr_t k_pages, uintptr_t v_pages, int64_t rows, int32_t q_heads,
-                int32_t kv_heads, int32_t dim, float eps, int64_t num_slots, int32_t threads) {
+                uintptr_t k_pages, uintptr_t v_pages, std::array<int64_t, 3> strides,
+                int64_t rows, int32_t q_heads, int32_t kv_heads, int32_t dim, float eps,
+                int32_t page_size, int64_t num_slots, int32_t threads) {
   const RopeWriteCall call{pointer<void>(qkv),     pointer<void>(q_norm), pointer<void>(k_norm),
                            pointer<float>(cos),    pointer<float>(sin),   pointer<int64_t>(slots),
                            pointer<void>(q),       pointer<void>(k_pages), pointer<void>(v_pages),
-                           q_heads, kv_heads, dim, eps};
+                           q_heads, kv_heads, dim, eps, page_size,
+                           {strides[0], strides[1], strides[2]}};
   for (int64_t i = 0; i < rows; ++i) {
     if (call.slots[i] < 0 || call.slots[i] >= num_slots) return false;
   }

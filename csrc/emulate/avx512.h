@@ -2,6 +2,7 @@
 // Source: Intel's Software Developer's Manual, volume 2, "Operation" of each instruction.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -119,6 +120,26 @@ inline __m512 _mm512_max_ps(__m512 a, __m512 b) {
 inline __m512 _mm512_min_ps(__m512 a, __m512 b) {
   const emulated::Halves x = emulated::halves(a), y = emulated::halves(b);
   return emulated::whole(_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high));
+}
+
+// x - floor(x), with -inf and inf to 0.
+inline __m512 _mm512_reduce_ps(__m512 x, int control) {
+  if (control != _MM_FROUND_TO_NEG_INF) emulated::fault("VREDUCEPS rounds down to integers only");
+  for (int i = 0; i < 16; ++i) x[i] = std::isinf(x[i]) ? 0.0f : x[i] - std::floor(x[i]);
+  return x;
+}
+// x * 2^floor(power), rounded once.
+inline __m512 _mm512_scalef_ps(__m512 x, __m512 power) {
+  for (int i = 0; i < 16; ++i) {
+    if (std::isnan(power[i])) {
+      x[i] = power[i];
+    } else if (std::isinf(power[i])) {
+      x[i] *= power[i] < 0 ? 0.0f : power[i];
+    } else {
+      x[i] = std::ldexp(x[i], static_cast<int>(std::fmax(-1000, std::fmin(1000, std::floor(power[i])))));
+    }
+  }
+  return x;
 }
 
 inline __m512 _mm512_cvtepi32_ps(__m512i x) {

@@ -16,6 +16,8 @@
 #undef _mm512_cmplt_epi32_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x8_ps
+#undef _mm512_reduce_ps
+#undef _mm512_scalef_ps
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi32
 #undef _mm512_ternarylogic_epi32

@@ -36,6 +36,16 @@ Floats mask_mov_ps(const Floats& other, int mask, const Floats& x) {
       std::bit_cast<__m512>(other), static_cast<__mmask16>(mask), std::bit_cast<__m512>(x)));
 }
 
+Floats reduce_ps(const Floats& x) {
+  return std::bit_cast<Floats>(
+      _mm512_reduce_ps(std::bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
+}
+
+Floats scalef_ps(const Floats& x, const Floats& power) {
+  return std::bit_cast<Floats>(
+      _mm512_scalef_ps(std::bit_cast<__m512>(x), std::bit_cast<__m512>(power)));
+}
+
 Words ternarylogic(const Words& a, const Words& b, const Words& c, int table) {
   return std::bit_cast<Words>(
       _mm512_ternarylogic_epi32(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b),
@@ -83,6 +93,8 @@ void add_instructions(nb::module_& m) {
   m.def("min_ps", min_ps);
   m.def("cmp_ps_mask", cmp_ps_mask);
   m.def("mask_mov_ps", mask_mov_ps);
+  m.def("reduce_ps", reduce_ps);
+  m.def("scalef_ps", scalef_ps);
   m.def("ternarylogic", ternarylogic);
   m.def("cvtps_ph", cvtps_ph);
   m.def("cvtph_ps", cvtph_ps);

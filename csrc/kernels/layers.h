@@ -76,19 +76,23 @@ void rotate_head(const T* x, const T* norm, const RopeWriteCall& call, int64_t r
 template <class T>
 void rope_write(const RopeWriteCall& call, int64_t begin, int64_t end) {
   const int64_t width = int64_t{call.q_heads + 2 * call.kv_heads} * call.dim;
-  const int64_t kv_width = int64_t{call.kv_heads} * call.dim;
+  const PageStrides& pages = call.pages;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.qkv) + row * width;
     T* q = static_cast<T*>(call.q) + row * call.q_heads * call.dim;
-    T* k = static_cast<T*>(call.k_pages) + call.slots[row] * kv_width;
-    T* v = static_cast<T*>(call.v_pages) + call.slots[row] * kv_width;
+    const int64_t page = call.slots[row] / call.page_size, place = call.slots[row] % call.page_size;
+    const int64_t at = page * pages.page + place * pages.token;
+    T* k = static_cast<T*>(call.k_pages) + at;
+    T* v = static_cast<T*>(call.v_pages) + at;
     for (int32_t h = 0; h < call.q_heads; ++h, x += call.dim, q += call.dim) {
       rotate_head(x, static_cast<const T*>(call.q_norm), call, row, q);
     }
-    for (int32_t h = 0; h < call.kv_heads; ++h, x += call.dim, k += call.dim) {
+    for (int32_t h = 0; h < call.kv_heads; ++h, x += call.dim, k += pages.head) {
       rotate_head(x, static_cast<const T*>(call.k_norm), call, row, k);
     }
-    __builtin_memcpy(v, x, static_cast<size_t>(kv_width) * sizeof(T));
+    for (int32_t h = 0; h < call.kv_heads; ++h, x += call.dim, v += pages.head) {
+      __builtin_memcpy(v, x, static_cast<size_t>(call.dim) * sizeof(T));
+    }
   }
 }
 
@@ -101,7 +105,7 @@ void silu_mul(const SiluMulCall& call, int64_t begin, int64_t end) {
     for_vectors(call.width, [&](int64_t d, int32_t n) {
       const vf x = get(gate + d, n);
       // x / (1 + e^-x); behind 2^126 the quotient is 0 in any type.
-      const vf power = exp2<5>(min(x * all(-kLog2e), all(126.0f)));
+      const vf power = exp2(min(x * all(-kLog2e), all(126.0f)));
       put(out + d, x / (all(1.0f) + power) * get(up + d, n), n);
     });
   }

@@ -26,28 +26,20 @@ inline Split split(vf x) {
 }
 
 // (2^f - 1) / f for |f| <= 1/2 as a polynomial, so that 2^f is exact at 0 and elsewhere off by at
-// most 1.1e-4 (degree 3) or 1.1e-7 (degree 5) of itself: fits of least relative error.
-constexpr float kPower3[] = {0.693282902f, 0.242210969f, 0.0550089329f};
-constexpr float kPower5[] = {0.693147004f, 0.240222424f, 0.0555073358f, 0.00967151299f,
+// most 1.1e-7 of itself: a fit of least relative error.
+constexpr float kPower[] = {0.693147004f, 0.240222424f, 0.0555073358f, 0.00967151299f,
                              0.00132647273f};
-template <int DEGREE>
 inline vf power_slope(vf f) {
-  if constexpr (DEGREE == 3) {
-    vf p = fma(all(kPower3[2]), f, all(kPower3[1]));
-    return fma(p, f, all(kPower3[0]));
-  } else {
-    vf p = fma(all(kPower5[4]), f, all(kPower5[3]));
-    p = fma(p, f, all(kPower5[2]));
-    p = fma(p, f, all(kPower5[1]));
-    return fma(p, f, all(kPower5[0]));
-  }
+  vf p = fma(all(kPower[4]), f, all(kPower[3]));
+  p = fma(p, f, all(kPower[2]));
+  p = fma(p, f, all(kPower[1]));
+  return fma(p, f, all(kPower[0]));
 }
 
 // 2^x for x <= 127; 0 below -125, also for -inf. NaN stays NaN.
-template <int DEGREE>
 inline vf exp2(vf x) {
   const Split s = split(x);
-  return times_power(fma(power_slope<DEGREE>(s.f), s.f, all(1.0f)), s.shifted, x);
+  return times_power(fma(power_slope(s.f), s.f, all(1.0f)), s.shifted, x);
 }
 
 // tanh(y) = (1 - e^z) / (1 + e^z) with z = -2|y|. e^z - 1 = 2^n (2^f - 1) + (2^n - 1) loses nothing
@@ -56,7 +48,7 @@ inline vf tanh(vf y) {
   const vf z = max(magnitude(y) * all(-2.0f * kLog2e), all(-64.0f));
   const Split s = split(z);
   const vf power = times_power(all(1.0f), s.shifted, z);
-  const vf rest = power_slope<5>(s.f) * s.f * power;
+  const vf rest = power_slope(s.f) * s.f * power;
   return with_sign_of((all(1.0f) - power - rest) / (all(1.0f) + power + rest), y);
 }
 

@@ -15,6 +15,12 @@ struct alignas(64) TileConfig {
 // The compiler does not know that tile loads read memory.
 inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
+// Sixteen rows of a left operand, `bytes` apart.
+struct Rows {
+  const uint32_t* at;
+  int64_t bytes;
+};
+
 struct AmxProducts {
   using Element = uint32_t;
   static constexpr int kTileKeys = 256;
@@ -24,8 +30,9 @@ struct AmxProducts {
 
   static constexpr int32_t query_rows(int32_t dim) { return round_up(dim, 32) / 2; }
   static constexpr int32_t out_rows(int32_t dim) { return round_up(dim, 16); }
+  // Copies of keys, and behind them where each sixteen of the tile's keys are read.
   static constexpr int64_t key_elements(int32_t dim) {
-    return int64_t{kTileKeys} * query_rows(dim);
+    return copied_elements(dim) + kTileKeys / 16 * int64_t{sizeof(Rows) / sizeof(Element)};
   }
   static constexpr int64_t value_elements(int32_t dim) {
     return int64_t{out_rows(dim)} * kValueStride;
@@ -47,9 +54,15 @@ struct AmxProducts {
   static void pack_keys(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
                         uint32_t* to) {
     const int32_t depth = query_rows(dim);
-    for (int32_t i = 0; i < count; ++i, to += depth) {
-      pack_query(pages + offsets[i], dim, to);
-      for (int32_t d = dim / 2; d < depth; ++d) to[d] = 0;
+    Rows* rows = reinterpret_cast<Rows*>(to + copied_elements(dim));
+    for (int32_t i = 0; i < count; i += 16, to += 16 * depth) {
+      if (dim % 32 == 0 && evenly_spaced(offsets + i)) {
+        const int64_t bytes = (offsets[i + 1] - offsets[i]) * int64_t{sizeof(bf16)};
+        rows[i / 16] = {reinterpret_cast<const uint32_t*>(pages + offsets[i]), bytes};
+      } else {
+        copy_keys(pages, offsets + i, dim, to);
+        rows[i / 16] = {to, int64_t{depth} * 4};
+      }
     }
   }
 
@@ -83,11 +96,12 @@ struct AmxProducts {
                      float* scores) {
     constexpr int kWidth = VECS * kLanes;
     const int32_t depth = query_rows(dim);
-    const uint32_t* left = keys + int64_t{k} * depth;
+    const Rows* rows = reinterpret_cast<const Rows*>(keys + copied_elements(dim)) + k / 16;
     finish_stores();
     clear<VECS>();
     for (int32_t s = 0; s < depth; s += 16) {
-      multiply<2, VECS>(left + s, depth, queries + s * kWidth);
+      multiply<2, VECS>({rows[0].at + s, rows[0].bytes}, {rows[1].at + s, rows[1].bytes},
+                        queries + s * kWidth);
     }
     store_sums<2, VECS>(scores + k * kWidth);
   }
@@ -107,6 +121,28 @@ struct AmxProducts {
   // A cache line more than a power of two.
   static constexpr int32_t kValueStride = kTileKeys / 2 + 16;
 
+  static constexpr int64_t copied_elements(int32_t dim) {
+    return int64_t{kTileKeys} * query_rows(dim);
+  }
+
+  // Whether sixteen keys stand at equal distances, as those of one page do: tile loads then read them
+  // where they are.
+  static bool evenly_spaced(const int64_t* offsets) {
+    bool even = true;
+    for (int32_t i = 2; i < 16; ++i) {
+      even &= offsets[i] - offsets[i - 1] == offsets[1] - offsets[0];
+    }
+    return even;
+  }
+
+  static void copy_keys(const bf16* pages, const int64_t* offsets, int32_t dim, uint32_t* to) {
+    const int32_t depth = query_rows(dim);
+    for (int32_t i = 0; i < 16; ++i, to += depth) {
+      pack_query(pages + offsets[i], dim, to);
+      for (int32_t d = dim / 2; d < depth; ++d) to[d] = 0;
+    }
+  }
+
   template <int VECS>
   static void scale_out(const vf (&rescale)[VECS], int32_t rows, float* out) {
     bool changed = false;
@@ -125,9 +161,11 @@ struct AmxProducts {
   static void accumulate_at(const uint32_t* values, const uint32_t* weights, int32_t k0, int32_t k1,
                             int32_t d, float* out) {
     constexpr int kWidth = VECS * kLanes;
+    constexpr int64_t kBytes = int64_t{kValueStride} * 4;
     load_sums<ROWS, VECS>(out + d * kWidth);
     for (int32_t s = k0 / 2; s < k1 / 2; s += 16) {
-      multiply<ROWS, VECS>(values + int64_t{d} * kValueStride + s, kValueStride,
+      const uint32_t* left = values + int64_t{d} * kValueStride + s;
+      multiply<ROWS, VECS>({left, kBytes}, {left + 16 * kValueStride, kBytes},
                            weights + s * kWidth);
     }
     store_sums<ROWS, VECS>(out + d * kWidth);
@@ -143,12 +181,11 @@ struct AmxProducts {
     }
   }
 
-  // ROWS x 16 rows of `left` (stride in elements) times VECS x 16 lanes of `right`, 16 pairs deep.
+  // 16 rows (`below` too: 32) times VECS x 16 lanes of `right`, 16 pairs deep.
   template <int ROWS, int VECS>
-  static void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right) {
+  static void multiply(Rows left, Rows below, const uint32_t* right) {
     constexpr int kRightBytes = VECS * kLanes * 4;
-    const int64_t left_bytes = left_stride * 4;
-    _tile_loadd(4, left, left_bytes);
+    _tile_loadd(4, left.at, left.bytes);
     _tile_loadd(6, right, kRightBytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (VECS == 2) {
@@ -156,7 +193,7 @@ struct AmxProducts {
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (ROWS == 2) {
-      _tile_loadd(5, left + 16 * left_stride, left_bytes);
+      _tile_loadd(5, below.at, below.bytes);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (VECS == 2) _tile_dpbf16ps(3, 5, 7);
     }

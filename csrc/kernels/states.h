@@ -60,7 +60,7 @@ void merge_row(const AttentionCall& call, int32_t row, int32_t kv_head) {
     for (int32_t i = 0; i < merge.count; ++i) {
       const int64_t state = at + int64_t{i} * call.q_heads;
       float weight[kLanes];
-      store(weight, exp2<5>(all(call.state_top[state] - safe)));
+      store(weight, exp2(all(call.state_top[state] - safe)));
       sum += weight[0] * call.state_sum[state];
       const float* part = call.state_out + state * call.dim;
       for (int32_t d = 0; d < call.dim; ++d) values[d] += weight[0] * part[d];

@@ -113,17 +113,28 @@ class ThinItem {
     for (int32_t i = 0; i < padded; ++i) {
       offsets_[i] = tile.offsets[smaller(token_of(i), tile.count - 1)];
     }
-    for (int32_t i = 0; i < padded; i += 8) {
-      for (int32_t h = 0; h < item_->num_heads; ++h) score(h, i);
-    }
+    in_memory_order(padded, [&](int32_t h, int32_t i) { score(h, i); });
     for (int32_t state = 0; state < item_->num_heads * lanes_; ++state) {
       const int32_t row = state % lanes_ / call_->group;
       if (special_) adjust(tile, padded, state, row);
       mask(tile, scores_ + state * kTokens, padded, row);
       weigh(scores_ + state * kTokens, padded, state);
     }
-    for (int32_t i = 0; i < padded; i += 8) {
-      for (int32_t h = 0; h < item_->num_heads; ++h) accumulate(h, i);
+    in_memory_order(padded, [&](int32_t h, int32_t i) { accumulate(h, i); });
+  }
+
+  // visit(h, i) for each KV head and places i..i+7 of a tile.
+  template <class Visit>
+  void in_memory_order(int32_t count, Visit visit) {
+    const int32_t heads = item_->num_heads;
+    if (call_->pages.head > call_->pages.token) {
+      for (int32_t h = 0; h < heads; ++h) {
+        for (int32_t i = 0; i < count; i += 8) visit(h, i);
+      }
+    } else {
+      for (int32_t i = 0; i < count; i += 8) {
+        for (int32_t h = 0; h < heads; ++h) visit(h, i);
+      }
     }
   }
 
@@ -131,7 +142,7 @@ class ThinItem {
   int32_t token_of(int32_t i) const { return i % kStreams * stride_ + i / kStreams; }
 
   const T* head_of(const void* pages, int32_t h) const {
-    return static_cast<const T*>(pages) + int64_t{item_->head + h} * call_->dim;
+    return static_cast<const T*>(pages) + (item_->head + h) * call_->pages.head;
   }
 
   // Scores at places i..i+7 for all lanes of KV head h.
@@ -248,11 +259,11 @@ class ThinItem {
     const float safe = now > -3e38f ? now : -3e38f;
     vf sums = zeros();
     for (int32_t t = 0; t < count; t += kLanes) {
-      const vf weight = exp2<5>(fma(load(scores + t), all(scale), all(-safe)));
+      const vf weight = exp2(fma(load(scores + t), all(scale), all(-safe)));
       sums = sums + weight;
       store(scores + t, weight);
     }
-    if (now != old) raise_top(state, now, exp2<5>(all(old - safe)));
+    if (now != old) raise_top(state, now, exp2(all(old - safe)));
     sum_[state] += sum(sums);
   }
 

@@ -21,7 +21,7 @@ class TileWalk {
         piece_(call.work.pieces + item.pieces_at),
         last_(piece_ + item.num_pieces),
         size_(size),
-        token_elements_(int64_t{call.kv_heads} * call.dim) {
+        strides_(call.pages) {
     if (piece_ != last_) at_ = piece_->lo;
   }
 
@@ -47,8 +47,8 @@ class TileWalk {
     int32_t place = static_cast<int32_t>(index % work_.page_size);
     for (int32_t i = 0; i < tile.count; ++page, place = 0) {
       const int32_t stop = smaller(tile.count, i + work_.page_size - place);
-      int64_t offset = (int64_t{*page} * work_.page_size + place) * token_elements_;
-      for (; i < stop; ++i, offset += token_elements_) tile.offsets[i] = offset;
+      int64_t offset = *page * strides_.page + place * strides_.token;
+      for (; i < stop; ++i, offset += strides_.token) tile.offsets[i] = offset;
     }
   }
 
@@ -56,7 +56,7 @@ class TileWalk {
   const Piece* piece_;
   const Piece* last_;
   int32_t size_;
-  int64_t token_elements_;
+  PageStrides strides_;
   int32_t at_ = 0;
 };
 

@@ -99,8 +99,8 @@ class WideItem {
 
   void attend_head(int32_t head) {
     head_ = head;
-    k_ = static_cast<const T*>(call_->k) + int64_t{head} * call_->dim;
-    v_ = static_cast<const T*>(call_->v) + int64_t{head} * call_->dim;
+    k_ = static_cast<const T*>(call_->k) + head * call_->pages.head;
+    v_ = static_cast<const T*>(call_->v) + head * call_->pages.head;
     for (int32_t b = 0; b < num_blocks_; ++b) begin(blocks_[b]);
     TileWalk walk(*call_, *item_, Products::kTileKeys);
     Tile *now = tiles_, *next = tiles_ + 1;
@@ -242,20 +242,37 @@ class WideItem {
   void raise_tops(const Block& block, const Keys& keys, vf scale, vf (&minus_top)[VECS],
                   vf (&rescale)[VECS]) {
     vf best[VECS];
-    for (int v = 0; v < VECS; ++v) best[v] = all(-kInfinity);
-    for (int32_t k = keys.k0; k < keys.k1; ++k) {
-#pragma GCC unroll 4
-      for (int v = 0; v < VECS; ++v) {
-        best[v] = max(best[v], load(scores_ + (k * VECS + v) * kLanes));
-      }
-    }
+    find_best<VECS>(keys, best);
     for (int v = 0; v < VECS; ++v) {
       float* top = top_ + block.lane + v * kLanes;
       const vf old = load(top), now = max(old, best[v] * scale);
       // Where nothing was seen yet, any finite stand-in for -inf makes all weights 0.
       minus_top[v] = zeros() - max(now, all(-3e38f));
-      rescale[v] = exp2<5>(old + minus_top[v]);
+      rescale[v] = exp2(old + minus_top[v]);
       store(top, now);
+    }
+  }
+
+  // Several chains of maxima, since each waits some cycles for the one before it.
+  template <int VECS>
+  void find_best(const Keys& keys, vf (&best)[VECS]) {
+    constexpr int kChains = Products::kKeyStep < 4 ? Products::kKeyStep : 4;
+    vf chains[kChains][VECS];
+    for (auto& chain : chains) {
+      for (int v = 0; v < VECS; ++v) chain[v] = all(-kInfinity);
+    }
+    for (int32_t k = keys.k0; k < keys.k1; k += kChains) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kChains; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) {
+          chains[i][v] = max(chains[i][v], load(scores_ + ((k + i) * VECS + v) * kLanes));
+        }
+      }
+    }
+    for (int v = 0; v < VECS; ++v) {
+      best[v] = chains[0][v];
+      for (int i = 1; i < kChains; ++i) best[v] = max(best[v], chains[i][v]);
     }
   }
 

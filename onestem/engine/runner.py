@@ -54,7 +54,13 @@ class Runner:
         # One page more than the pool knows of: rows that stand for nobody write there.
         self.scratch_slot = num_pages * page_size
         shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
-        allocate = partial(allocate_pages, *shape, dtype=decoder.dtype, device=decoder.device)
+        allocate = partial(
+            allocate_pages,
+            *shape,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            head_major=impl.head_major,
+        )
         self.pages = [(allocate(), allocate()) for _ in range(config.num_layers)]
 
     def prepare(self, inputs: StepInputs) -> Any:

@@ -48,6 +48,11 @@ class AttentionImpl(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def head_major(self) -> bool:
+        """The layout of pages with which it is fastest, see `allocate_pages`."""
+        ...
+
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedAttention:
         """Turn a plan into work items. `share=False` reads a shared run once per row set that
         belongs to one sequence, as an engine with a prefix cache but no shared attention does."""
@@ -133,7 +138,8 @@ def attention(
 
     Args:
         q: `[num_rows, num_q_heads, head_dim]`.
-        k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype; query head h
+        k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype, as
+            `allocate_pages` makes them; query head h
             reads KV head `h // (num_q_heads / num_kv_heads)`.
         plan: the rows' spans.
         scale: factor on the scores, default `1 / sqrt(head_dim)`.

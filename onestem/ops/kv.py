@@ -1,4 +1,4 @@
-"""KV pages: the plain layout, and how rows are written to and read from it."""
+"""KV pages: their two layouts, and how rows are written to and read from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["allocate_pages", "read_kv", "slot_index", "write_kv"]
+from onestem.errors import ConfigError
+
+__all__ = ["allocate_pages", "page_strides", "read_kv", "slot_index", "write_kv"]
 
 
 def allocate_pages(
@@ -17,14 +19,33 @@ def allocate_pages(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    head_major: bool = False,
 ) -> Tensor:
-    """Pages `[num_pages, page_size, num_kv_heads, head_dim]`, not initialised."""
-    return torch.empty(num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+    """Pages `[num_pages, page_size, num_kv_heads, head_dim]`, not initialised. In memory the heads
+    of a token stand together in a page; `head_major`: the tokens of a head."""
+    middle = (num_kv_heads, page_size) if head_major else (page_size, num_kv_heads)
+    pages = torch.empty(num_pages, *middle, head_dim, dtype=dtype, device=device)
+    return pages.transpose(1, 2) if head_major else pages
+
+
+def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
+    """Elements from page to page, token to token and head to head, the same for both; `ConfigError`
+    where they have not one of the layouts of `allocate_pages`."""
+    _, page_size, num_heads, head_dim = k_pages.shape
+    page = page_size * num_heads * head_dim
+    if k_pages.is_contiguous() and v_pages.is_contiguous():
+        return page, num_heads * head_dim, head_dim
+    if all(pages.transpose(1, 2).is_contiguous() for pages in (k_pages, v_pages)):
+        return page, head_dim, page_size * head_dim
+    raise ConfigError("KV pages are not contiguous")
 
 
 def write_kv(pages: Tensor, slots: Tensor | slice, values: Tensor) -> None:
     """Put `values` `[n, num_kv_heads, head_dim]` at `slots` (int64 `[n]`, page * size + slot; a
     slice where they are consecutive: a plain copy)."""
+    if not pages.is_contiguous():
+        pages.index_put_(_places(pages, slots), values)
+        return
     flat = pages.view(-1, *pages.shape[2:])
     if isinstance(slots, slice):
         flat[slots] = values
@@ -40,6 +61,16 @@ def slot_index(slots: np.ndarray, device: torch.device) -> Tensor | slice:
     return torch.from_numpy(slots).to(device)
 
 
-def read_kv(pages: Tensor, slots: Tensor) -> Tensor:
-    """The values at `slots` (int64 `[...]`): `[..., num_kv_heads, head_dim]`."""
+def read_kv(pages: Tensor, slots: Tensor | slice) -> Tensor:
+    """The values at `slots` (int64 `[...]`, or a slice): `[..., num_kv_heads, head_dim]`."""
+    if not pages.is_contiguous():
+        return pages[_places(pages, slots)]
     return pages.view(-1, *pages.shape[2:])[slots]
+
+
+def _places(pages: Tensor, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """Pages and places in them, where slots of one page to the next are not evenly apart."""
+    if isinstance(slots, slice):
+        slots = torch.arange(slots.start, slots.stop, device=pages.device)
+    size = pages.shape[1]
+    return slots // size, slots % size

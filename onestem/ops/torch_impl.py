@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class TorchAttention:
     """PyTorch implementation of `AttentionImpl`."""
 
     name: str = "torch"
+    head_major: ClassVar[bool] = False
     cost: CostModel = field(default_factory=CostModel)
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTorch:
@@ -124,7 +126,7 @@ class PreparedTorch:
     ) -> State:
         rows = q[ready.index]  # [n, num_q_heads, head_dim]
         item = ready.item
-        k, v = _read(k_pages, ready.slots), _read(v_pages, ready.slots)
+        k, v = read_kv(k_pages, ready.slots), read_kv(v_pages, ready.slots)
         if isinstance(item, WalkItem) or (isinstance(item, SharedItem) and item.copies):
             return self._attend_each(number, ready, rows, k, v, scores)
         return self._attend_together(number, ready, rows, k, v, scores)
@@ -248,12 +250,6 @@ def _slots(item: Item, device: torch.device) -> slice | Tensor:
     if item.slots.ndim == 1:
         return slot_index(item.slots, device)
     return torch.from_numpy(item.slots).to(device)
-
-
-def _read(pages: Tensor, slots: slice | Tensor) -> Tensor:
-    if isinstance(slots, slice):
-        return pages.view(-1, *pages.shape[2:])[slots]
-    return read_kv(pages, slots)
 
 
 def _mask(item: Item, group: int, device: torch.device) -> Tensor | None:

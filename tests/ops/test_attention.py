@@ -18,6 +18,7 @@ from onestem.ops import (
     State,
     attention,
     merge_states,
+    read_kv,
     resolve,
     windowed,
 )
@@ -265,8 +266,7 @@ def plain(q, k_pages, v_pages, plan):
         slots = torch.from_numpy(visible(plan, row)[0])
         if len(slots) == 0:
             continue
-        k = k_pages.view(-1, *k_pages.shape[2:])[slots].transpose(0, 1)
-        v = v_pages.view(-1, *v_pages.shape[2:])[slots].transpose(0, 1)
+        k, v = (read_kv(pages, slots).transpose(0, 1) for pages in (k_pages, v_pages))
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = (k @ q[row].unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
         out[row] = (torch.softmax(scores, -1).unsqueeze(1) @ v).squeeze(1)

@@ -78,6 +78,7 @@ def test_a_wrong_answer_is_told(monkeypatch, quick):
 
     class Wrong:
         name = "wrong"
+        head_major = False
 
         def prepare(self, plan):
             return self

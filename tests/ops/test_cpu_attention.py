@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops import AttentionPlan, PlanBuilder, attention, windowed
+from onestem.ops import (
+    AttentionPlan,
+    PlanBuilder,
+    allocate_pages,
+    attention,
+    windowed,
+    write_kv,
+)
 from onestem.ops.cpu import CpuAttention, CpuCost, is_built
 from onestem.ops.reference import visible
 from tests.ops.cpu_isas import EVERY_ISA, Isa
@@ -55,17 +62,18 @@ def compact(plan: AttentionPlan) -> AttentionPlan:
 
 
 def drawn(rng, plan, *, kv_heads, group, head_dim, dtype):
-    """q, k_pages, v_pages; slots that no run owns hold NaN."""
+    """q, k_pages, v_pages in either layout; slots that no run owns hold NaN."""
     used = plan.run_pages[plan.run_pages < 2**30]
     shape = (int(used.max(initial=0)) + 1, plan.page_size, kv_heads, head_dim)
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
     q = torch.randn(plan.num_rows, kv_heads * group, head_dim, generator=generator).to(dtype)
-    pages = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
+    layout = {"dtype": dtype, "device": torch.device("cpu"), "head_major": bool(rng.integers(2))}
+    pages = [allocate_pages(*shape, **layout).fill_(math.nan) for _ in range(2)]
     slots = [plan.slots(run, 0, int(n)) for run, n in enumerate(plan.run_len)]
     owned = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *slots]))
     for page in pages:
         values = torch.randn(len(owned), kv_heads, head_dim, generator=generator)
-        page.view(-1, kv_heads, head_dim)[owned] = values.to(dtype)
+        write_kv(page, owned, values.to(dtype))
     return q, *pages
 
 
@@ -425,6 +433,23 @@ def test_what_it_cannot_do_is_refused(change, error, message):
     q = torch.zeros(given["rows"], given["q_heads"], shape[3], dtype=given["dtype"])
     with pytest.raises(error, match=message):
         prepared.attend(q, pages, pages)
+
+
+@every_isa
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_the_layout_of_pages_changes_no_bit(head_dim, isa):
+    plan = long_plan()
+    for dtype in (dtype for dtype in DTYPES if isa.has(dtype)):
+        q, *pages = drawn(
+            np.random.default_rng(7), plan, kv_heads=2, group=3, head_dim=head_dim, dtype=dtype
+        )
+        prepared = isa.attention().prepare(plan)
+        by_token = prepared.attend(q, *(page.contiguous() for page in pages))
+        by_head = prepared.attend(
+            q, *(page.transpose(1, 2).contiguous().transpose(1, 2) for page in pages)
+        )
+        assert torch.equal(by_token.out, by_head.out)
+        assert torch.equal(by_token.lse, by_head.lse)
 
 
 def test_a_query_with_gaps_is_taken():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not is_built(), reason="the C++ extension is not
 TYPES = ["float32", "bfloat16", "float16"]  # by their numbers
 # Where the pointer of what an operation writes stands among its arguments.
 WRITES = {
-    "attend": 4, "lse": 5, "add_rms_norm": 5, "hidden": 2, "silu_mul": 3, "rope_write": 8,
+    "attend": 5, "lse": 6, "add_rms_norm": 5, "hidden": 2, "silu_mul": 3, "rope_write": 8,
     "k_pages": 9, "v_pages": 10,
 }  # fmt: skip
 FUNCTION_OF = {

@@ -227,6 +227,22 @@ def test_comparisons_and_masks():
     assert got == [float(i) if i % 5 == 0 else 0.0 for i in range(16)]
 
 
+@needs_emulation
+def test_powers_of_two():
+    """What is left above the whole number below, and scaling by that number: denormals kept."""
+    x = [0.0, -0.0, 1.5, -1.5, -3.0, -0.25, -(2.0**-30), 127.5, -INFINITY, NAN] + [-149.5] * 6
+    module = emulated()
+    left = [0.0 if math.isinf(a) else a - math.floor(a) if a == a else NAN for a in x]
+    assert np.array_equal(module.reduce_ps(x), np.array(left, FLOAT), equal_nan=True)
+    value = [1.25] * 9 + [1.0, 0.0, -1.0, 1.75, 1.5, 0.5, NAN]
+    with np.errstate(invalid="ignore"):
+        scaled = [
+            0.0 * v if p == -INFINITY else FLOAT(v * 2.0 ** math.floor(p)) if p == p else NAN
+            for v, p in zip(value, x, strict=True)
+        ]
+    assert np.array_equal(module.scalef_ps(value, x), np.array(scaled, FLOAT), equal_nan=True)
+
+
 def bits(values):
     return np.array(values, FLOAT).view(np.uint32)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops import Angles, Heads, TorchLayers
+from onestem.ops import Angles, Heads, TorchLayers, allocate_pages
 from onestem.ops.cpu import CpuLayers, is_built
 from tests.ops.cpu_isas import EVERY_ISA
 
@@ -84,23 +84,26 @@ def test_silu_mul(ops, dtype, rows, size):
 
 @every_ops
 @every_dtype
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("norm", "head_major"), [(False, False), (True, True)])
 @pytest.mark.parametrize(
     ("rows", "q_heads", "kv_heads", "head_dim"),
     [(1, 32, 8, 128), (40, 14, 2, 64), (3, 3, 3, 24), (2, 5, 1, 80), (4, 2, 1, 10), (0, 2, 1, 16)],
 )
-def test_rope_write(ops, dtype, rows, q_heads, kv_heads, head_dim, norm):
+def test_rope_write(ops, dtype, rows, q_heads, kv_heads, head_dim, norm, head_major):
     qkv = drawn(rows, (q_heads + 2 * kv_heads) * head_dim, dtype=dtype)
     norms = [drawn(head_dim, dtype=dtype, seed=i) if norm else None for i in (1, 2)]
     heads = Heads(q_heads, kv_heads, head_dim, *norms, 1e-6)
     turn = drawn(rows, head_dim // 2, dtype=torch.float32, seed=3) * 50
     angles = Angles(turn.cos(), turn.sin())
-    k_pages, v_pages = (torch.full((12, 4, kv_heads, head_dim), math.nan).to(dtype) for _ in "kv")
+    layout = {"dtype": dtype, "device": torch.device("cpu"), "head_major": head_major}
+    k_pages, v_pages = (
+        allocate_pages(12, 4, kv_heads, head_dim, **layout).fill_(math.nan) for _ in "kv"
+    )
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(4))[:rows]
     q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
     exact = qkv.double().view(rows, q_heads + 2 * kv_heads, head_dim)
     want_q, want_k, want_v = exact.split((q_heads, kv_heads, kv_heads), 1)
-    k, v = (pages.view(48, kv_heads, head_dim) for pages in (k_pages, v_pages))
+    k, v = (pages.reshape(48, kv_heads, head_dim) for pages in (k_pages, v_pages))
     if rows:
         assert_rounded_once(q, rotated(want_q, norms[0], angles))
         assert_rounded_once(k[slots], rotated(want_k, norms[1], angles))

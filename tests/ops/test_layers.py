@@ -63,13 +63,23 @@ def test_silu_mul(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(
+    ("ops", "head_major"),
+    [(TorchLayers(), False), (TorchLayers(), True), (TritonLayers(), False)],
+    ids=["torch", "torch head-major", "triton"],
+)
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "norm"),
     [(8, 2, 16, False), (3, 3, 24, True), (10, 1, 32, True), (12, 12, 8, False)],
 )
 def test_rope_write(
-    ops: LayerOps, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, norm: bool
+    ops: LayerOps,
+    head_major: bool,
+    dtype: torch.dtype,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norm: bool,
 ) -> None:
     rows, half = 5, head_dim // 2
     qkv = drawn(rows, (q_heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -78,7 +88,9 @@ def test_rope_write(
     turn = drawn(rows, half, dtype=torch.float32, seed=3) * 50
     angles = Angles(turn.cos(), turn.sin())
     pages = [
-        allocate_pages(4, 3, kv_heads, head_dim, dtype=dtype, device=DEVICE).fill_(math.nan)
+        allocate_pages(
+            4, 3, kv_heads, head_dim, dtype=dtype, device=DEVICE, head_major=head_major
+        ).fill_(math.nan)
         for _ in range(2)
     ]
     slots = torch.tensor([7, 0, 11, 3, 4], device=DEVICE)
@@ -95,4 +107,4 @@ def test_rope_write(
         unit = torch.finfo(dtype).eps * float(exact.abs().max()) * (2 if norm else 1)
         assert float((got.double() - exact).abs().max()) <= unit + 1e-5
     for page in pages:
-        assert int(page.view(-1, kv_heads, head_dim).isnan().all(-1).all(-1).sum()) == 12 - rows
+        assert int(page.isnan().all(-1).all(-1).sum()) == 12 - rows

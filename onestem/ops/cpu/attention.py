@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
+from onestem.ops.kv import page_strides
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.state import State
 
@@ -61,6 +62,7 @@ class CpuAttention:
     """
 
     name: str = "cpu"
+    head_major: ClassVar[bool] = True
     isa: str | None = None
     cost: CpuCost | None = None
 
@@ -102,6 +104,7 @@ class PreparedCpu:
     ) -> State:
         """See `ops.attention`."""
         self._check(q, k_pages, v_pages)
+        strides = page_strides(k_pages, v_pages)
         num_rows, num_heads, head_dim = q.shape
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(num_rows, num_heads, dtype=torch.float32)
@@ -112,6 +115,7 @@ class PreparedCpu:
             q.data_ptr(),
             k_pages.data_ptr(),
             v_pages.data_ptr(),
+            strides,
             out.data_ptr(),
             lse.data_ptr(),
             num_heads,
@@ -156,8 +160,6 @@ class PreparedCpu:
                 f"q {tuple(q.shape)} does not go with pages {tuple(k_pages.shape)} and "
                 f"{tuple(v_pages.shape)} of {self._page_size} slots"
             )
-        if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
-            raise ConfigError("KV pages are not contiguous")
         if num_rows != self._num_rows or self._last_page >= pages:
             raise ConfigError(
                 f"the plan has {self._num_rows} rows and pages up to {self._last_page}, got "

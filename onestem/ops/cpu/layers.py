@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
+from onestem.ops.kv import page_strides
 from onestem.ops.layers import Angles, Heads
 
 __all__ = ["CpuLayers"]
@@ -72,11 +73,13 @@ class CpuLayers:
             q.data_ptr(),
             k_pages.data_ptr(),
             v_pages.data_ptr(),
+            page_strides(k_pages, v_pages),
             rows,
             heads.num_q_heads,
             heads.num_kv_heads,
             head_dim,
             heads.eps,
+            k_pages.shape[1],
             k_pages.shape[0] * k_pages.shape[1],
             torch.get_num_threads(),
         )
@@ -106,13 +109,17 @@ class CpuLayers:
 
 def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:
     """What the C++ code relies on: type, place and shape, and rows without gaps."""
+    _check_kind(x, other)
+    if other.shape != shape or not (x.is_contiguous() and other.is_contiguous()):
+        raise ConfigError(f"got a tensor {tuple(other.shape)}, expected {tuple(shape)}, contiguous")
+
+
+def _check_kind(x: Tensor, other: Tensor) -> None:
     if x.dtype not in DTYPES or x.dtype != other.dtype or x.device.type != "cpu":
         raise UnsupportedError(
             f"layer operations 'cpu' got {x.dtype} and {other.dtype} on {x.device}, expected "
             "one of float32, bfloat16 and float16, on the CPU"
         )
-    if other.shape != shape or not (x.is_contiguous() and other.is_contiguous()):
-        raise ConfigError(f"got a tensor {tuple(other.shape)}, expected {tuple(shape)}, contiguous")
 
 
 def _check_rope(
@@ -121,8 +128,10 @@ def _check_rope(
     num_heads = heads.num_q_heads + 2 * heads.num_kv_heads
     _check_same(qkv, qkv, (len(qkv), num_heads * heads.head_dim))
     page_shape = (*k_pages.shape[:2], heads.num_kv_heads, heads.head_dim)
-    _check_same(qkv, k_pages, page_shape)
-    _check_same(qkv, v_pages, page_shape)
+    for pages in (k_pages, v_pages):
+        _check_kind(qkv, pages)
+        if pages.shape != page_shape:
+            raise ConfigError(f"got KV pages {tuple(pages.shape)}, expected {page_shape}")
     for norm in (heads.q_norm, heads.k_norm):
         if norm is not None:
             _check_same(qkv, norm, (heads.head_dim,))
