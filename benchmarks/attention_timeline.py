@@ -66,8 +66,9 @@ MERGE = (
     ("import gdc_launch_dependents", "import globaltimer, gdc_launch_dependents"),
     ("    part_lse,\n    NUM_HEADS", "    part_lse,\n    stamps,\n    NUM_HEADS"),
     (
-        "    if tl.program_id(0) == 0:\n",
-        "    tl.store(stamps + tl.program_id(0), globaltimer())\n    if tl.program_id(0) == 0:\n",
+        "        row, first, parts = next_row, next_first, next_parts\n",
+        "        row, first, parts = next_row, next_first, next_parts\n"
+        "    tl.store(stamps + tl.program_id(0), globaltimer())\n",
     ),
 )
 
@@ -153,13 +154,16 @@ def launch(
     common: dict[str, Any] = {"HEAD_DIM": space.head_dim}
     attend.attend_hopper[(shape.num_sms,)](
         space.control, q, *sm90.descriptors(k, v, box), out, space.lse, states.out, states.lse,
-        stamps, space.head_dim**-0.5, 0.0, NUM_KV_HEADS=space.num_kv_heads, GROUP=shape.group,
-        PAGE_SIZE=space.page_size, BLOCK_N=block_n, STAGES=config.stages[-1], BOX=box,
-        COLUMNS=config.tiles[0].block_m if len(config.tiles) > 2 else 0,
+        stamps, space.head_dim**-0.5, 0.0, len(space.control), NUM_KV_HEADS=space.num_kv_heads,
+        GROUP=shape.group, PAGE_SIZE=space.page_size, BLOCK_N=block_n, STAGES=config.stages[-1],
+        BOX=box, COLUMNS=config.tiles[0].block_m if len(config.tiles) > 2 else 0,
         WINDOWED=False, ALIBI=False, SOFTCAP=False, REGISTERS=config.hopper_registers[0],
         COPY_REGISTERS=config.hopper_registers[1], **common, num_warps=4,
     )  # fmt: skip
-    merge.merge_kernel[(len(ends),)](
+    assert space.work is not None
+    if len(space.work.merges) == 0:
+        return
+    merge.merge_kernel[(min(len(space.work.merges) * space.num_q_heads, len(ends)),)](
         space.control, out, space.lse, states.out, states.lse, ends, NUM_HEADS=space.num_q_heads,
         BLOCK_D=space.head_dim, UNROLL=8, DEPENDENT=True, **common, num_warps=1, launch_pdl=True,
     )  # fmt: skip

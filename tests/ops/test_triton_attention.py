@@ -16,6 +16,7 @@ from onestem.ops.triton import (
     States,
     TritonAttention,
     Workspace,
+    launch,
     load_config,
 )
 from onestem.ops.triton.launch import Scores
@@ -333,6 +334,66 @@ def test_a_row_with_more_states_than_are_merged_at_a_time():
     assert_matches(State(got.out[:13], got.lse[:13]), want, torch.float32)
 
 
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launches = 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def merging(monkeypatch) -> Counted:
+    counted = Counted(launch.merge_kernel)
+    monkeypatch.setattr(launch, "merge_kernel", counted)
+    return counted
+
+
+def unshared(num_seqs: int, rows: int) -> AttentionPlan:
+    """Sequences without anything in common: so many rows each, the last of 5 to 16 tokens."""
+    builder = PlanBuilder(16)
+    tokens = 5 + np.arange(num_seqs) % 12
+    for seq in range(num_seqs):
+        run = builder.add_run(np.array([seq], np.int32), 0, int(tokens[seq]), 0)
+        builder.add_span(seq * rows, rows, run, int(tokens[seq]) - rows + 1, step=1)
+    return builder.build((tokens[:, None] - rows + np.arange(rows)).reshape(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_without_merges_there_is_one_launch_and_it_can_be_repeated(rows, merging, monkeypatch):
+    """Each list has more works than programs: what they count with must be as it was."""
+    plan = unshared(7 if DEVICE.type == "cpu" else 700, rows)
+    q, k, v = tensors(plan, 1, kv_heads=1, group=8, head_dim=16, dtype=torch.float32)
+    want = attention(q, k, v, plan, impl="reference")
+    poison(monkeypatch)
+    prepared = TritonAttention(config=CONFIG).prepare(plan)
+    for _ in range(3):
+        assert_matches(prepared.attend(q, k, v), want, torch.float32)
+    assert merging.launches == 0
+
+
+def test_where_rows_merge_there_is_a_second_launch(merging):
+    plan = decodes()
+    q, k, v = tensors(plan, 1, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
+    got = TritonAttention(config=CUTS).prepare(plan).attend(q, k, v)
+    assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
+    assert merging.launches == 1
+
+
+def test_a_workspace_merges_whatever_its_plan(merging):
+    """A graph that was captured with one plan serves others."""
+    plan = unshared(3, 1)
+    q, k, v = tensors(plan, 1, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)
+    got = run_in(workspace(), plan, q, k, v)
+    want = attention(q, k, v, plan, impl="reference")
+    assert_matches(State(got.out[:3], got.lse[:3]), want, torch.float32)
+    assert merging.launches == 1
+
+
 NEEDS_HOPPER = pytest.mark.skipif(
     DEVICE.type == "cpu" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -350,6 +411,17 @@ def test_few_and_many_turns_on_hopper(num_seqs):
     want = attention(q, k, v, plan, impl="reference")
     for _ in range(3):
         assert_matches(attention(q, k, v, plan, impl="triton"), want, torch.bfloat16)
+
+
+@NEEDS_HOPPER
+def test_without_merges_there_is_one_launch_on_hopper(merging):
+    plan = unshared(700, 1)
+    q, k, v = tensors(plan, 0, kv_heads=8, group=4, head_dim=128, dtype=torch.bfloat16)
+    want = attention(q, k, v, plan, impl="reference")
+    prepared = TritonAttention().prepare(plan)
+    for _ in range(2):
+        assert_matches(prepared.attend(q, k, v), want, torch.bfloat16)
+    assert merging.launches == 0
 
 
 @NEEDS_HOPPER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ class TritonAttention:
     """Triton implementation of `AttentionImpl`. `config`: instead of the device's own."""
 
     name: str = "triton"
+    head_major: ClassVar[bool] = False
     config: KernelConfig | None = None
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTriton:
@@ -36,6 +38,7 @@ class _OnDevice:
     kernels: Kernels
     control: Tensor
     states: States
+    num_merges: int
 
 
 class PreparedTriton:
@@ -83,6 +86,7 @@ class PreparedTriton:
             out,
             lse,
             Scores(scale, softcap, slopes),
+            ready.num_merges,
         )
         return State(out, lse)
 
@@ -107,4 +111,4 @@ class PreparedTriton:
         words = np.zeros(work.num_words, np.int32)
         work.pack(words)
         states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)
-        return _OnDevice(kernels, on_device(words, q.device), states)
+        return _OnDevice(kernels, on_device(words, q.device), states, len(work.merges))

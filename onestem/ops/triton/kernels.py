@@ -318,8 +318,8 @@ def attend_kernel(
     """Walk the items with many rows (WIDE: all of tile shape 1) or those with few (a record says
     which shape is its own).
 
-    A program's first work has its own number, the next ones come from a counter that `merge_kernel`
-    sets back. DEPENDENT: the launch behind this one may begin at once.
+    A program's first work has its own number, the next ones come from a counter. DEPENDENT: the
+    launch behind this one may begin at once.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -345,7 +345,11 @@ def attend_kernel(
                 WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
         if num_works > tl.num_programs(0):
-            work = tl.num_programs(0) + tl.atomic_add(control + QUEUE + WIDE, 1)
+            taken = tl.atomic_add(control + QUEUE + WIDE, 1)
+            work = tl.num_programs(0) + taken
+            # Each work is followed by one addition: nobody counts behind this one in this launch.
+            if taken == num_works - 1:
+                tl.store(control + QUEUE + WIDE, 0)
         else:
             work = num_works
 
@@ -376,15 +380,18 @@ def merge_kernel(
     is a head of a row, for one warp.
 
     DEPENDENT: the launch may begin before that of the states has ended (programmatic dependent
-    launch); it waits for it. UNROLL: states that are on their way at a time.
+    launch). Programs with work wait for it, and so does the first, so that what comes behind this
+    launch comes behind both; the others leave at once. UNROLL: states that are on their way at a
+    time.
     """
     EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
     num_works = tl.load(control + 2) * NUM_HEADS
     merges = control + tl.load(control + 6)
     work = tl.program_id(0)
     row, first, parts = _merge(merges, work // NUM_HEADS, work < num_works)
-    if DEPENDENT:
-        gdc_wait()
+    if DEPENDENT:  # noqa: SIM102 - decided when compiled
+        if (work < num_works) | (work == 0):
+            gdc_wait()
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     i = tl.arange(0, UNROLL)  # [UNROLL]
     while work < num_works:
@@ -417,6 +424,3 @@ def merge_kernel(
         log_sum = (top + _log2(safe, EXACT)) * LN_2
         tl.store(lse + place, tl.where(denominator > 0.0, log_sum, float("-inf")))
         row, first, parts = next_row, next_first, next_parts
-    if tl.program_id(0) == 0:
-        tl.store(control + QUEUE, 0)
-        tl.store(control + QUEUE + 1, 0)

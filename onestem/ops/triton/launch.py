@@ -134,8 +134,13 @@ class Kernels:
         out: Tensor,
         lse: Tensor,
         scores: Scores | None = None,
+        num_merges: int | None = None,
     ) -> None:
-        """All kernels, on the current stream; see `Workspace.launch`."""
+        """All kernels, on the current stream; see `Workspace.launch`.
+
+        `num_merges`: rows that the work list merges; None: as many as there are rows, as must be
+        said of a launch that a graph replays for other plans. With none there is no second launch.
+        """
         scores = scores or Scores(1 / math.sqrt(self.head_dim))
         tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
         if self.hopper:
@@ -144,7 +149,7 @@ class Kernels:
             if len(q) * self.group > self.config.tiles[-2].block_m:
                 self._attend(1, tensors, scores)
             self._attend(0, tensors, scores)
-        self.merge(control, states, out, lse)
+        self.merge(control, states, out, lse, num_merges)
 
     def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores) -> None:
         from onestem.ops.triton.sm90 import attend_hopper, box_tokens, descriptors
@@ -160,6 +165,7 @@ class Kernels:
             *descriptors(k_pages, v_pages, box),
             *results,
             *self._score_arguments(tensors, scores),
+            len(control),
             BLOCK_N=block_n,
             STAGES=self.config.stages[-1],
             BOX=box,
@@ -209,11 +215,20 @@ class Kernels:
             arguments[f"STAGES{i}"] = self.config.stages[number]
         return arguments
 
-    def merge(self, control: Tensor, states: States, out: Tensor, lse: Tensor) -> None:
-        """The second kernel alone."""
-        most = len(out) * self.num_q_heads  # works, for one warp each
-        few = most <= 4 * self.num_sms
-        merge_kernel[(max(1, min(most, MERGING * self.num_sms)),)](
+    def merge(
+        self,
+        control: Tensor,
+        states: States,
+        out: Tensor,
+        lse: Tensor,
+        num_merges: int | None = None,
+    ) -> None:
+        """The second kernel alone; see `launch`."""
+        works = (len(out) if num_merges is None else num_merges) * self.num_q_heads  # a warp each
+        if works == 0:
+            return
+        few = len(out) * self.num_q_heads <= 4 * self.num_sms
+        merge_kernel[(min(works, MERGING * self.num_sms),)](
             control, out, lse, states.out, states.lse,
             NUM_HEADS=self.num_q_heads,
             HEAD_DIM=self.head_dim,

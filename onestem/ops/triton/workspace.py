@@ -33,9 +33,10 @@ class Workspace:
     One step: `write(plan)` makes the work list and packs it into a host buffer; `upload()` copies
     it to the device (asynchronously, on the current stream); `launch(...)` runs the two kernels, as
     often as there are layers. `upload` and `launch` may be captured in a CUDA graph, `launch` best
-    alone: it reads everything about the plan from `control`. There are two host buffers, taken in
-    turn, so a step can be written while the copy of the one before it is under way; `write` waits
-    for the copy before that.
+    alone: it reads everything about the plan from `control`. So it always launches both: a plan
+    that needs no merge may be followed by one that does. There are two host buffers, taken in turn,
+    so a step can be written while the copy of the one before it is under way; `write` waits for the
+    copy before that.
 
     Between two steps that differ in lengths alone, `advance` replaces `write`.
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from onestem.ops.triton.sm90.columns import attend_columns
-from onestem.ops.triton.sm90.copy import copy
+from onestem.ops.triton.sm90.copy import copy, fetch_list
 from onestem.ops.triton.sm90.rows import attend_rows
 from onestem.ops.triton.sm90.walk import ROWS, queue
 
@@ -48,9 +48,9 @@ def _attend(
                 )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("num_words",))
 def attend_hopper(
-    control, q, k_pages, v_pages, out, lse, part_out, part_lse, slopes, scale, softcap,
+    control, q, k_pages, v_pages, out, lse, part_out, part_lse, slopes, scale, softcap, num_words,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
     COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -59,9 +59,11 @@ def attend_hopper(
     """Walk all items; one program per multiprocessor, 4 warps and 8 more inside. The launch behind
     it may begin at once.
 
-    k_pages, v_pages: `descriptors`. COLUMNS: queries of the items that have few; 0: none has.
+    k_pages, v_pages: `descriptors`. num_words: length of `control`. COLUMNS: queries of the items
+    that have few; 0: none has.
     """
     gdc_launch_dependents()
+    fetch_list(control, num_words)
     dtype: gl.constexpr = q.dtype.element_ty
     across: gl.constexpr = BLOCK_N // BOX
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
