@@ -17,7 +17,7 @@ namespace amx_bf16 {
 
 Kernels table() {
   Kernels kernels = avx512::table();
-  fill<bf16, AmxProducts>(kernels, kBfloat16, {0.08f, 0.018f, 0.12f, 0.0012f, 0.4f});
+  fill<bf16, AmxProducts>(kernels, kBfloat16, {0.06f, 0.035f, 0.15f, 0.005f, 0.4f});
   return kernels;
 }
 

@@ -35,7 +35,7 @@ struct DotProducts : LaneProducts<MultiplyPairs, uint32_t, 2> {
 
   template <int VECS>
   static const uint32_t* weigh(float* scores, uint32_t* weights, int32_t k0, int32_t k1, vf scale,
-                               const vf (&minus_top)[VECS], vf (&sums)[VECS]) {
+                               const vf (&minus_top)[VECS], vf (&sums)[VECS], Fetch&) {
     weigh_pairs<VECS>(scores, weights, k0, k1, scale, minus_top, sums);
     return weights;
   }

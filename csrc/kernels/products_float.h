@@ -41,6 +41,9 @@ struct LaneProducts {
   static constexpr int kPack = PACK;
   static constexpr int kTileKeys = 128;
   static constexpr int kKeyStep = 8;  // keys are computed in multiples of this
+  static constexpr bool kFetchesWithScores = true;
+  // How often a block's tile asks for memory ahead.
+  static int32_t fetches(int32_t) { return kTileKeys / kKeyStep; }
   static constexpr int kMaxVecs = kTileVecs;
   // Lanes times elements of a head that an item takes: their queries and sums stay in the second
   // cache level.
@@ -78,7 +81,7 @@ struct LaneProducts {
   // one chain of sums over a long run would lose digits.
   template <int VECS>
   static void accumulate(const Element* values, const Element* weights, int32_t k0, int32_t k1,
-                         int32_t dim, const vf (&rescale)[VECS], float* out) {
+                         int32_t dim, const vf (&rescale)[VECS], float* out, Fetch&) {
     constexpr int kRows = rows(VECS);
     const int32_t from = k0 / kPack, steps = (k1 - k0) / kPack;
     for (int32_t d = 0; d < dim; d += kRows) {
@@ -128,7 +131,7 @@ struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
   // Scores become weights in place; returns through `sums` their sums per lane.
   template <int VECS>
   static const float* weigh(float* scores, float*, int32_t k0, int32_t k1, vf scale,
-                            const vf (&minus_top)[VECS], vf (&sums)[VECS]) {
+                            const vf (&minus_top)[VECS], vf (&sums)[VECS], Fetch&) {
     for (int32_t k = k0; k < k1; k += FloatProducts::kKeyStep) {
       vf some[VECS] = {};  // of a few keys: shorter chains of sums
       for (int32_t i = k; i < k + FloatProducts::kKeyStep; ++i) {

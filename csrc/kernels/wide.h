@@ -203,7 +203,7 @@ class WideItem {
 
   // The next tile's keys and values come from memory while this one is computed.
   Fetch fetch_of(const Tile& next) const {
-    const int32_t calls = num_blocks_ * (Products::kTileKeys / Products::kKeyStep);
+    const int32_t calls = num_blocks_ * Products::fetches(call_->dim);
     return Fetch(next, k_, v_, sizeof(T), int64_t{call_->dim} * sizeof(T), calls);
   }
 
@@ -219,8 +219,9 @@ class WideItem {
   void attend_lanes(const Block& block, const Keys& keys, const Piece& piece) {
     const int32_t dim = call_->dim;
     const Element* queries = queries_ + int64_t{block.lane} * Products::query_rows(dim);
-    for (int32_t k = keys.k0; k < keys.k1; k += Products::kKeyStep, fetch_()) {
+    for (int32_t k = keys.k0; k < keys.k1; k += Products::kKeyStep) {
       Products::template scores<VECS>(queries, keys_, k, dim, scores_);
+      if constexpr (Products::kFetchesWithScores) fetch_();
     }
     if (special_) adjust<VECS>(block, keys, call_->work.runs[piece.run].position);
     if (keys.masked) mask<VECS>(block, keys);
@@ -228,13 +229,14 @@ class WideItem {
     vf minus_top[VECS], rescale[VECS], sums[VECS] = {};
     raise_tops<VECS>(block, keys, scale, minus_top, rescale);
     const Element* weights = Products::template weigh<VECS>(scores_, weights_, keys.k0, keys.k1,
-                                                            scale, minus_top, sums);
+                                                            scale, minus_top, sums, fetch_);
     for (int v = 0; v < VECS; ++v) {
       float* sum = sum_ + block.lane + v * kLanes;
       store(sum, fma(load(sum), rescale[v], sums[v]));
     }
     Products::template accumulate<VECS>(values_, weights, keys.k0, keys.k1, dim, rescale,
-                                        out_ + int64_t{block.lane} * Products::out_rows(dim));
+                                        out_ + int64_t{block.lane} * Products::out_rows(dim),
+                                        fetch_);
   }
 
   // Takes the tile's scores into the running maxima, which are kept times `scale`.
