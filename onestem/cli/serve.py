@@ -58,7 +58,7 @@ def serve(
     stream_interval: Annotated[
         int,
         typer.Option(
-            help="Tokens of a stream's chunk; the first is sent at once. More cost less to send."
+            help="Least tokens of a stream's chunk; the first is sent at once. Under load: more."
         ),
     ] = 1,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",

@@ -8,6 +8,7 @@ same, or a new one behind the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -21,8 +22,12 @@ from onestem.ops.plan import END, FIRST, ROW, ROWS, RUN
 
 __all__ = ["Advance", "Change", "longer"]
 
-LEN = 2  # column of `AttentionPlan.runs`
-CROWDED_WORDS = 1 << 15
+PAGES, LEN, POSITION = 0, 2, 3  # columns of `AttentionPlan.runs`
+MORE_PAGES = 4 * SLACK_PAGES  # that a list gets when it is full
+CROWDED_WORDS, CROWDED_SPANS = 1 << 15, 512
+# Prompts that begin alike behind a prefix do so by chance, in a token or two: so many tokens a row
+# may see above its own run apart from its neighbours.
+CHANCE_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ class Advance:
         self._share = share
         # Its arrays are those of all the step's plans.
         self._plan = replace(next(iter(inputs.plans.values())), window=None)
-        self._num_words = len(self._plan.run_pages)
+        self._num_words, self._num_spans = len(self._plan.run_pages), self._plan.num_spans
         runs = self._plan.runs[self.rows.run_index]
         self._page_start = runs[:, 0].astype(np.int64)
         self._place = runs[:, 1].astype(np.int64) + runs[:, LEN] - 1  # of the row's own token
@@ -78,7 +83,7 @@ class Advance:
         starts = np.array([run.start for run in self.rows.runs], np.int64)
         self._first_place = runs[:, 1].astype(np.int64) - starts
         self._held = np.array([len(r.pages) + SLACK_PAGES for r in self.rows.runs], np.int64)
-        # What a row sees above its own run; None: not that alone.
+        # The deepest run that a row sees above its own; None: not what is above that alone.
         self._parents = list(map(_parent, self.rows.sequences, self.rows.runs))
         self._structure = True
         self.shared_read_tokens = inputs.shared_read_tokens
@@ -87,10 +92,29 @@ class Advance:
         """Rows (bool `[num_rows]`) that have ended: they stay in their place, write to scratch and
         see nothing of their own."""
         self._structure = True
+        ended = np.flatnonzero(rows & self.live).tolist()
         self.live &= ~rows
         self.inputs.slots[rows] = self._scratch
         self._plan.spans[self.rows.span_index[rows], END] = 0
+        for row in ended:
+            self._leave_above(row)
         self.shared_read_tokens = self._count_shared()
+
+    def _leave_above(self, row: int) -> None:
+        """What an empty row saw with few others, or alone, and nobody of them is left: it is then
+        one of those that see what is above that."""
+        spans, ends = self._seen(row)
+        for span, end in zip(spans[::-1].tolist(), ends[::-1].tolist(), strict=True):
+            first, count = self._plan.spans[span, [ROW, ROWS]].tolist()
+            length, parent = int(self._plan.spans[span, END]), self._parents[row]
+            like = all(other is parent for other in self._parents[first : first + count])
+            above = _ancestor(parent, end - length)
+            if length > CHANCE_TOKENS or self.live[first : first + count].any() or not like:
+                return
+            if above is None:
+                return
+            self._plan.spans[span, END] = 0
+            self._parents[first : first + count] = [above] * count
 
     def _count_shared(self) -> int:
         """Keys that one read of a run spares all live rows of a span but the first."""
@@ -107,7 +131,9 @@ class Advance:
     @property
     def crowded(self) -> bool:
         """Whether what those who left had of the lists of pages should be put away."""
-        return len(self._plan.run_pages) > self._num_words + CROWDED_WORDS
+        plan = self._plan
+        spans = plan.num_spans - self._num_spans - len(self.live)
+        return len(plan.run_pages) > self._num_words + CROWDED_WORDS or spans > CROWDED_SPANS
 
     # ----------------------------------------------------------------------------- a step
 
@@ -116,7 +142,8 @@ class Advance:
         short; nothing of this step may be computed then."""
         live = self.live
         self._place += live
-        if bool((self._place >= self._held * self._cache.pool.page_size).any()):
+        full = np.flatnonzero(self._place >= self._held * self._cache.pool.page_size)
+        if len(full) and not self._move_lists(full):
             return None
         pages = self._take_pages(live)
         if pages is None:
@@ -146,6 +173,25 @@ class Advance:
         self.inputs.slots[rows] = pages * size
         return self.rows.run_index[rows], index, pages
 
+    def _move_lists(self, rows: np.ndarray) -> bool:
+        """Longer lists of page ids for rows whose lists are full, behind all others; False: there
+        would be too many of them."""
+        parts = [self._plan.run_pages]
+        at = len(parts[0])
+        if at + int((self._held[rows] + MORE_PAGES).sum()) > self._num_words + CROWDED_WORDS:
+            return False
+        for row in rows.tolist():
+            start, held = int(self._page_start[row]), int(self._held[row])
+            moved = np.zeros(held + MORE_PAGES, np.int32)
+            moved[:held] = parts[0][start : start + held]
+            self._page_start[row], self._held[row] = at, len(moved)
+            self._plan.runs[self.rows.run_index[row], PAGES] = at
+            parts.append(moved)
+            at += len(moved)
+        self._set_plan(replace(self._plan, run_pages=np.concatenate(parts)))
+        self._structure = True
+        return True
+
     # ----------------------------------------------------------------------------- newcomers
 
     def seat(self, sequences: Seq[Sequence], empty: np.ndarray) -> list[int]:
@@ -156,16 +202,20 @@ class Advance:
         rows = self._choose(sequences, empty)
         self._grow(max([*rows, num_before - 1]) + 1 - num_before)
         self._give_pages(rows, sequences)
+        above = {row: self._parents[row] for row in rows}
         for row, sequence in zip(rows, sequences, strict=True):
             self._begin(row, sequence)
-        for row in sorted(row for row in rows if row >= num_before):
-            self._see_above(row)
+        for row in sorted(rows):
+            if row >= num_before:
+                self._see_above(row)
+            else:
+                self._see_more(row, above[row])
         self.shared_read_tokens = self._count_shared()
         return rows
 
     def _choose(self, sequences: Seq[Sequence], empty: np.ndarray) -> list[int]:
-        """An empty row of those that see the same above their own runs, or a new one; those that
-        see the same are neighbours."""
+        """An empty row of those that see the same above their own runs, up to a few tokens, or a
+        new one; those that see the same are neighbours."""
         free: dict[Run, list[int]] = {}
         for row in np.flatnonzero(empty).tolist():
             parent = self._parents[row]
@@ -173,11 +223,12 @@ class Advance:
                 free.setdefault(parent, []).append(row)
         rows, new = [0] * len(sequences), []
         for i, sequence in enumerate(sequences):
-            found = free.get(_own_run(sequence).parent, [])  # type: ignore[arg-type]
-            if found:
-                rows[i] = found.pop()
-            else:
+            parent = _own_run(sequence).parent
+            found = next((free[run] for run in _near(parent) if free.get(run)), None)
+            if found is None:
                 new.append(i)
+            else:
+                rows[i] = found.pop()
         last = self._parents[-1] if self._parents else None
 
         def place(i: int) -> tuple[bool, int]:
@@ -261,30 +312,51 @@ class Advance:
 
     def _see_above(self, row: int) -> None:
         """Spans of a new row over what is above its own run: those of the row before it go on,
-        those of another that sees the same are repeated, or there is nobody yet who does."""
+        those of another that sees the same are repeated, the others are its own."""
         parent = self._parents[row]
         assert parent is not None
         like = [other for other in range(row - 1, -1, -1) if self._parents[other] is parent]
-        if not like:
-            self._add_above(row, parent)
-            return
-        above = self._above(like[0])
-        if self._share and like[0] == row - 1:
-            self._plan.spans[above, ROWS] += 1
-            return
-        spans = self._plan.spans[above]
-        spans[:, ROW], spans[:, ROWS] = row, 1
-        self._add_spans(spans)
+        others = [row - 1, *like[:1]] if row else []
+        seen = [(*self._seen_alike(other, parent), other) for other in others]
+        spans, end, other = max(seen, key=lambda one: one[1], default=(np.zeros(0, int), 0, -1))
+        if self._share and other == row - 1:
+            self._plan.spans[spans, ROWS] += 1
+        elif len(spans):
+            repeated = self._plan.spans[spans]
+            repeated[:, ROW], repeated[:, ROWS] = row, 1
+            self._add_spans(repeated)
+        self._see_alone(row, [run for run in parent.path() if run.start >= end])
 
-    def _above(self, row: int) -> np.ndarray:
-        """Indices of the spans over what a row sees above its own run."""
-        spans = self._plan.spans
-        seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
+    def _see_more(self, row: int, above: Run | None) -> None:
+        """What one that took an empty row sees below what all those rows see."""
+        parent = self._parents[row]
+        assert parent is not None
+        assert above is not None
+        self._see_alone(row, [run for run in parent.path() if run.start >= above.end])
+
+    def _seen(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the spans over what a row sees above its own run, from the root down, and how
+        many tokens of its path each ends behind."""
+        spans, runs = self._plan.spans, self._plan.runs
+        seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS]) & (spans[:, END] > 0)
         seen[self.rows.span_index[row]] = False
-        return np.flatnonzero(seen)
+        found = np.flatnonzero(seen)
+        found = found[np.argsort(runs[spans[found, RUN], POSITION], kind="stable")]
+        return found, np.cumsum(spans[found, END])
 
-    def _add_above(self, row: int, parent: Run) -> None:
-        plan, path = self._plan, parent.path()
+    def _seen_alike(self, row: int, parent: Run) -> tuple[np.ndarray, int]:
+        """Those of a row's spans that one below `parent` sees too, and behind how many tokens they
+        end."""
+        deepest = self._parents[row]
+        if deepest is None:
+            return np.zeros(0, int), 0
+        ends = [a.end for a, b in zip(deepest.path(), parent.path(), strict=False) if a is b]
+        spans, stops = self._seen(row)
+        alike = spans[stops <= max(ends, default=0)]
+        return alike, int(stops[len(alike) - 1]) if len(alike) else 0
+
+    def _see_alone(self, row: int, path: list[Run]) -> None:
+        plan = self._plan
         if not path:
             return
         parts = [plan.run_pages, *(run.page_ids() for run in path)]
@@ -313,6 +385,21 @@ class Advance:
 def _own_run(sequence: Sequence) -> Run:
     assert sequence.run is not None
     return sequence.run
+
+
+def _near(run: Run | None) -> Iterator[Run]:
+    """A run and those above it that few of its path's tokens are behind."""
+    end = 0 if run is None else run.end
+    while run is not None and end - run.end <= CHANCE_TOKENS:
+        yield run
+        run = run.parent
+
+
+def _ancestor(run: Run | None, end: int) -> Run | None:
+    """The one of a run's path that ends behind so many tokens."""
+    while run is not None and run.end > end:
+        run = run.parent
+    return run if run is not None and run.end == end else None
 
 
 def _parent(sequence: Sequence, run: Run) -> Run | None:

@@ -8,14 +8,17 @@ splits a sum.
 
 Sorting a vocabulary costs more than everything else here, so the walk goes along the leading
 tokens first; a row that needs more of the order than that walks again with more of it, in the end
-with all, and the same result. On a CPU the C++ extension does the same in one pass over the
-vocabulary.
+with all, and the same result. Where a GPU is not to be waited for, so that nobody knows which rows
+those are, a fixed number of them walks along all. On a GPU kernels find the leading tokens
+(`ops.triton.leading`); on a CPU the C++ extension does all of it in one pass over the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -36,6 +39,9 @@ __all__ = [
 ]
 
 _CANDIDATES = (256, 8192)  # leading tokens to look at, before the whole vocabulary
+# Of rows drawn at once, so many may need the whole order: these, or a share. At temperature 1 and
+# without top-k, a token in 50 to 100 comes from behind the candidates.
+WHOLE_ORDER_ROWS, WHOLE_ORDER_SHARE = 8, 1 / 32
 # float64 copies of logits are made in pieces: such that stay in a CPU's cache, or that fit beside
 # what else is in a GPU's memory.
 _CHUNK_ELEMENTS_CPU = 2**17
@@ -93,35 +99,52 @@ def draw_tokens(work: Tensor, draw: Draw) -> Tensor:
         return _draw_natively(work, draw)
     vocab_size = work.shape[1]
     top = work.amax(dim=-1)
-    totals = _total_weights(work, top, draw)
-    token_ids, resolved = _draw_among(work, top, totals, draw, _CANDIDATES[0])
+    weighed = (draw.top_k >= vocab_size).nonzero().flatten()
+    token_ids, resolved, totals = _draw_leading(work, None, top, draw, weighed)
     for count in (*_CANDIDATES[1:], vocab_size):
         left = (~resolved).nonzero().flatten()
         for part in chunks(left, vocab_size):
             token_ids[part], resolved[part] = _draw_among(
-                work[part], top[part], totals[part], draw.rows(part), count
+                leading(work[part], count), top[part], totals[part], draw.rows(part), vocab_size
             )
     return token_ids
 
 
-def draw_at_once(work: Tensor, top: Tensor, draw: Draw, weighed: Tensor) -> tuple[Tensor, Tensor]:
-    """As `draw_tokens`, without ever waiting for a GPU: so from the first leading tokens alone.
+def draw_at_once(
+    logits: Tensor, rows: Tensor, top: Tensor, draw: Draw, weighed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `draw_tokens`, without ever waiting for a GPU: from the leading tokens, and for few of the
+    rows that need more from all.
 
     Args:
-        work: float32 `[m, vocab]`, processed logits.
-        top: the highest logit of each row, float32 `[m]`.
+        logits: float32 `[n, vocab]`, processed.
+        rows: int64 `[m]`, those that are drawn.
+        top: the highest logit of each of them, float32 `[m]`.
         draw: of these rows.
-        weighed: int64: the rows whose top-k is off (`draw.top_k >= vocab`).
+        weighed: int64: which of them have top-k off (`draw.top_k >= vocab`).
 
     Returns:
         token_ids: int64 `[m]`.
         resolved: bool `[m]`: whether the row's token is sure.
     """
-    if _is_native(work):
-        token_ids = _draw_natively(work, draw)
+    if _is_native(logits):
+        token_ids = _draw_natively(logits[rows], draw)
         return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
-    totals = _sum_weights(work, top, draw, weighed)
-    return _draw_among(work, top, totals, draw, _CANDIDATES[0])
+    token_ids, resolved, totals = _draw_leading(logits, rows, top, draw, weighed)
+    if count := _num_of_the_whole_order(len(weighed)):
+        # Those that are not resolved first; a row that is gets the same token again.
+        some = (~resolved).int().topk(count).indices
+        order = leading(logits[rows[some]], logits.shape[1])
+        token_ids[some], resolved[some] = _draw_among(
+            order, top[some], totals[some], draw.rows(some), logits.shape[1]
+        )
+    return token_ids, resolved
+
+
+def _num_of_the_whole_order(num_weighed: int) -> int:
+    """How many rows are drawn from the whole order. Where top-k cuts all rows among the candidates,
+    none needs it, but for ties at the cut."""
+    return min(num_weighed, max(WHOLE_ORDER_ROWS, int(num_weighed * WHOLE_ORDER_SHARE)))
 
 
 def _is_native(work: Tensor) -> bool:
@@ -140,12 +163,43 @@ def _draw_natively(work: Tensor, draw: Draw) -> Tensor:
     )
 
 
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and _triton_is_there()
+
+
+@cache
+def _triton_is_there() -> bool:
+    return find_spec("triton") is not None
+
+
+def _draw_leading(
+    logits: Tensor, rows: Tensor | None, top: Tensor, draw: Draw, weighed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the leading tokens of some rows (None: of all): token ids int64 `[m]`, and bool `[m]`
+    whether they suffice; and int64 `[m]`, the weight of all tokens where top-k is off, else 0."""
+    vocab_size = logits.shape[1]
+    if _has_kernels(logits):
+        from onestem.ops.triton.leading import leading_tokens
+
+        rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
+        found = leading_tokens(
+            logits, rows, top, draw.temperature, weight_bits=_weight_bits(vocab_size)
+        )
+        totals = found.totals.where(draw.top_k >= vocab_size, 0)
+        order = found.values, found.ids, found.count
+    else:
+        work = logits if rows is None else logits[rows]
+        totals = _sum_weights(work, top, draw, weighed)
+        order = leading(work, _CANDIDATES[0])
+    return *_draw_among(order, top, totals, draw, vocab_size), totals
+
+
 def _draw_among(
-    work: Tensor, top: Tensor, totals: Tensor, draw: Draw, count: int
+    order: tuple[Tensor, Tensor, Tensor], top: Tensor, totals: Tensor, draw: Draw, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Token ids int64 `[m]` if the `count` leading tokens suffice, and bool `[m]` whether."""
-    values, ids, trusted = leading(work, count)
-    rank, resolved = _walk(_weights(values, top, draw, work.shape[1]), trusted, totals, draw)
+    """Token ids int64 `[m]` if leading tokens (see `leading`) suffice, and bool `[m]` whether."""
+    values, ids, trusted = order
+    rank, resolved = _walk(_weights(values, top, draw, vocab_size), trusted, totals, draw)
     return values_at(ids, rank.clamp(max=ids.shape[1] - 1)), resolved
 
 
@@ -187,11 +241,6 @@ def _weights(values: Tensor, top: Tensor, draw: Draw, vocab_size: int) -> Tensor
     """Integer weights of logits `[m, k]`, in units that make the top token's a power of two."""
     scaled = (values.double() - top.double().unsqueeze(1)) / draw.temperature.unsqueeze(1)
     return scaled.exp_().mul_(2.0 ** _weight_bits(vocab_size)).to(torch.int64)
-
-
-def _total_weights(work: Tensor, top: Tensor, draw: Draw) -> Tensor:
-    """Sum of all weights of a row, int64 `[m]`; 0 where top-k makes it unnecessary."""
-    return _sum_weights(work, top, draw, (draw.top_k >= work.shape[1]).nonzero().flatten())
 
 
 def _sum_weights(work: Tensor, top: Tensor, draw: Draw, rows: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Drawing:
             numbers = uniform(rows["seed"], rows["sequence_index"], rows["token_index"])
             draw = replace(self._draw, uniform=self._to_device(numbers))
             at = self._drawn_there
-            drawn, resolved = draw_at_once(logits[at], highest[at], draw, self._weighed)
+            drawn, resolved = draw_at_once(logits, at, highest[at], draw, self._weighed)
             ids[at] = drawn
             unsure[at] |= ~resolved
         self._rows["token_index"][: len(logits)] += 1

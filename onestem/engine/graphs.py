@@ -3,6 +3,9 @@
 A graph is made for each of a few batch sizes; a step takes the next larger one, its spare rows see
 nothing and write to a page that nobody reads. What a step attends to is in the plan's work list,
 which is data (`ops.triton.Workspace`): prefixes, their lengths and their number change nothing.
+
+A graph ends with the hidden states. Logits are made behind it, of those rows that want them: rows
+of prompts and spare rows want none, and the graphs hold no logits of their own.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ __all__ = ["GraphRunner"]
 # Rows that graphs are made for; a larger step is launched kernel by kernel.
 BATCH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,
-    320, 384, 448, 512, 640, 768, 896, 1024,
+    320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048,
 )  # fmt: skip
 
-MAX_STATES = 4096
+STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 
 # Steps after which a streak's work list is made anew: who takes what was settled for the lengths of
 # that time, and own runs grow.
@@ -57,7 +60,7 @@ class _Staging:
 @dataclass(frozen=True, eq=False)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor  # float32 [rows, vocab_size], written by each replay
+    hidden: Tensor  # [rows, hidden_size], written by each replay
 
 
 @contextmanager
@@ -98,7 +101,8 @@ class GraphRunner(Runner):
 
     def _make_workspaces(self, num_pages: int, page_size: int) -> dict[int | None, Workspace]:
         config, device = self.decoder.config, self.decoder.device
-        states = States.empty(MAX_STATES, config.num_q_heads, config.head_dim, device)
+        max_states = STATES_PER_ROW * BATCH_SIZES[-1]
+        states = States.empty(max_states, config.num_q_heads, config.head_dim, device)
         return {
             window: Workspace(
                 max_rows=BATCH_SIZES[-1],
@@ -169,9 +173,10 @@ class GraphRunner(Runner):
                 workspace.upload()
         graph = self._graph(prepared)
         graph.graph.replay()
+        hidden = graph.hidden[:rows]
         if len(inputs.logit_rows) < rows:
-            return graph.logits[self.on_device(inputs.logit_rows)]
-        return graph.logits[:rows]
+            hidden = hidden[self.on_device(inputs.logit_rows)]
+        return self.decoder.logits(hidden)
 
     def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
         self._turn = 1 - self._turn
@@ -199,13 +204,12 @@ class GraphRunner(Runner):
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with _without_collector(), torch.cuda.graph(graph, pool=self._pool):
-            logits = self._fixed_forward(size)
-        return _Graph(graph, logits)
+            hidden = self._fixed_forward(size)
+        return _Graph(graph, hidden)
 
     def _fixed_forward(self, size: int) -> Tensor:
         ids, positions, slots = self._inputs[:, :size]
-        hidden = self.decoder.forward(ids, positions, self._fixed_attend(slots))
-        return self.decoder.logits(hidden)
+        return self.decoder.forward(ids, positions, self._fixed_attend(slots))
 
     def _fixed_attend(self, slots: Tensor) -> Attend:
         ops, slopes = self.decoder.ops, self.decoder.alibi_slopes

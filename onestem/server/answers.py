@@ -106,7 +106,11 @@ class Chunks:
         news = self._chat(piece, first) if self._is_chat else self._completion(piece, index)
         reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
-        ids = f',"token_ids":{_json(piece.token_ids)}' if spelling.return_token_ids else ""
+        ids = (
+            f',"token_ids":[{",".join(map(str, piece.token_ids))}]'
+            if spelling.return_token_ids
+            else ""
+        )
         return (
             f'{self._head}{{"index":{index},{choice}{news},"finish_reason":{reason}{ids}}}]'
             f"{self._end}"

@@ -11,6 +11,7 @@ from typing import Literal
 
 from onestem.batch.fields import Kind
 from onestem.request import Request, RequestMetrics
+from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError
 from onestem.server.inbox import Inbox
@@ -31,7 +32,7 @@ class Call:
     Attributes:
         id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
         requests: one per prompt.
-        stream_interval: tokens of a chunk, behind the first one's (see `Inbox`).
+        chunk_size: of its stream's chunks, behind the first one; None: a token each.
         app: name of the prefix that it stands behind, "" if none.
         created: unix seconds; arrived: of `time.monotonic()`.
         deadline: of `time.monotonic()`.
@@ -46,7 +47,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
-    stream_interval: int = 1
+    chunk_size: ChunkSize | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     arrived: float
     deadline: float
@@ -54,7 +55,7 @@ class Call:
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
-        self.inbox = Inbox(len(self.requests), self.stream_interval)
+        self.inbox = Inbox(len(self.requests), self.chunk_size)
 
     def submit(self, client: EngineClient) -> None:
         """Queue its requests. `running` has to follow, which lets go of them."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from onestem.errors import ConfigError, RequestError
 from onestem.pml import EncodedSegment
 from onestem.request import Request
+from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.lately import Lately
 from onestem.server.listeners import JobSink, Listener
@@ -45,7 +46,10 @@ from onestem.server.wire import frame, read_message
 
 __all__ = ["EngineClient"]
 
-LOOKAHEAD = 32  # requests in the engine that are not admitted yet
+# Requests in the engine that are not admitted yet. Where it admits all that come, those are only
+# under way to it: as many of them as come while its news is under way to us, so they may be a share
+# of those that run.
+LOOKAHEAD, SHARE_UNDER_WAY = 32, 0.25
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -71,6 +75,7 @@ class EngineClient:
     Args:
         launcher: starts it.
         queue_limit: most requests of a key that wait in front of it.
+        chunk_size: of streams; it is told how many tokens come.
 
     Attributes:
         state: `running` is the only one in which requests are taken.
@@ -80,7 +85,9 @@ class EngineClient:
         on_refused: told of a prefix that the engine refuses, with the reason.
     """
 
-    def __init__(self, launcher: Launcher, queue_limit: int) -> None:
+    def __init__(
+        self, launcher: Launcher, queue_limit: int, chunk_size: ChunkSize | None = None
+    ) -> None:
         self.state: State = "starting"
         self.error: str | None = None
         self.since = time.time()
@@ -88,6 +95,7 @@ class EngineClient:
         self.facts: Facts | None = None
         self.pid: int | None = None
         self.turns: Turns[_Entry] = Turns(queue_limit)
+        self.chunk_size = chunk_size or ChunkSize()
         self.num_running = 0
         self.num_waiting = 0
         self.on_up: Callable[[], object] = lambda: None
@@ -264,9 +272,12 @@ class EngineClient:
 
     def _pump(self) -> None:
         """Hand over what the engine may soon admit."""
+        most = LOOKAHEAD
+        if not self.num_waiting:
+            most = max(most, int(SHARE_UNDER_WAY * self.num_running))
         while self.state == "running":
             unread = self._num_sent - self._num_received
-            if self.num_waiting + unread >= LOOKAHEAD:
+            if self.num_waiting + unread >= most:
                 return
             entry = self.turns.pop()
             if entry is None:
@@ -323,6 +334,7 @@ class EngineClient:
         self._pump()
 
     def _take_tokens(self, tokens: Tokens) -> None:
+        self.chunk_size.note(len(tokens.requests))
         rows = zip(tokens.requests, tokens.indices, tokens.token_ids, tokens.texts, strict=True)
         for number, index, token_id, text in rows:
             entry = self._by_number.get(number)

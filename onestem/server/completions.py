@@ -7,7 +7,6 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
@@ -78,7 +77,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         stream=asked.stream,
         include_usage=asked.include_usage,
         return_token_ids=asked.return_token_ids or service.tokenizer is None,
-        stream_interval=service.settings.stream_interval,
+        chunk_size=service.client.chunk_size,
         arrived=arrived,
         deadline=arrived + (asked.timeout or service.settings.timeout),
     )
@@ -103,15 +102,15 @@ def _requests(
         common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
         request = Request(
             request_id=f"{name}-{number}",
-            prompt_token_ids=ids,
+            # One block of memory, which goes to the engine's process and into its books as it is.
+            prompt_token_ids=array("i", ids),
             params=asked.params,
             stream=asked.stream,
             cache_salt=tenant.salt(asked.cache_salt),
             common_prefix_tokens=common.length(ids) if common is not None else 0,
         )
         service.check(request)
-        # As one block of memory, which goes to the engine's process and into its books as it is.
-        requests.append(replace(request, prompt_token_ids=array("i", ids)))
+        requests.append(request)
     return requests
 
 

@@ -75,28 +75,37 @@ class Deltas:
     def _note_tokens(self, going_on: Iterable[RequestState], tokens: Tokens) -> list[RequestState]:
         """Note the news of requests of one sequence if it is a token with nothing but a text. That
         is most of what comes, so no output is made for it. The other requests."""
-        unusual = []
+        unusual: list[RequestState] = []
+        numbers: list[int] = []
+        ids: list[int] = []
         for state in going_on:
-            request_id = state.request.request_id
-            one = self._single.get(request_id)
+            one = self._single.get(state.request.request_id) or self._begin_single(state)
             if one is None:
-                if not _is_single(state) or request_id not in self._sent:
-                    unusual.append(state)
-                    continue
-                sent = self._sent[request_id].setdefault(0, _Sent())
-                one = _Single(state.sequences[0], self._numbers[request_id], sent)
-                self._single[request_id] = one
-            sequence, sent = one.sequence, one.sent
-            if sequence.num_output != sent.tokens + 1:
                 unusual.append(state)
                 continue
-            text = sequence.text
-            tokens.requests.append(one.number)
-            tokens.indices.append(0)
-            tokens.token_ids.append(sequence.tokens[-1])
+            sequence, sent = one.sequence, one.sent
+            sampled, text = sequence.tokens, sequence.text
+            if len(sampled) - sequence.num_prompt != sent.tokens + 1:
+                unusual.append(state)
+                continue
+            numbers.append(one.number)
+            ids.append(sampled[-1])
             tokens.texts.append(text[sent.text :])
             sent.tokens, sent.text = sent.tokens + 1, len(text)
+        tokens.requests.extend(numbers)
+        tokens.indices.extend([0] * len(numbers))
+        tokens.token_ids.extend(ids)
         return unusual
+
+    def _begin_single(self, state: RequestState) -> _Single | None:
+        """If it is a request of one sequence that is heard of here."""
+        request_id = state.request.request_id
+        if request_id not in self._sent or not _is_single(state):
+            return None
+        sent = self._sent[request_id].setdefault(0, _Sent())
+        one = _Single(state.sequences[0], self._numbers[request_id], sent)
+        self._single[request_id] = one
+        return one
 
     def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[Piece]:
         """What does not go into `tokens`."""

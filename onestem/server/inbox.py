@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError
 from onestem.server.messages import Delta, Piece
 
@@ -34,20 +35,20 @@ class Inbox:
     """Collects the pieces of `num_parts` requests.
 
     Args:
-        interval: tokens of a sequence, behind its first one, that are news together. What is there
-            when it ends, or beside other news, does not wait for more.
+        size: tokens of a sequence, behind its first one, that are news together. What is there
+            when it ends, or beside other news, does not wait for more. None: each is news.
 
     Attributes:
         ended: part -> its last delta (with metrics).
         error: what ended the call early.
     """
 
-    def __init__(self, num_parts: int, interval: int = 1) -> None:
+    def __init__(self, num_parts: int, size: ChunkSize | None = None) -> None:
         self.ended: dict[int, Delta] = {}
         self.error: ApiError | None = None
         self._num_parts = num_parts
         self._pieces: dict[tuple[int, int], Piece] = {}
-        self._interval = interval
+        self._size = size or ChunkSize()
         self._begun: set[tuple[int, int]] = set()
         self._news = asyncio.Event()
 
@@ -62,7 +63,7 @@ class Inbox:
         else:
             piece.text += text
             piece.token_ids.append(token_id)
-        if len(piece.token_ids) >= self._interval or key not in self._begun:
+        if len(piece.token_ids) >= self._size.tokens or key not in self._begun:
             self._begun.add(key)
             self._news.set()
 

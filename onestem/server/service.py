@@ -16,6 +16,7 @@ from onestem.engine.admission import check_request
 from onestem.engine.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
 from onestem.request import Request
+from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.history import History
@@ -54,7 +55,9 @@ class Service:
         self.path = path
         self.tokenizer = tokenizer
         self.store = Store(settings.state)
-        self.client = EngineClient(launcher, settings.max_queue)
+        self.client = EngineClient(
+            launcher, settings.max_queue, ChunkSize(settings.stream_interval)
+        )
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         self.schemas = Schemas(
             tokenizer, ModelConfig.from_directory(path).max_position_embeddings, self.store

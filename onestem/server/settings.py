@@ -34,7 +34,7 @@ class Settings:
         timeout: seconds that a request may take unless it says otherwise.
         max_body_bytes: of a JSON body; max_file_bytes: of an upload.
         grace: seconds that running streams get when the server stops.
-        stream_interval: tokens of a stream's chunk, where nothing is behind.
+        stream_interval: least tokens of a stream's chunk (see `chunk_size`).
     """
 
     model: str = "embedded"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
 from onestem.engine import graphs
+from onestem.engine.draw import Draw, draw_at_once, draw_tokens
 from onestem.engine.streak import Streak
 from onestem.ops.triton import Workspace
 from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
@@ -36,6 +40,44 @@ def test_draws_are_those_of_the_cpu(tiny) -> None:
         assert [o.token_ids for o in found[name].outputs] == [o.token_ids for o in output.outputs]
 
 
+def large_draws(rows: int) -> tuple[torch.Tensor, Draw]:
+    """Logits as peaked as a trained model's, on the CPU."""
+    rng = np.random.default_rng(rows)
+    logits = torch.from_numpy(rng.normal(size=(rows, 50_000)).astype(np.float32)) * 4.5
+    draw = Draw(
+        temperature=torch.from_numpy(rng.uniform(0.7, 1.0, rows)),
+        top_k=torch.from_numpy(rng.choice([40, 50_000, 50_000], rows)),
+        top_p=torch.from_numpy(rng.choice([1.0, 1.0, 0.95], rows)),
+        min_p=torch.from_numpy(rng.choice([0.0, 0.0, 0.01], rows)),
+        uniform=torch.from_numpy(rng.uniform(size=rows)),
+    )
+    return logits, draw
+
+
+def on_gpu(draw: Draw) -> Draw:
+    fields = dataclasses.fields(draw)
+    return Draw(**{field.name: getattr(draw, field.name).cuda() for field in fields})
+
+
+@pytest.mark.parametrize("rows", [1, 9, 700])
+def test_large_draws_are_those_of_the_cpu(rows: int) -> None:
+    """With all means, and at once, which waits for nothing."""
+    logits, draw = large_draws(rows)
+    want, there = draw_tokens(logits, draw), on_gpu(draw)
+    device_logits, index = logits.cuda(), torch.arange(rows).cuda()
+    top = device_logits.amax(dim=-1)
+    weighed = (there.top_k >= logits.shape[1]).nonzero().flatten()
+    assert torch.equal(draw_tokens(device_logits, there).cpu(), want)
+    draw_at_once(device_logits, index, top, there, weighed)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found, resolved = draw_at_once(device_logits, index, top, there, weighed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found[resolved].cpu(), want[resolved.cpu()])
+    assert bool(resolved.all())
+
+
 def test_a_small_pool_sets_back(tiny) -> None:
     requests = requests_for(shared_prompts(), max_tokens=40)
     pool = {"num_pages": 24, "page_size": 4}
@@ -47,8 +89,10 @@ def test_a_small_pool_sets_back(tiny) -> None:
         assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
 
 
-def test_a_batch_larger_than_any_graph(tiny) -> None:
-    """Steps of 1,100 rows are launched kernel by kernel."""
+@pytest.mark.parametrize("sizes", [graphs.BATCH_SIZES, (1, 8, 64, 256)])
+def test_large_batches(tiny, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """Steps of 1,100 rows are a graph, or larger than any and launched kernel by kernel."""
+    monkeypatch.setattr(graphs, "BATCH_SIZES", sizes)
     prompts = [[5 + i % 200, 7, 9 + i // 200] for i in range(1100)]
     requests = requests_for(prompts, max_tokens=5)
     want = answer(engine_on("cpu", tiny("llama"), impl="torch", num_pages=2048), requests)

@@ -12,7 +12,7 @@ import torch
 from onestem.engine.drawing import Pending
 from onestem.engine.engine import Engine
 from onestem.engine.streak import Streak
-from onestem.request import Request, SamplingParams
+from onestem.request import Request
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
 from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
 
@@ -222,6 +222,48 @@ def test_a_newcomer_takes_the_row_of_one_that_saw_the_same(streaks: list) -> Non
     drain(engine)
 
 
+def test_prompts_that_begin_alike_by_chance_take_rows_as_others_do(
+    streaks: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newcomers that match a token or two of others' own prompts take the rows of those that ended,
+    and all go on to read what they share through one span."""
+    monkeypatch.setattr("onestem.engine.streak.EMPTY_ROWS", 12)
+    engine = make_symbolic(num_pages=800, page_size=2)
+    head = [1, 2, 3, 4, 5]
+    tails = [*([i % 8, i // 8] for i in range(12)), *([i % 8, 7 - i % 7, i % 5] for i in range(60))]
+    requests = [
+        request(i, [*head, *tail], max_tokens=5 + i % 7 if i > 11 else 100)
+        for i, tail in enumerate(tails)
+    ]
+    for one in requests[:16]:
+        engine.add_request(one)
+    late, outputs = requests[16:], {}
+    for _ in range(90):
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        while late and engine.num_running + engine.num_waiting < 16:
+            engine.add_request(late.pop(0))
+    (streak,) = streaks
+    assert streak.num_joined >= 40
+    assert len(streak.sequences) <= 22
+    spans = streak._advance.inputs.plans[None].spans
+    assert [0, len(streak.sequences)] in spans[:, :2].tolist()
+    for one in late:
+        engine.add_request(one)
+    outputs |= drain(engine)
+    assert_idle(engine)
+    assert_as_alone(requests, outputs, {})
+
+
+def test_answers_longer_than_their_lists_of_pages(streaks: list) -> None:
+    """Lists of page ids are moved where there is room, and the streak goes on."""
+    engine = make_symbolic(num_pages=800, page_size=1)
+    requests = [request(i, [1, 2, i], max_tokens=60 + 7 * i) for i in range(5)]
+    outputs = run_all(engine, requests)
+    assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(5)] == [60, 67, 74, 81, 88]
+    assert len(streaks) == 1
+    assert_as_alone(requests, outputs, {})
+
+
 def test_a_match_inside_a_running_answer_leaves_it_whole(streaks: list) -> None:
     """A newcomer splits a run that a row of the streak writes, and the row goes on."""
     want = run_all(make_symbolic(page_size=2), [request(0, [1, 2, 3, 4, 5, 6], max_tokens=40)])
@@ -307,21 +349,22 @@ def test_what_needs_the_host_runs_no_streak(streaks: list, fields: dict) -> None
     assert not streaks
 
 
-def test_an_unsure_draw_is_sampled_by_the_scheduler(
-    tiny, streaks: list, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [0, 1, 8])
+def test_draws_behind_the_leading_tokens(
+    tiny, streaks: list, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """A flat distribution needs more than the leading tokens that a streak looks at."""
+    """Flat distributions need more than the leading tokens: few rows at a time are drawn from the
+    whole order, and the scheduler samples what a streak cannot."""
     monkeypatch.setattr("onestem.engine.draw._is_native", lambda work: False)  # as on a GPU
     monkeypatch.setattr("onestem.engine.draw._CANDIDATES", (4, 16))
-    one = Request(
-        request_id="0",
-        prompt_token_ids=[5, 6, 7],
-        params=SamplingParams(temperature=3.0, max_tokens=40, seed=1, ignore_eos=True),
-    )
-    want = answer(without_streaks(make_engine(tiny("llama"))), [one])
-    found = answer(make_engine(tiny("llama")), [one])
-    assert found["0"].outputs[0].token_ids == want["0"].outputs[0].token_ids
-    assert any(streak.unsure for streak in streaks)
+    monkeypatch.setattr("onestem.engine.draw.WHOLE_ORDER_ROWS", rows)
+    requests = requests_for([[5, 6, 7], [5, 6, 8], [9]], max_tokens=40, temperature=3.0, seed=1)
+    want = answer(without_streaks(make_engine(tiny("llama"))), requests)
+    found = answer(at_depth(make_engine(tiny("llama")), 2), requests)
+    for name, output in want.items():
+        assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
+    assert any(streak.unsure for streak in streaks) == (rows < len(requests))
+    assert (len(streaks) == 1) == (rows == 8)
 
 
 def test_streamed_text_comes_with_each_step(streaks: list) -> None:

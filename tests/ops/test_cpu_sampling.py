@@ -56,8 +56,10 @@ def drawn(isa, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 def by_sorting(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The whole vocabulary in order."""
     top = logits.amax(dim=-1)
-    totals = sampling._total_weights(logits, top, draw)
-    ids, resolved = sampling._draw_among(logits, top, totals, draw, logits.shape[1])
+    weighed = (draw.top_k >= logits.shape[1]).nonzero().flatten()
+    totals = sampling._sum_weights(logits, top, draw, weighed)
+    order = sampling.leading(logits, logits.shape[1])
+    ids, resolved = sampling._draw_among(order, top, totals, draw, logits.shape[1])
     assert bool(resolved.all())
     return ids
 

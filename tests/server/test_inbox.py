@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from onestem.request import RequestMetrics
+from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError
 from onestem.server.inbox import Inbox
 from onestem.server.messages import Delta, Piece
@@ -43,7 +44,7 @@ def test_tokens_and_pieces_that_meet_are_one_in_order():
     assert inbox.drained
 
 
-def test_each_token_is_news_without_an_interval():
+def test_each_token_is_news_where_chunks_are_of_one():
     inbox = Inbox(1)
     for token in range(3):
         inbox.add_token((0, 0), token, "x")
@@ -51,8 +52,8 @@ def test_each_token_is_news_without_an_interval():
         assert take(inbox)[0, 0].token_ids == [token]
 
 
-def test_an_interval_holds_tokens_together_but_neither_the_first_nor_the_last():
-    inbox = Inbox(1, interval=4)
+def test_chunks_hold_tokens_together_but_neither_the_first_nor_the_last():
+    inbox = Inbox(1, ChunkSize(4))
     inbox.add_token((0, 0), 0, "a")
     assert is_news(inbox)
     take(inbox)
@@ -75,7 +76,7 @@ def test_an_interval_holds_tokens_together_but_neither_the_first_nor_the_last():
 
 
 def test_an_error_ends_the_wait_and_comes_too_late_for_a_whole_answer():
-    inbox = Inbox(1, interval=100)
+    inbox = Inbox(1, ChunkSize(100))
     inbox.fail(ApiError(503, "gone"))
     with pytest.raises(ApiError, match="gone"):
         asyncio.run(inbox.wait())
