@@ -14,6 +14,7 @@ from onestem.cache import ModuleRun, PrefixCache, Run
 from onestem.engine.groups import PlannedGroups
 from onestem.engine.modules import SequenceModules
 from onestem.engine.pace import JobShare, StepBudget
+from onestem.engine.promises import Promises
 from onestem.engine.queue import RequestQueue
 from onestem.engine.sequence import Sequence
 from onestem.errors import CacheError
@@ -97,7 +98,6 @@ class Scheduler:
         self.queue = queue
         self.budget = StepBudget(most=max_step_tokens, seconds=max_step_seconds)
         self.job_share = JobShare(most=max_step_tokens)
-        self.lookahead_tokens = lookahead_tokens
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()  # opened, but not (or no longer) admitted
         self.step = 0
@@ -113,8 +113,8 @@ class Scheduler:
         self._alone: Sequence | None = None
         self._chunks: list[Chunk] = []
         self.tiers: ModuleTiers | None = None  # where modules' keys and values may be kept as well
-        self._promised = 0  # pages that those who run will still ask for
-        self._promised_at = -PROMISED_STEPS
+        self._promises = Promises(cache, lookahead_tokens)
+        self._promised_at = -PROMISED_STEPS  # the step in which they were counted
 
     @property
     def version(self) -> int:
@@ -265,13 +265,13 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= self._extend_prompt(admitted, budget)
-            self._promised += self._promise(admitted)
+            self._promises.add(admitted)
             joined.append(admitted)
         return joined
 
     def _count_promised(self) -> None:
         self._promised_at = self.step
-        self._promised = sum(map(self._promise, self.running))
+        self._promises.count(self.running)
 
     def head(self) -> Sequence | Request | None:
         """Who would be admitted next."""
@@ -299,7 +299,7 @@ class Scheduler:
                 self.is_short = self.is_short or theirs
                 break
             budget -= self._extend_prompt(admitted, budget)
-            self._promised += self._promise(admitted)
+            self._promises.add(admitted)
         return budget
 
     def _extend_decode(self, sequence: Sequence, run: Run) -> None:
@@ -485,7 +485,7 @@ class Scheduler:
                 self.cache.modules, sequence.state.pml, sequence, private=not self.cache.enabled
             )
         sequence.forget_path()
-        while self.running and not self._has_room(sequence):
+        while self.running and not self._promises.have_room(sequence):
             if sequence.is_job or not self._give_up_job():
                 self._detach(sequence)
                 return False
@@ -499,45 +499,16 @@ class Scheduler:
             self.groups.admitted(sequence)
         return True
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        needed = self._uncomputed_pages(sequence) + self._lookahead_pages(sequence)
-        return needed + self._promised <= self.cache.pool.num_available
-
     def _give_up_job(self) -> bool:
         """Take memory from jobs: the newest that has no rows in this step, then what their groups
         keep."""
         newest = self.running[-1]
         if newest.is_job and newest.scheduled_step != self.step:
             self._alone = None
-            self._promised -= self._promise(newest)
+            self._promises.take_back(newest)
             self.set_back(newest)
             return True
         return self.groups.release_jobs()
-
-    def _promise(self, sequence: Sequence) -> int:
-        """Pages that an admitted sequence will still ask for soon."""
-        if sequence.decoding:
-            return self._lookahead_pages(sequence)
-        return self._uncomputed_pages(sequence) + self._lookahead_pages(sequence)
-
-    def _uncomputed_pages(self, sequence: Sequence) -> int:
-        """Pages still to be allocated on its path, for runs that it is to compute itself."""
-        size = self.cache.pool.page_size
-        imported = sequence.modules.missing_pages() if sequence.modules is not None else 0
-        return imported + sum(
-            max(0, -(-(run.offset + len(run.tokens)) // size) - len(run.pages))
-            for run in sequence.path(self.version)
-            if run.owner is sequence or run.owner is None
-        )
-
-    def _lookahead_pages(self, sequence: Sequence) -> int:
-        if sequence.score_only:
-            return 0
-        most = sequence.state.request.params.max_tokens
-        ahead = self.lookahead_tokens
-        if most is not None:
-            ahead = min(ahead, most - sequence.num_output)
-        return self.cache.pool.pages_for(ahead)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence go on from what its parent has computed, beside it (n > 1)."""
