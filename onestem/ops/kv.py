@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 
-__all__ = ["allocate_pages", "page_strides", "read_kv", "slot_index", "write_kv"]
+__all__ = ["allocate_pages", "laid_out", "page_strides", "read_kv", "slot_index", "write_kv"]
 
 
 def allocate_pages(
@@ -26,6 +26,14 @@ def allocate_pages(
     middle = (num_kv_heads, page_size) if head_major else (page_size, num_kv_heads)
     pages = torch.empty(num_pages, *middle, head_dim, dtype=dtype, device=device)
     return pages.transpose(1, 2) if head_major else pages
+
+
+def laid_out(pages: Tensor, *, head_major: bool) -> Tensor:
+    """A copy of pages in that layout."""
+    copy = allocate_pages(
+        *pages.shape, dtype=pages.dtype, device=pages.device, head_major=head_major
+    )
+    return copy.copy_(pages)
 
 
 def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:

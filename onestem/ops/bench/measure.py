@@ -17,7 +17,7 @@ from onestem.ops.bench.cases import Case, Heads, Step, make_tensors
 from onestem.ops.bench.peers import Call, check_peers, make_calls
 from onestem.ops.bench.timing import Rates, cpu_ms, graph_ms, measure_rates
 from onestem.ops.dispatch import resolve
-from onestem.ops.kv import allocate_pages
+from onestem.ops.kv import laid_out
 from onestem.ops.reference import visible
 
 __all__ = ["bench_attention", "device_facts"]
@@ -82,7 +82,8 @@ def _measure(
     group = heads.num_q_heads // heads.num_kv_heads
     chosen = resolve(impl, device, head_dim=heads.head_dim, group=group)
     prepared = chosen.prepare(step.plan)
-    pages = [_laid_out(x, chosen.head_major) for x in (k, v)]
+    # As an engine keeps them.
+    pages = [laid_out(x, head_major=True) if chosen.head_major else x for x in (k, v)]
     entry: dict[str, Any] = {"attention": chosen.name, **_floors(step, heads, rates)}
     rows = _some_rows(step)
     want = _attend_rows(step, rows, q, k, v, torch.float64)
@@ -96,14 +97,6 @@ def _measure(
     entry["matrix_share"] = entry["flop_floor_ms"] / entry["ms"]
     entry["memory_share"] = entry["byte_floor_ms"] / entry["ms"]
     return entry
-
-
-def _laid_out(pages: Tensor, head_major: bool) -> Tensor:
-    """The same pages in the layout in which an engine keeps them."""
-    if not head_major:
-        return pages
-    copy = allocate_pages(*pages.shape, dtype=pages.dtype, device=pages.device, head_major=True)
-    return copy.copy_(pages)
 
 
 def _floors(step: Step, heads: Heads, rates: Rates) -> dict[str, float]:

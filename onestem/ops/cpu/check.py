@@ -16,7 +16,7 @@ from torch import Tensor
 from onestem.ops.cpu.attention import CpuAttention
 from onestem.ops.cpu.extension import DTYPES
 from onestem.ops.cpu.layers import CpuLayers
-from onestem.ops.kv import allocate_pages
+from onestem.ops.kv import laid_out
 from onestem.ops.layers import Angles, Heads
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
 
@@ -45,7 +45,8 @@ def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) 
         plan, pages = _plan(window)
         shape = (pages, PAGE_SIZE, KV_HEADS, head_dim)
         q = torch.randn(plan.num_rows, KV_HEADS * GROUP, head_dim, generator=generator).to(dtype)
-        k, v = (_pages(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2))
+        values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        k, v = (laid_out(x, head_major=CpuAttention.head_major) for x in values)
         slopes = None if window is None else torch.linspace(0.01, 0.1, KV_HEADS * GROUP)
         softcap = None if window is None else 20.0
         got, want = (
@@ -57,14 +58,6 @@ def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) 
         if not (_close(got.out, want.out) and _close(got.lse, want.lse, dtype)):
             return False
     return True
-
-
-def _pages(values: Tensor) -> Tensor:
-    """Values in pages of the layout that an engine uses."""
-    pages = allocate_pages(
-        *values.shape, dtype=values.dtype, device=values.device, head_major=CpuAttention.head_major
-    )
-    return pages.copy_(values)
 
 
 def _plan(window: int | None) -> tuple[AttentionPlan, int]:
@@ -99,7 +92,8 @@ def _layers_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> b
 
     def results(name: str) -> list[Tensor]:
         ops, residual = CpuLayers(isa=name), hidden.clone()
-        pages = [_pages(torch.zeros(2, 2, 1, 48, dtype=dtype)) for _ in range(2)]
+        empty = torch.zeros(2, 2, 1, 48, dtype=dtype)
+        pages = [laid_out(empty, head_major=CpuAttention.head_major) for _ in range(2)]
         return [
             ops.add_rms_norm(residual, delta, weight, 1e-5),
             residual,
