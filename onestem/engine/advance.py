@@ -107,11 +107,11 @@ class Advance:
         for span, end in zip(spans[::-1].tolist(), ends[::-1].tolist(), strict=True):
             first, count = self._plan.spans[span, [ROW, ROWS]].tolist()
             length, parent = int(self._plan.spans[span, END]), self._parents[row]
-            like = all(other is parent for other in self._parents[first : first + count])
-            above = _ancestor(parent, end - length)
-            if length > CHANCE_TOKENS or self.live[first : first + count].any() or not like:
+            if length > CHANCE_TOKENS or self.live[first : first + count].any():
                 return
-            if above is None:
+            above = _ancestor(parent, end - length)
+            like = all(other is parent for other in self._parents[first : first + count])
+            if above is None or not like:
                 return
             self._plan.spans[span, END] = 0
             self._parents[first : first + count] = [above] * count
@@ -231,10 +231,10 @@ class Advance:
                 rows[i] = found.pop()
         last = self._parents[-1] if self._parents else None
 
-        def place(i: int) -> tuple[bool, int]:
+        def place(i: int) -> tuple[bool, list[int]]:
             parent = _own_run(sequences[i]).parent
             assert parent is not None
-            return parent is not last, parent.uid
+            return parent is not last, [run.uid for run in parent.path()]
 
         for row, i in enumerate(sorted(new, key=place), len(self.live)):
             rows[i] = row

@@ -106,6 +106,12 @@ class Drawing:
             )
         self._num_uploaded = -1
 
+    def leave(self, places: Sequence[int]) -> None:
+        """Rows of the logits that nobody reads until they are `put` again. (They would take the
+        place of others among the few rows that are drawn from the whole order.)"""
+        self._rows["temperature"][places] = 0
+        self._num_uploaded = -1
+
     def start(self, logits: Tensor) -> Pending:
         """Sample the next token of each row of `logits` float32 `[n, vocab]`."""
         if self._num_uploaded != len(logits):

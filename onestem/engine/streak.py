@@ -161,6 +161,7 @@ class Streak:
         advance = self._advance
         if bool((spent := advance.live & (self._left <= 0)).any()):
             advance.drop(spent)
+            self._drawing.leave(np.flatnonzero(spent).tolist())
         rows = advance.live.copy()
         change = advance.step() if bool(rows.any()) else None
         if change is None:
@@ -315,6 +316,7 @@ class Streak:
         ended[rows] = True
         self._live &= ~ended
         self._advance.drop(ended)
+        self._drawing.leave(rows)
         for flight in self._flights:  # a newcomer may take the row before they are here
             flight.rows[:] &= ~ended[: len(flight.rows)]
         for row in rows:

@@ -46,10 +46,7 @@ from onestem.server.wire import frame, read_message
 
 __all__ = ["EngineClient"]
 
-# Requests in the engine that are not admitted yet. Where it admits all that come, those are only
-# under way to it: as many of them as come while its news is under way to us, so they may be a share
-# of those that run.
-LOOKAHEAD, SHARE_UNDER_WAY = 32, 0.25
+LOOKAHEAD = 32  # requests in the engine that are not admitted yet: keys take turns before it
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -272,12 +269,9 @@ class EngineClient:
 
     def _pump(self) -> None:
         """Hand over what the engine may soon admit."""
-        most = LOOKAHEAD
-        if not self.num_waiting:
-            most = max(most, int(SHARE_UNDER_WAY * self.num_running))
         while self.state == "running":
             unread = self._num_sent - self._num_received
-            if self.num_waiting + unread >= most:
+            if self.num_waiting + unread >= LOOKAHEAD:
                 return
             entry = self.turns.pop()
             if entry is None:

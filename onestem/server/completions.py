@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from array import array
@@ -225,8 +226,15 @@ async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
             last += chunks.usage()
     except ApiError as error:
         service.metrics.note_error(error.status)
-        last = event(error.body())
+        last = _unsent(chunks, call) + event(error.body())
     finally:
         service.note(call)
     # Together: each write is a system call, and there is one of these for each request.
     yield last + DONE
+
+
+def _unsent(chunks: Chunks, call: Call) -> bytes:
+    """Events of tokens that waited for a chunk's others when the stream was cut short."""
+    with contextlib.suppress(ApiError):  # there is one to tell of already
+        return chunks.events(call.inbox.take())
+    return b""

@@ -254,6 +254,28 @@ def test_prompts_that_begin_alike_by_chance_take_rows_as_others_do(
     assert_as_alone(requests, outputs, {})
 
 
+def test_newcomers_behind_several_prefixes_stand_with_their_like(streaks: list) -> None:
+    """They come in turn, and each goes on with a token of an answer that is stored: those of a
+    prefix read it through one span all the same."""
+    engine = make_symbolic(num_pages=800, page_size=2)
+    heads = [[one] * 80 for one in (1, 2)]
+    stored = [[*head, i, i] for i in range(3, 7) for head in heads]
+    run_all(engine, [request(f"s{i}", ids, max_tokens=2) for i, ids in enumerate(stored)])
+    engine.add_request(request("long", [0], max_tokens=60))
+    for _ in range(4):
+        engine.step()
+    requests = [request(i, [*ids[:-1], 0], max_tokens=30) for i, ids in enumerate(stored)]
+    for one in requests:
+        engine.add_request(one)
+    for _ in range(4):
+        engine.step()
+    streak = streaks[-1]
+    assert streak.num_joined == 8
+    spans = streak._advance.inputs.plans[None].spans
+    assert sorted(spans[spans[:, 4] == 80][:, :2].tolist()) == [[1, 4], [5, 4]]
+    assert_as_alone(requests, drain(engine), {})
+
+
 def test_answers_longer_than_their_lists_of_pages(streaks: list) -> None:
     """Lists of page ids are moved where there is room, and the streak goes on."""
     engine = make_symbolic(num_pages=800, page_size=1)
@@ -365,6 +387,40 @@ def test_draws_behind_the_leading_tokens(
         assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
     assert any(streak.unsure for streak in streaks) == (rows < len(requests))
     assert (len(streaks) == 1) == (rows == 8)
+
+
+@pytest.mark.parametrize("how", ["end", "abort"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_empty_rows_take_nobodys_place_in_the_whole_order(
+    tiny, streaks: list, monkeypatch: pytest.MonkeyPatch, depth: int, how: str
+) -> None:
+    """As many rows are drawn from the whole order as there are live ones that need it."""
+    monkeypatch.setattr("onestem.engine.draw._is_native", lambda work: False)  # as on a GPU
+    monkeypatch.setattr("onestem.engine.draw._CANDIDATES", (4, 16))
+    requests = requests_for(
+        [[5, 6, i] for i in range(7, 13)], max_tokens=40, temperature=3.0, seed=1
+    )
+    if how == "end":
+        few = replace(requests[0].params, max_tokens=6)
+        requests[::2] = [replace(one, params=few) for one in requests[::2]]
+    want = answer(without_streaks(make_engine(tiny("llama"))), requests)
+    engine = at_depth(make_engine(tiny("llama")), depth)
+    for one in requests:
+        engine.add_request(one)
+    found: dict = {}
+    while how == "end" and len(found) < 3:
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    if how == "abort":
+        for _ in range(5):
+            engine.step()
+        for one in requests[::2]:
+            engine.abort(one.request_id)
+    monkeypatch.setattr("onestem.engine.draw.WHOLE_ORDER_ROWS", 3)
+    found |= drain(engine)
+    (streak,) = streaks
+    assert not streak.unsure
+    for name, output in found.items():
+        assert output.outputs[0].token_ids == want[name].outputs[0].token_ids
 
 
 def test_streamed_text_comes_with_each_step(streaks: list) -> None:

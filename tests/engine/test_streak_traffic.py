@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from onestem.engine.advance import Advance
 from onestem.engine.drawing import Pending
 from onestem.engine.engine import Engine
 from onestem.errors import RequestError
@@ -17,7 +18,14 @@ from onestem.request import Request
 from tests.engine.harness import answer, assert_idle, make_engine
 from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request, run_all
-from tests.engine.test_streak import at_depth, streaks, without_streaks
+from tests.engine.test_streak import (
+    _of_an_application,
+    assert_as_alone,
+    at_depth,
+    streaks,
+    under_traffic,
+    without_streaks,
+)
 
 __all__ = ["streaks"]
 
@@ -179,6 +187,40 @@ def test_rows_that_import_the_same_are_neighbours(tiny) -> None:
         answer(engine, [pml_request(i, one, max_tokens=12) for i, one in enumerate(compiled)])
         spared.append(engine.stats.shared_read_tokens)
     assert spared[0] == spared[1] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_traffic_at_the_bounds(
+    streaks: list, monkeypatch: pytest.MonkeyPatch, seed: int, depth: int
+) -> None:
+    """Short lists of pages, few spans, rows that are taken again and again: what stands above a
+    row's own run is always what its spans show, also while the row is empty."""
+    rng = random.Random(seed)
+    bounds = {
+        "advance.CHANCE_TOKENS": [1, 3, 64], "advance.MORE_PAGES": [1, 4],
+        "advance.CROWDED_WORDS": [60, 1 << 15], "advance.CROWDED_SPANS": [4, 512],
+        "advance.SLACK_PAGES": [1], "inputs.SLACK_PAGES": [1], "streak.EMPTY_ROWS": [4, 30],
+    }  # fmt: skip
+    for name, values in bounds.items():
+        monkeypatch.setattr(f"onestem.engine.{name}", rng.choice(values))
+    step = Advance.step
+
+    def checked(self):
+        for row, parent in enumerate(self._parents):
+            _, ends = self._seen(row)
+            assert ends[-1:].tolist() == ([parent.end] if parent.end else [])
+        return step(self)
+
+    monkeypatch.setattr(Advance, "step", checked)
+    engine = make_symbolic(num_pages=rng.choice([60, 300]), page_size=rng.choice([1, 2, 4]))
+    heads = [[rng.randrange(VOCAB) for _ in range(n)] for n in (2, 9, 12)]
+    requests = [_of_an_application(i, heads, rng) for i in range(30)]
+    outputs, aborted = under_traffic(
+        at_depth(engine, depth), requests, rng, first=5, comes=0.6, upsets=0.02
+    )
+    assert sum(streak.num_joined for streak in streaks) > 0
+    assert_as_alone(requests, outputs, aborted)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

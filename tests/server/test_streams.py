@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from onestem.request import Request, SamplingParams
+from onestem.server.calls import Call
+from onestem.server.chunk_size import ChunkSize
+from onestem.server.completions import _events
+from onestem.server.errors import EngineDownError
+from onestem.server.tenants import EVERYBODY
 from tests.server.harness import running
 
 
@@ -115,6 +125,37 @@ def test_deadline(slow, stream):
     assert error["code"] == "deadline_exceeded"
     assert error["type"] == "timeout_error"
     assert slow.check()["held"] == 0
+
+
+def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
+    """Also those that waited for a chunk's others."""
+    now = time.monotonic()
+    request = Request(request_id="r-0", prompt_token_ids=[1], params=SamplingParams())
+    call = Call(
+        id="r", kind="completion", model="m", tenant=EVERYBODY, requests=[request], stream=True,
+        return_token_ids=True, chunk_size=ChunkSize(4), arrived=now, deadline=now + 600,
+    )  # fmt: skip
+    service = SimpleNamespace(client=Mock(), metrics=Mock(), note=Mock(), tokenizer=None)
+
+    async def streamed() -> list[bytes]:
+        part, sent = call.inbox.part(0), []
+        part.on_token(0, 5, "a")
+        async for events in _events(service, call):
+            if not sent:
+                part.on_token(0, 6, "b")
+                part.on_token(0, 7, "c")
+                part.on_error(EngineDownError("gone"))
+            sent.append(events)
+        return sent
+
+    first, rest = asyncio.run(streamed())
+    events = [json.loads(one.removeprefix("data: ")) for one in rest.decode().split("\n\n")[:-2]]
+    assert b'"token_ids":[5]' in first
+    assert events[0]["choices"][0]["text"] == "bc"
+    assert events[0]["choices"][0]["token_ids"] == [6, 7]
+    assert events[1]["error"]["message"] == "gone"
+    assert rest.endswith(b"data: [DONE]\n\n")
+    service.client.abort.assert_called_once_with("r-0")
 
 
 def test_the_openai_client_sees_an_error_in_a_stream(slow):
