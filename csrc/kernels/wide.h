@@ -258,7 +258,7 @@ class WideItem {
   // Several chains of maxima, since each waits some cycles for the one before it.
   template <int VECS>
   void find_best(const Keys& keys, vf (&best)[VECS]) {
-    constexpr int kChains = Products::kKeyStep < 4 ? Products::kKeyStep : 4;
+    constexpr int kChains = 4;  // keys come in multiples of it
     vf chains[kChains][VECS];
     for (auto& chain : chains) {
       for (int v = 0; v < VECS; ++v) chain[v] = all(-kInfinity);

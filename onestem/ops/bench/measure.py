@@ -17,7 +17,7 @@ from onestem.ops.bench.cases import Case, Heads, Step, make_tensors
 from onestem.ops.bench.peers import Call, check_peers, make_calls
 from onestem.ops.bench.timing import Rates, cpu_ms, graph_ms, measure_rates
 from onestem.ops.dispatch import resolve
-from onestem.ops.kv import laid_out
+from onestem.ops.kv import laid_out, read_kv
 from onestem.ops.reference import visible
 
 __all__ = ["bench_attention", "device_facts"]
@@ -172,8 +172,7 @@ def _attend_rows(
     for row in rows:
         slots = torch.from_numpy(visible(step.plan, row)[0]).to(q.device)
         k, v = (
-            pages.view(-1, *pages.shape[2:])[slots].to(dtype).transpose(0, 1)
-            for pages in (k_pages, v_pages)
+            read_kv(pages, slots).to(dtype).transpose(0, 1) for pages in (k_pages, v_pages)
         )  # [num_kv_heads, keys, head_dim]
         query = q[row].to(dtype).view(k.shape[0], group, -1)
         score = (query @ k.transpose(1, 2)) * q.shape[2] ** -0.5

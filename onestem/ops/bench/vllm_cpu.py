@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onestem.errors import UnsupportedError
 from onestem.ops.bench.cases import Heads, Step
+from onestem.ops.kv import read_kv
 
 __all__ = ["BLOCK_TOKENS", "prepare_vllm"]
 
@@ -90,7 +91,7 @@ def _filled_cache(
     keys, values = cache.chunk(2, dim=2)
     for run, blocks in table.items():
         slots = torch.from_numpy(step.plan.slots(run, 0, int(step.plan.run_len[run])))
-        k, v = (pages.view(-1, *pages.shape[2:])[slots] for pages in (k_pages, v_pages))
+        k, v = (read_kv(pages, slots) for pages in (k_pages, v_pages))
         place = torch.arange(len(slots))
         where = torch.tensor(blocks)[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
         ops.cpu_attn_reshape_and_cache(k, v, keys, values, where, isa)
