@@ -59,7 +59,8 @@ class LLM:
         max_model_len: most tokens of prompt and answer; None: the model's, or what fits.
         share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
         page_size: tokens in a page of KV memory.
-        max_step_tokens: most prompt tokens of a step; None: 1024 on a CPU, 8192 on a GPU.
+        max_step_tokens: most tokens of a step, those of prompts and one of each sequence that
+            decodes; half are for prompts at least. None: 1024 on a CPU, 8192 on a GPU.
         max_step_ms: about what a step may take, in milliseconds (what a new request may have to
             wait for); None: as it takes, for the largest throughput.
         impl: attention implementation, `auto` for the fastest there is.

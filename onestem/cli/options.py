@@ -35,7 +35,11 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of prompt and answer (default: the model's).")
 ]
 MaxStepTokens = Annotated[
-    int | None, typer.Option(help="Most prompt tokens of a step (default: 1024 CPU, 8192 GPU).")
+    int | None,
+    typer.Option(
+        help="Most tokens of a step, prompts' and one of each that decodes (default: 1024 CPU, "
+        "8192 GPU)."
+    ),
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens in a page of KV memory.")]
 Share = Annotated[str, typer.Option(help="full, storage or off (the last two for measuring).")]

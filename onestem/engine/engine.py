@@ -54,7 +54,7 @@ class Engine:
             shared); `no-attention` (the ceiling: answers mean nothing).
         num_pages, page_size: KV memory.
         max_model_len: most tokens of prompt and answer; None: the model's limit or what fits.
-        max_step_tokens: most prompt rows of a step.
+        max_step_tokens: most rows of a step, half of them for prompts at least.
         max_step_seconds: what a step may take, by the measured time of a prompt's row; None: no
             limit but `max_step_tokens`.
         impl: attention implementation.

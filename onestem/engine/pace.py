@@ -62,7 +62,9 @@ class StepBudget:
     """Rows of prompts in a step, so that it takes about a given time.
 
     Args:
-        most: rows at most.
+        most: rows of a step at most, decodes counted; half of them are for prompts however many
+            decodes there are. Steps that are full then have one number of rows, for which
+            libraries have chosen their kernels before.
         seconds: what a step may take; None: no limit but `most`.
     """
 
@@ -71,12 +73,12 @@ class StepBudget:
         self.seconds = seconds
         self._row: float | None = None  # seconds of a prompt's row
 
-    @property
-    def rows(self) -> int:
-        """Rows of prompts that the next step may have."""
+    def rows(self, decodes: int = 0) -> int:
+        """Rows of prompts that the next step may have beside so many decodes."""
+        most = max(self.most - decodes, (self.most + 1) // 2)
         if self.seconds is None or self._row is None:
-            return self.most
-        return min(self.most, max(FEWEST_ROWS, int(self.seconds / self._row)))
+            return most
+        return min(most, max(FEWEST_ROWS, int(self.seconds / self._row)))
 
     def note(self, prompt_rows: int, seconds: float) -> None:
         """A step with so many rows of prompts took `seconds`."""

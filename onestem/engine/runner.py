@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.engine.advance import Change
@@ -97,16 +98,21 @@ class Runner:
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Tensor:
+        rows, wanted = len(inputs.positions), inputs.logit_rows
+        spare = self.decoder.padded_rows(rows) - rows
+        slots = _padded(inputs.slots, spare, self.scratch_slot)
         hidden = self.decoder.forward(
-            ids,
-            self.on_device(inputs.positions),
-            self._attend(prepared, self.on_device(inputs.slots)),
+            F.pad(ids, (0, spare)) if spare else ids,
+            self.on_device(_padded(inputs.positions, spare, 0)),
+            self._attend(prepared, self.on_device(slots), rows),
         )
-        if len(inputs.logit_rows) < len(hidden):
-            hidden = hidden[self.on_device(inputs.logit_rows)]
-        return self.decoder.logits(hidden)
+        if len(wanted) < rows:
+            spare = self.decoder.padded_rows(len(wanted)) - len(wanted)
+            hidden = hidden[self.on_device(_padded(wanted, spare, 0))]
+        return self.decoder.logits(hidden)[: len(wanted)]
 
-    def _attend(self, prepared: Prepared, slots: Tensor) -> Attend:
+    def _attend(self, prepared: Prepared, slots: Tensor, rows: int) -> Attend:
+        """Of the first `rows`; the others see nothing, and what stands there is not read."""
         ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
@@ -115,6 +121,14 @@ class Runner:
             if not prepared:
                 return q
             plan = prepared[self.windows[layer]]
-            return plan.attend(q, k_pages, v_pages, alibi_slopes=slopes).out.to(q.dtype)
+            out = plan.attend(q[:rows], k_pages, v_pages, alibi_slopes=slopes).out.to(q.dtype)
+            if rows == len(q):
+                return out
+            q[:rows] = out
+            return q
 
         return attend
+
+
+def _padded(values: np.ndarray, spare: int, fill: int) -> np.ndarray:
+    return np.pad(values, (0, spare), constant_values=fill) if spare else values

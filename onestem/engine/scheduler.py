@@ -79,7 +79,7 @@ class Scheduler:
         cache: the runs.
         queue: where new requests wait.
         open_request: makes a request's sequences when it is admitted.
-        max_step_tokens: most rows of a step beside the decodes.
+        max_step_tokens: most rows of a step, half of them for prompts at least (`StepBudget`).
         max_step_seconds: what a step may take, by the measured time of a row; None: as it takes.
         lookahead_tokens: decodes that admission leaves room for, per sequence.
     """
@@ -185,7 +185,8 @@ class Scheduler:
         prompts: tuple[list[Sequence], list[Sequence]] = ([], [])
         for sequence in self.running:
             (decodes if sequence.decoding else prompts)[sequence.is_job].append(sequence)
-        budget = self._fill_class(decodes[False], prompts[False], self.budget.rows, jobs=False)
+        budget = self.budget.rows(sum(map(len, decodes)))
+        budget = self._fill_class(decodes[False], prompts[False], budget, jobs=False)
         if decodes[False] or prompts[False] or self._interactive_waits():
             self._fill_jobs_beside(decodes, prompts[True], budget)
         else:
@@ -237,7 +238,7 @@ class Scheduler:
         self._chunks = []
         for sequence in self.running:  # whom nobody sets back to make room for newcomers
             sequence.scheduled_step = self.step
-        budget, joined = self.budget.rows, list(prompts)
+        budget, joined = self.budget.rows(len(self.running) - len(prompts)), list(prompts)
         for sequence in prompts:
             sequence.scheduled_step = -1
             budget -= self._extend_prompt(sequence, budget) if budget > 0 else 0

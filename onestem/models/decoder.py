@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
-from onestem.models.linear import Head, Linear
+from onestem.models.linear import Head, Linear, padded_rows
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
@@ -126,6 +126,10 @@ class Decoder:
                 beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
                 delta += self._mlp(layer, beside)
         return add_norm(hidden, delta, self.norm)
+
+    def padded_rows(self, rows: int) -> int:
+        """How many rows a step of `rows` had better have."""
+        return padded_rows(rows, self.head.layout, self.dtype)
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = F.embedding(token_ids, self.embedding)

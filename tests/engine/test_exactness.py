@@ -7,6 +7,7 @@ import random
 import pytest
 
 from onestem.errors import ConfigError, RequestError
+from onestem.models.decoder import Decoder
 from tests.engine.harness import (
     TOLERANCE,
     answer,
@@ -39,6 +40,17 @@ def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
 @pytest.mark.parametrize("family", ["llama", "qwen2_windows"])
 def test_alone_is_as_in_a_batch(tiny, expected, family, share):
     check(tiny(family), expected(family), share=share, alone=True)
+
+
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_windows"])
+def test_spare_rows_change_nothing(tiny, expected, family, share, monkeypatch):
+    padded = []
+    monkeypatch.setattr(
+        Decoder, "padded_rows", lambda _, rows: padded.append(-rows % 16) or rows + -rows % 16
+    )
+    check(tiny(family), expected(family), share=share, page_size=4, max_step_tokens=23)
+    assert sum(padded) > 0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -115,7 +115,7 @@ def test_a_job_fills_the_batch_before_it_runs_as_a_streak() -> None:
     """Steps that its prompts fill exactly are no reason to leave the others waiting."""
     engine = make_symbolic(num_pages=400, max_step_tokens=8)
     engine.add_job("j", [request(f"j{i}", [i % 8, i // 8, 1, 2], max_tokens=30) for i in range(12)])
-    steps(engine, 8)
+    steps(engine, 11)  # of at least four rows of prompts, one of which is full
     assert len(engine.scheduler.running) == 12
     assert len(drain(engine)) == 12
 

@@ -88,6 +88,40 @@ def test_a_shape_gives_the_same_bits_twice() -> None:
     assert torch.equal(layer(x), layer(x.clone()))
 
 
+@pytest.mark.skipif(
+    choose_layout(torch.float32, CPU) is Layout.PLAIN, reason="torch without oneDNN"
+)
+@pytest.mark.parametrize("rows", [linear.WHOLE_TO_ROWS + 1, 1024, linear.WHOLE_FROM_ROWS - 1])
+def test_pieces_are_the_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = _weights(torch.float32, True)
+    layer = Linear(weight, bias, Layout.PACKED)
+    assert not layer.narrow  # float32
+    layer.narrow, sizes = True, []
+    whole = linear._packed_product
+    monkeypatch.setattr(
+        linear, "_packed_product", lambda x, *rest: sizes.append(len(x)) or whole(x, *rest)
+    )
+    x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows))
+    tolerance = _tolerance(torch.float32)
+    torch.testing.assert_close(layer(x).double(), _exact(x, weight, bias), atol=tolerance, rtol=0)
+    assert sum(sizes) == rows
+    assert len(sizes) > 1
+    assert max(sizes) <= linear.PIECE_ROWS
+
+
+def test_rows_are_padded_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    def padded(*rows: int) -> list[int]:
+        return [linear.padded_rows(n, Layout.PACKED, torch.bfloat16) for n in rows]
+
+    monkeypatch.setattr(linear, "_has_amx", lambda: True)
+    assert padded(0, 1, 2, 3, 9, 16, 17, 64, 65, 256) == [0, 1, 2, 4, 16, 16, 32, 64, 80, 256]
+    assert padded(257, 288, 512, 513, 1024, 1025) == [288, 288, 512, 576, 1024, 1088]
+    assert linear.padded_rows(9, Layout.PACKED, torch.float32) == 9
+    assert linear.padded_rows(9, Layout.PLAIN, torch.bfloat16) == 9
+    monkeypatch.setattr(linear, "_has_amx", lambda: False)
+    assert padded(1, 3, 257) == [1, 3, 257]
+
+
 def test_layouts_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(native: bool, memory: int) -> None:
         monkeypatch.setattr(linear, "_can_pack", lambda _: True)
