@@ -25,10 +25,10 @@ row of float32 takes 20 to 80% longer packed than plain, and 256 and more rows o
 longer at 4096 x 4096.
 
 Two more prices stand behind the figures above, measured with two threads. oneDNN makes a product
-anew for each number of rows, which takes some 17 ms for AMX (1 ms for AVX2), as long as the product
-of hundreds of rows: steps are padded to a few numbers of rows (`padded_rows`). And for narrow
-weights between 448 and 1,024 rows it gives all work to one thread: 768 x 768, 2048 x 768 and
-896 x 896 run at 390 GFLOP/s there, at 750 below and above. Those are multiplied piece by piece.
+anew for each number of rows, which takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the
+product itself: steps are padded to a few numbers of rows (`padded_rows`). And for narrow weights
+between 448 and 1,024 rows it gives all work to one thread: 768 x 768, 2048 x 768 and 896 x 896 run
+at 390 GFLOP/s there, at 750 below and above. Those are multiplied piece by piece.
 
 With one number of threads a product of one shape has the same bits every time. Whether a row's bits
 change with the rows beside it is oneDNN's and MKL's affair and not promised: on AVX2 those of
