@@ -126,11 +126,11 @@ int64_t PreparedPlan::last_page() const {
 CostModel PreparedPlan::cost_model(Dtype dtype) const {
   const int32_t bytes = dtype == kFloat32 ? 4 : 2;
   if (costs_.empty()) return {kernels_.of[dtype].rates, bytes};
-  return {{costs_[0], costs_[1], costs_[2], costs_[3], costs_[4]},
+  return {{costs_[0], costs_[1], costs_[2], costs_[3], costs_[4], costs_[5]},
           bytes,
-          costs_[5],
           costs_[6],
-          static_cast<int32_t>(costs_[7])};
+          costs_[7],
+          static_cast<int32_t>(costs_[8])};
 }
 
 const WorkList& PreparedPlan::work(Dtype dtype, const Heads& heads, int32_t threads) {

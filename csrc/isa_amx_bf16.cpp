@@ -7,6 +7,8 @@
 
 #include "kernels/products_amx.h"
 
+#include "kernels/products_amx_few.h"
+
 namespace onestem {
 
 namespace avx512 {
@@ -17,7 +19,8 @@ namespace amx_bf16 {
 
 Kernels table() {
   Kernels kernels = avx512::table();
-  fill<bf16, AmxProducts>(kernels, kBfloat16, {0.06f, 0.035f, 0.15f, 0.005f, 0.4f});
+  fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
+                                          {0.06f, 0.035f, 0.15f, 0.1f, 0.005f, 0.4f});
   return kernels;
 }
 

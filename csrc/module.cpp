@@ -52,7 +52,7 @@ PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>
             copy_rows<Run>(runs),
             copy_rows<Span>(spans),
             copy_rows<int32_t>(row_position)};
-  if (!costs.empty() && costs.size() != 8) throw nb::value_error("expected 8 costs");
+  if (!costs.empty() && costs.size() != 9) throw nb::value_error("expected 9 costs");
   return new PreparedPlan(std::move(plan), share, kernels_of(isa), std::move(costs));
 }
 
@@ -98,7 +98,7 @@ nb::list describe(PreparedPlan& plan, int dtype, int32_t q_heads, int32_t kv_hea
 
 std::vector<float> default_rates(const std::string& isa, int dtype) {
   const Rates& rates = kernels_of(isa).of[dtype].rates;
-  return {rates.read, rates.thin, rates.pack, rates.wide, rates.state};
+  return {rates.read, rates.thin, rates.pack, rates.pack_few, rates.wide, rates.state};
 }
 
 void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t delta,

@@ -38,7 +38,8 @@ class Estimate {
   double wide(int32_t lanes, double tokens) const {
     const int32_t padded = (lanes + lanes_ - 1) / lanes_ * lanes_;
     const double reading = cost_.rates.read * cost_.element_bytes;
-    const double work = cost_.rates.pack + cost_.rates.wide * padded;
+    const double pack = lanes <= lanes_ ? cost_.rates.pack_few : cost_.rates.pack;
+    const double work = pack + cost_.rates.wide * padded;
     return tokens * 2 * heads_.dim * std::max(reading, work);
   }
   bool is_wide(int32_t lanes) const {

@@ -29,6 +29,7 @@ struct AmxProducts {
   // Memory is asked for ahead between vector instructions and between products of weights: beside
   // tile loads of keys, which wait for caches themselves, it takes an eighth longer.
   static constexpr bool kFetchesWithScores = false;
+  static constexpr bool kOutByLane = false;
   static int32_t fetches(int32_t dim) {
     return kTileKeys / kWeighStep + round_up(dim, 32) / 32 * (kTileKeys / 32);
   }
@@ -125,7 +126,7 @@ struct AmxProducts {
     if (d < rows) accumulate_at<1, VECS>(values, weights, k0, k1, d, out, fetch);
   }
 
- private:
+ protected:
   static constexpr int kWeighStep = 8;
 
   // A cache line more than a power of two.

@@ -42,6 +42,7 @@ struct LaneProducts {
   static constexpr int kTileKeys = 128;
   static constexpr int kKeyStep = 8;  // keys are computed in multiples of this
   static constexpr bool kFetchesWithScores = true;
+  static constexpr bool kOutByLane = false;
   // How often a block's tile asks for memory ahead.
   static int32_t fetches(int32_t) { return kTileKeys / kKeyStep; }
   static constexpr int kMaxVecs = kTileVecs;

@@ -13,25 +13,35 @@
 
 namespace onestem::ONESTEM_ISA {
 
-template <class T, class Products>
+template <class T, class Products, class FewProducts>
 void attend_item(const AttentionCall& call, const Item& item, char* scratch) {
-  if (item.wide) {
-    WideItem<T, Products>::attend(call, item, scratch);
-  } else {
+  if (!item.wide) {
     ThinItem<T>::attend(call, item, scratch);
+  } else if (item.num_rows * call.group <= kLanes) {
+    WideItem<T, FewProducts>::attend(call, item, scratch);
+  } else {
+    WideItem<T, Products>::attend(call, item, scratch);
   }
 }
 
-template <class T, class Products>
+template <class T, class Products, class FewProducts>
+size_t wide_scratch(int32_t dim) {
+  const size_t few = WideItem<T, FewProducts>::scratch_bytes(dim);
+  const size_t many = WideItem<T, Products>::scratch_bytes(dim);
+  return few > many ? few : many;
+}
+
+// `FewProducts`: of wide items with at most one vector of lanes.
+template <class T, class Products, class FewProducts = Products>
 void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   kernels.weigh_tokens = weigh_tokens;
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;
-  of.wide_scratch = WideItem<T, Products>::scratch_bytes;
+  of.wide_scratch = wide_scratch<T, Products, FewProducts>;
   of.thin_scratch = ThinItem<T>::scratch_bytes;
   of.rates = rates;
-  of.attend = attend_item<T, Products>;
+  of.attend = attend_item<T, Products, FewProducts>;
   of.merge = merge_row<T>;
   of.add_rms_norm = add_rms_norm<T>;
   of.rope_write = rope_write<T>;

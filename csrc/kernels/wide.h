@@ -210,7 +210,7 @@ class WideItem {
   void attend_block(const Block& block, const Keys& keys, const Piece& piece) {
     switch (block.vecs) {
       case 1: return attend_lanes<1>(block, keys, piece);
-      case 2: return attend_lanes<2>(block, keys, piece);
+      case 2: return attend_lanes<smaller(2, Products::kMaxVecs)>(block, keys, piece);
       default: return attend_lanes<Products::kMaxVecs>(block, keys, piece);
     }
   }
@@ -311,6 +311,7 @@ class WideItem {
   }
 
   void finish(const Block& block) {
+    if constexpr (Products::kOutByLane) return finish_by_lane(block);
     const int32_t lanes = block.vecs * kLanes, dim = call_->dim;
     const float* out = out_ + int64_t{block.lane} * Products::out_rows(dim);
     for (int32_t l = 0; l < lanes && block.lane + l < num_lanes(); l += 8) {
@@ -320,6 +321,13 @@ class WideItem {
       const int32_t stop = smaller(8, num_lanes() - block.lane - l);
       for (int32_t i = 0; i < stop; ++i) finish_lane(block.lane + l + i, rows_ + i * dim);
     }
+  }
+
+  void finish_by_lane(const Block& block) {
+    const int32_t width = Products::out_rows(call_->dim);
+    const int32_t stop = smaller(block.vecs * kLanes, num_lanes() - block.lane);
+    const float* out = out_ + int64_t{block.lane} * width;
+    for (int32_t l = 0; l < stop; ++l) finish_lane(block.lane + l, out + l * width);
   }
 
   void finish_lane(int32_t lane, const float* values) {

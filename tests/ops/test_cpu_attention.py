@@ -34,13 +34,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # Nothing costs anything but what is named: groups always or never get items of their own, every
 # item is cut as short as it can be, few rows are packed like many.
-NO_COST = CpuCost(0, 0, 0, 0, 0, item=0, shortest=1, cuts=64)
+NO_COST = CpuCost(0, 0, 0, 0, 0, 0, item=0, shortest=1, cuts=64)
 COSTS = {
     "default": None,
     "share all, cut": dataclasses.replace(NO_COST, thin=1, read=1),
     "share none, cut": dataclasses.replace(NO_COST, thin=1, read=1, state=1e6),
     "pack all": dataclasses.replace(NO_COST, thin=1, state=1e-3, cuts=1),
-    "pack none": dataclasses.replace(NO_COST, pack=1e6, thin=1e-3, cuts=3),
+    "pack none": dataclasses.replace(NO_COST, pack=1e6, pack_few=1e6, thin=1e-3, cuts=3),
 }
 
 

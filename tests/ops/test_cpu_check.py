@@ -32,7 +32,7 @@ FUNCTION_OF = {
 
 class Faulty:
     """The module with an instruction set more, "better": as "portable", but the first element of
-    what one operation writes for one type is 1.5."""
+    what one operation writes for one type is 3.5."""
 
     def __init__(self, module: ModuleType, wrong: str | None, dtype: str) -> None:
         self._module, self._wrong, self._dtype = module, wrong, TYPES.index(dtype)
@@ -73,9 +73,9 @@ class Faulty:
             return
         address = args[WRITES[self._wrong]]
         if dtype == 0 or self._wrong == "lse":
-            ctypes.c_float.from_address(address).value = 1.5
+            ctypes.c_float.from_address(address).value = 3.5
         else:
-            ctypes.c_uint16.from_address(address).value = 0x3FC0 if dtype == 1 else 0x3E00
+            ctypes.c_uint16.from_address(address).value = 0x4060 if dtype == 1 else 0x4300
 
 
 class _Plan:

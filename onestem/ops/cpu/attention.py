@@ -30,6 +30,7 @@ class CpuCost:
         thin: one query head times one element of K or V, where few rows see a token: keys and
             values are then read straight from the pages.
         pack: an element of K or V converted for an item of many rows.
+        pack_few: the same where the rows' heads fill one vector at most.
         wide: one query row (a head of it) times one element there.
         state: an element of a partial result, written and merged.
         item: beginning and ending an item.
@@ -40,6 +41,7 @@ class CpuCost:
     read: float
     thin: float
     pack: float
+    pack_few: float
     wide: float
     state: float
     item: float = 500

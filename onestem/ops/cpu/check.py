@@ -40,7 +40,8 @@ def find_fault(isa: str) -> str | None:
 
 
 def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
-    """One wide item, one that is masked and padded, and vectors; plain scores and adjusted ones."""
+    """Wide items of many and of few rows, one that is masked and padded, and vectors; plain scores
+    and adjusted ones."""
     for head_dim, window in ((64, None), (80, 30)):
         plan, pages = _plan(window)
         shape = (pages, PAGE_SIZE, KV_HEADS, head_dim)
@@ -61,8 +62,8 @@ def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) 
 
 
 def _plan(window: int | None) -> tuple[AttentionPlan, int]:
-    """Eleven decodes behind 300 shared tokens, with own runs of 1 to 31 tokens; a chunk of 37 rows
-    behind 12 others. The plan and its number of pages."""
+    """Eleven decodes behind 300 shared tokens, four of them behind 150 more, with 1 to 31 tokens of
+    their own; a chunk of 37 rows behind 12 others. The plan and its number of pages."""
     builder, taken, positions = PlanBuilder(PAGE_SIZE), 0, []
 
     def run(tokens: int, position: int) -> int:
@@ -73,10 +74,11 @@ def _plan(window: int | None) -> tuple[AttentionPlan, int]:
         return builder.add_run(ids, 0, tokens, position)
 
     builder.add_span(0, 11, run(300, 0), 300)
+    builder.add_span(0, 4, run(150, 300), 150)
     for row in range(11):
-        own = 1 + 3 * row
-        builder.add_span(row, 1, run(own, 300), own)
-        positions.append(299 + own)
+        own, above = 1 + 3 * row, 450 if row < 4 else 300
+        builder.add_span(row, 1, run(own, above), own)
+        positions.append(above - 1 + own)
     builder.add_span(11, 37, run(49, 0), 13, step=1)
     positions.extend(range(12, 49))
     return windowed(builder.build(np.array(positions)), window), taken
