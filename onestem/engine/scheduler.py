@@ -185,7 +185,8 @@ class Scheduler:
         prompts: tuple[list[Sequence], list[Sequence]] = ([], [])
         for sequence in self.running:
             (decodes if sequence.decoding else prompts)[sequence.is_job].append(sequence)
-        budget = self.budget.rows(sum(map(len, decodes)))
+        interactive = bool(decodes[False] or prompts[False])
+        budget = self.budget.rows(len(decodes[not interactive]))  # beside them jobs may pause
         budget = self._fill_class(decodes[False], prompts[False], budget, jobs=False)
         if decodes[False] or prompts[False] or self._interactive_waits():
             self._fill_jobs_beside(decodes, prompts[True], budget)

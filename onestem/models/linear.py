@@ -63,7 +63,7 @@ NARROW_OUT, NARROW_IN = 1024, 2048
 WHOLE_TO_ROWS, WHOLE_FROM_ROWS = 384, 1536
 PIECE_ROWS = 256
 
-# Rows come in multiples of 16 (a tile), 32 and 64, up to so many, twice and any number of rows.
+# Rows come in multiples of a tile's, of two tiles' above so many rows, of four above twice as many.
 TILE_ROWS, FINE_TO_ROWS = 16, 256
 
 # The share of the machine's memory that weights with their second copies may take.
@@ -103,8 +103,8 @@ def padded_rows(rows: int, layout: Layout, dtype: torch.dtype) -> int:
         return rows
     if rows <= TILE_ROWS:
         return 1 << (rows - 1).bit_length()
-    multiple = TILE_ROWS * (1 + (rows > FINE_TO_ROWS) + 2 * (rows > 2 * FINE_TO_ROWS))
-    return -(-rows // multiple) * multiple
+    tiles = 1 if rows <= FINE_TO_ROWS else 2 if rows <= 2 * FINE_TO_ROWS else 4
+    return -(-rows // (tiles * TILE_ROWS)) * tiles * TILE_ROWS
 
 
 class Linear:
@@ -126,12 +126,12 @@ class Linear:
         if self.packed is None or self._is_plain(x):
             return F.linear(x, _present(self.weight), self.bias)
         if self.layout is Layout.PACKED_FLOAT32:
-            return self._packed_product(x.float()).to(x.dtype)
+            return self._multiply(x.float()).to(x.dtype)
         if self.narrow and WHOLE_TO_ROWS < len(x) < WHOLE_FROM_ROWS:
-            return torch.cat([self._packed_product(one) for one in x.split(PIECE_ROWS)])
-        return self._packed_product(x)
+            return torch.cat([self._multiply(one) for one in x.split(PIECE_ROWS)])
+        return self._multiply(x)
 
-    def _packed_product(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         return _packed_product(x, _present(self.packed), self.packed_bias)
 
     def _is_narrow(self, weight: Tensor) -> bool:
