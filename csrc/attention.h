@@ -124,11 +124,11 @@ constexpr int32_t kDrawBuckets = 1024;
 constexpr double kDrawBucketsPerUnit = 32;  // of (top - logit) / temperature
 
 // What work costs, in nanoseconds of one core, for a KV head: reading a byte of K or V; multiplying
-// one query head with one element in a thin item; converting an element for a wide one, and for one
-// of at most `lanes` lanes; multiplying one lane with one element there. `state`: one element of a
-// state, written and merged.
+// one query head with one element in a thin item; converting an element for a wide one; multiplying
+// one lane with one element there. `state`: one element of a state, written and merged. `pack_few`:
+// as `pack`, for a wide item of at most `lanes` lanes; named where that has a form of its own.
 struct Rates {
-  float read, thin, pack, pack_few, wide, state;
+  float read, thin, pack, wide, state, pack_few = 0;
 };
 
 // What one instruction set offers for one type. Functions over rows work on rows begin..end-1.

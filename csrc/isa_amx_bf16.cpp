@@ -20,7 +20,7 @@ namespace amx_bf16 {
 Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
-                                          {0.06f, 0.035f, 0.15f, 0.1f, 0.005f, 0.4f});
+                                          {0.06f, 0.035f, 0.15f, 0.005f, 0.4f, 0.1f});
   return kernels;
 }
 

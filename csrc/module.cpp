@@ -98,7 +98,7 @@ nb::list describe(PreparedPlan& plan, int dtype, int32_t q_heads, int32_t kv_hea
 
 std::vector<float> default_rates(const std::string& isa, int dtype) {
   const Rates& rates = kernels_of(isa).of[dtype].rates;
-  return {rates.read, rates.thin, rates.pack, rates.pack_few, rates.wide, rates.state};
+  return {rates.read, rates.thin, rates.pack, rates.wide, rates.state, rates.pack_few};
 }
 
 void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t delta,

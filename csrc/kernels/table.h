@@ -2,6 +2,8 @@
 // instruction set (ONESTEM_ISA), includes its vectors, then this.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/math.h"
 #include "kernels/tiles.h"
 #include "kernels/states.h"
@@ -41,6 +43,7 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   of.wide_scratch = wide_scratch<T, Products, FewProducts>;
   of.thin_scratch = ThinItem<T>::scratch_bytes;
   of.rates = rates;
+  if constexpr (std::is_same_v<Products, FewProducts>) of.rates.pack_few = rates.pack;
   of.attend = attend_item<T, Products, FewProducts>;
   of.merge = merge_row<T>;
   of.add_rms_norm = add_rms_norm<T>;

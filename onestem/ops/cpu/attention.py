@@ -30,9 +30,9 @@ class CpuCost:
         thin: one query head times one element of K or V, where few rows see a token: keys and
             values are then read straight from the pages.
         pack: an element of K or V converted for an item of many rows.
-        pack_few: the same where the rows' heads fill one vector at most.
         wide: one query row (a head of it) times one element there.
         state: an element of a partial result, written and merged.
+        pack_few: as `pack`, for items whose rows' heads fill one vector at most.
         item: beginning and ending an item.
         shortest: no item is cut shorter.
         cuts: no item is more than `1 / (cuts * threads)` of all work, if it can be cut.
@@ -41,9 +41,9 @@ class CpuCost:
     read: float
     thin: float
     pack: float
-    pack_few: float
     wide: float
     state: float
+    pack_few: float
     item: float = 500
     shortest: float = 20_000
     cuts: int = 4
