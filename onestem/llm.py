@@ -60,7 +60,8 @@ class LLM:
         share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
         page_size: tokens in a page of KV memory.
         max_step_tokens: most tokens of a step, those of prompts and one of each sequence that
-            decodes; half are for prompts at least. None: 1024 on a CPU, 8192 on a GPU.
+            decodes; half are for prompts at least. None: 1024 on a CPU, 2048 on
+            one with AMX, 8192 on a GPU.
         max_step_ms: about what a step may take, in milliseconds (what a new request may have to
             wait for); None: as it takes, for the largest throughput.
         impl: attention implementation, `auto` for the fastest there is.
@@ -105,7 +106,7 @@ class LLM:
         )
         self.tokenizer = Tokenizer.from_directory(self.path)
         if max_step_tokens is None:
-            max_step_tokens = 1024 if self.device.type == "cpu" else 8192
+            max_step_tokens = self.decoder.step_rows
         if page_size < 1:
             raise ConfigError(f"page_size is {page_size}, expected at least 1")
         beside = activation_bytes(self.config, self.dtype, max_step_tokens)

@@ -3,7 +3,8 @@
     python -m benchmarks.peers.run [CASE ...] --environments DIRECTORY [--sweep] [--repeats N]
 
 An engine runs in the environment DIRECTORY/ENGINE (`benchmarks/peers/install`), Onestem in this
-one. Each run is a process of its own; loading, compiling and a warm-up are outside its clock.
+one. Each run is a process of its own, or with `--stay` one run of a process that stays loaded;
+loading, compiling and a warm-up are outside its clock.
 Results go to benchmarks/results/peers-CASE.json. `--resume` goes on where a stopped command was:
 runs that it finished are taken from its log in the work directory.
 """
@@ -74,6 +75,9 @@ def parse() -> argparse.Namespace:
         help='settings of an engine, like vllm:{"eager":true}',
     )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
+    parser.add_argument(
+        "--stay", action="store_true", help="engines stay loaded together, so that turns are close"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the runs of a stopped command")
     parser.add_argument("--plot", type=Path, help="draw all results there afterwards")
     parser.add_argument("--suffix", default="", help="appended to the result file's name")
@@ -107,14 +111,17 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
         model=model, dtype=options.dtype, threads=options.threads, outputs=options.work / "outputs"
     )
     log = RunLog(options.work / f"{name}{options.suffix}", job, keep=options.resume)
-    bench = Bench(job, options.environments, options.work, options.timeout, log.answers)
-    runs_of = Turns(bench, log)
-    rates = [bench.rates()]
     engines = options.engines.split(",")
-    swept = sweep_all(runs_of, engines, options) if options.sweep else {}
-    chosen = {engine: choice(engine, swept, name, options) for engine in engines}
-    runs = interleaved(runs_of, chosen, options.repeats)
-    rates.append(bench.rates())
+    with Bench(
+        job, options.environments, options.work, options.timeout, log.answers, options.stay
+    ) as bench:
+        runs_of = Turns(bench, log)
+        rates = [bench.rates()]
+        swept = sweep_all(runs_of, engines, options) if options.sweep else {}
+        chosen = {engine: choice(engine, swept, name, options) for engine in engines}
+        bench.load(chosen)
+        runs = interleaved(runs_of, chosen, options.repeats)
+        rates.append(bench.rates())
     return summary(
         name=name,
         command=f"python -m benchmarks.peers.run {shlex.join(sys.argv[1:])}",

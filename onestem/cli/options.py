@@ -38,7 +38,7 @@ MaxStepTokens = Annotated[
     int | None,
     typer.Option(
         help="Most tokens of a step, prompts' and one of each that decodes (default: 1024 CPU, "
-        "8192 GPU)."
+        "2048 with AMX, 8192 GPU)."
     ),
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens in a page of KV memory.")]

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
-from onestem.models.linear import Head, Linear, padded_rows
+from onestem.models.linear import Head, Linear, padded_rows, step_rows
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
 __all__ = ["Attend", "Decoder", "Layer", "Norm"]
+
+GPU_STEP_ROWS = 8192
 
 # attend(layer, qkv, heads, angles) -> out
 #   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
@@ -131,6 +133,13 @@ class Decoder:
         """How many rows a step of `rows` had better have."""
         return padded_rows(rows, self.head.layout, self.dtype)
 
+    @property
+    def step_rows(self) -> int:
+        """How many rows a step had better have where there is no lack of them."""
+        if self.device.type != "cpu":
+            return GPU_STEP_ROWS
+        return step_rows(self.head.layout, self.dtype)
+
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = F.embedding(token_ids, self.embedding)
         return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
@@ -140,7 +149,8 @@ class Decoder:
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
     def _mlp(self, layer: Layer, normed: Tensor) -> Tensor:
-        return layer.down(self._activation(layer.up(normed)))
+        pieces = [self._activation(layer.up(piece)) for piece in layer.up.pieces(normed)]
+        return layer.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

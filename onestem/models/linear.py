@@ -26,9 +26,19 @@ longer at 4096 x 4096.
 
 Two more prices stand behind the figures above, measured with two threads. oneDNN makes a product
 anew for each number of rows, which takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the
-product itself: steps are padded to a few numbers of rows (`padded_rows`). And for narrow weights
-between 448 and 1,024 rows it gives all work to one thread: 768 x 768, 2048 x 768 and 896 x 896 run
-at 390 GFLOP/s there, at 750 below and above. Those are multiplied piece by piece.
+product itself: steps are padded to a few numbers of rows (`padded_rows`). And between 448 and 1,024
+rows it deals narrow weights out badly, in GFLOP/s of a slow minute and a fast one:
+
+| product, bfloat16 | 256 rows | 1,024 rows | in pieces of 256 | 2,048 rows |
+|-------------------|---------:|-----------:|-----------------:|-----------:|
+| 768 x 768         |      596 |        262 |              590 |        676 |
+| 896 x 1152        |      694 |        392 |              595 |        744 |
+| 4864 x 896        |      675 |        357 |              491 |        634 |
+| 2048 x 768        |      707 |        289 |              579 |        729 |
+| 768 x 2304        |      743 |        813 |              688 |        744 |
+
+So narrow ones are multiplied piece by piece there, and a step had better have 2,048 rows
+(`step_rows`).
 
 With one number of threads a product of one shape has the same bits every time. Whether a row's bits
 change with the rows beside it is oneDNN's and MKL's affair and not promised: on AVX2 those of
@@ -46,7 +56,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Head", "Layout", "Linear", "choose_layout", "padded_rows"]
+__all__ = ["Head", "Layout", "Linear", "choose_layout", "padded_rows", "step_rows"]
 
 # Rows up to which a 16-bit weight is used as it is although a packed float32 copy stands by.
 NATIVE_ROWS = 1
@@ -58,10 +68,16 @@ PLAIN_ROWS = 384
 # a hint of 1 costs a third at 4 to 64 rows.
 PACK_ROWS = 64
 
-# Where oneDNN's AMX products use one thread, and the pieces in which they use all.
-NARROW_OUT, NARROW_IN = 1024, 2048
+# Where oneDNN deals AMX products out badly, and the pieces in which it does not.
+NARROW_OUT = 1536
 WHOLE_TO_ROWS, WHOLE_FROM_ROWS = 384, 1536
 PIECE_ROWS = 256
+
+# glibc maps larger blocks anew each time, so each of their pages faults again.
+MAPPED_BYTES = 32 << 20
+
+# Rows of a full step, and those with AMX, where fewer are multiplied at a lower rate (above).
+STEP_ROWS, AMX_STEP_ROWS = 1024, 2048
 
 # Rows come in multiples of a tile's, of two tiles' above so many rows, of four above twice as many.
 TILE_ROWS, FINE_TO_ROWS = 16, 256
@@ -107,6 +123,11 @@ def padded_rows(rows: int, layout: Layout, dtype: torch.dtype) -> int:
     return -(-rows // (tiles * TILE_ROWS)) * tiles * TILE_ROWS
 
 
+def step_rows(layout: Layout, dtype: torch.dtype) -> int:
+    """How many rows a step on a CPU had better have where there is no lack of them."""
+    return AMX_STEP_ROWS if _is_amx_product(layout, dtype) else STEP_ROWS
+
+
 class Linear:
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
 
@@ -120,24 +141,29 @@ class Linear:
         self.bias = bias
         self.packed = None if self.layout is Layout.PLAIN else _pack(weight, self.layout)
         self.packed_bias = _packed_bias(bias, self.layout)
-        self.narrow = self._is_narrow(weight)
+        self.amx = _is_amx_product(self.layout, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is None or self._is_plain(x):
             return F.linear(x, _present(self.weight), self.bias)
         if self.layout is Layout.PACKED_FLOAT32:
             return self._multiply(x.float()).to(x.dtype)
-        if self.narrow and WHOLE_TO_ROWS < len(x) < WHOLE_FROM_ROWS:
+        if self._is_dealt_badly(len(x)):
             return torch.cat([self._multiply(one) for one in x.split(PIECE_ROWS)])
         return self._multiply(x)
+
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x in the pieces in which results that are used up at once had better be computed."""
+        whole = not self.amx or len(x) * self.out_features * x.itemsize <= MAPPED_BYTES
+        return (x,) if whole else x.split(PIECE_ROWS)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return _packed_product(x, _present(self.packed), self.packed_bias)
 
-    def _is_narrow(self, weight: Tensor) -> bool:
-        """Whether oneDNN uses one thread where some hundred rows are multiplied at once."""
-        few = self.out_features <= NARROW_OUT and self.in_features <= NARROW_IN
-        return few and _is_amx_product(self.layout, weight.dtype)
+    def _is_dealt_badly(self, rows: int) -> bool:
+        """Whether oneDNN leaves most of a product of so many rows to one thread."""
+        some = WHOLE_TO_ROWS < rows < WHOLE_FROM_ROWS
+        return self.amx and some and self.out_features <= NARROW_OUT
 
     def _is_plain(self, x: Tensor) -> bool:
         """Whether the weight as it is serves these rows better than the packed one."""

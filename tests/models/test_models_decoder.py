@@ -20,6 +20,7 @@ from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, 
 from tests.models.tiny import SENSITIVITY, make_tiny
 
 LENGTH = 90
+PIECE = 32
 
 
 def test_log_probabilities_equal_transformers(directory: Path, decoder: Decoder) -> None:
@@ -28,6 +29,17 @@ def test_log_probabilities_equal_transformers(directory: Path, decoder: Decoder)
     found = log_probabilities(decoder, ids)[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_an_mlp_in_pieces_equals_transformers(
+    directory: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        linear.Linear, "pieces", lambda _, x: sizes.append(len(x)) or x.split(PIECE)
+    )
+    test_log_probabilities_equal_transformers(directory, decoder)
+    assert max(sizes) > PIECE
 
 
 def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:

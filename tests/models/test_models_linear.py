@@ -95,8 +95,8 @@ def test_a_shape_gives_the_same_bits_twice() -> None:
 def test_pieces_are_the_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = _weights(torch.float32, True)
     layer = Linear(weight, bias, Layout.PACKED)
-    assert not layer.narrow  # float32
-    layer.narrow, sizes = True, []
+    assert not layer.amx  # float32
+    layer.amx, sizes = True, []
     whole = linear._packed_product
     monkeypatch.setattr(
         linear, "_packed_product", lambda x, *rest: sizes.append(len(x)) or whole(x, *rest)
@@ -107,6 +107,26 @@ def test_pieces_are_the_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(sizes) == rows
     assert len(sizes) > 1
     assert max(sizes) <= linear.PIECE_ROWS
+
+
+def test_results_that_are_used_up_at_once_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(torch.randn(1024, 32), layout=Layout.PLAIN)
+    x = torch.randn(600, 32)
+    monkeypatch.setattr(linear, "MAPPED_BYTES", 600 * 1024 * 4 - 1)
+    assert len(layer.pieces(x)) == 1  # only with AMX
+    layer.amx = True
+    assert [len(piece) for piece in layer.pieces(x)] == [256, 256, 88]
+    assert torch.equal(torch.cat(layer.pieces(x)), x)
+    assert len(layer.pieces(x[:599])) == 1
+
+
+def test_steps_are_longer_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = linear.step_rows
+    monkeypatch.setattr(linear, "_has_amx", lambda: True)
+    assert rows(Layout.PACKED, torch.bfloat16) == 2048
+    assert rows(Layout.PACKED, torch.float32) == rows(Layout.PLAIN, torch.bfloat16) == 1024
+    monkeypatch.setattr(linear, "_has_amx", lambda: False)
+    assert rows(Layout.PACKED, torch.bfloat16) == 1024
 
 
 def test_rows_are_padded_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:

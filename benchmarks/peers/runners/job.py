@@ -1,7 +1,8 @@
-"""A job as every runner reads it, and the one JSON line that every runner prints.
+"""A job as every runner reads it, and the JSON line that every runner prints for a run.
 
 A runner is `python RUNNER JOB.json` in its own engine's environment, so this module needs nothing
-but the standard library.
+but the standard library. It loads, says so in a line, then makes a run for each line on stdin, and
+leaves when stdin ends.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Runner(Protocol):
 
 
 def main(engine: str, load: Callable[[Job], Runner], packages: Sequence[str]) -> None:
-    """Run the job named on the command line; the last line of stdout is the result.
+    """Run the job named on the command line for each line of stdin; a line of stdout is a result.
 
     What the engine raises becomes the result's `error`, in one line, and exit code 1.
     """
@@ -117,27 +118,35 @@ def main(engine: str, load: Callable[[Job], Runner], packages: Sequence[str]) ->
         "versions": _versions(packages),
     }
     try:
-        result |= _measure(job, load)
+        runner, load_seconds = _loaded(job, load)
+        result["load_seconds"] = load_seconds
+        print(json.dumps({"loaded": engine}), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(result | _measure(job, runner)), flush=True)
+            runner.forget()
     except BaseException as error:
         reason = " ".join(str(error).split())[:600]
         print(json.dumps({**result, "error": f"{type(error).__name__}: {reason}"}), flush=True)
         raise
-    print(json.dumps(result), flush=True)
 
 
-def _measure(job: Job, load: Callable[[Job], Runner]) -> dict[str, Any]:
+def _loaded(job: Job, load: Callable[[Job], Runner]) -> tuple[Runner, float]:
+    """An engine that has answered a small job, with nothing cached; seconds that it took."""
     started = time.perf_counter()
     runner = load(job)
     runner.answer(job.warm_up())
     runner.forget()
-    loaded = time.perf_counter()
+    return runner, time.perf_counter() - started
+
+
+def _measure(job: Job, runner: Runner) -> dict[str, Any]:
+    started = time.perf_counter()
     answers = runner.answer(job)
-    seconds = time.perf_counter() - loaded
+    seconds = time.perf_counter() - started
     _check(job, answers)
     Path(job.outputs).write_text(json.dumps(answers))
     return {
         "seconds": seconds,
-        "load_seconds": loaded - started,
         "requests_per_s": len(answers) / seconds,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "tokens_sha256": _hash(answers),
