@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ class RunnerProcess:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                start_new_session=True,  # a compiler's workers must end with it, too
             )
 
     def load(self, timeout: float) -> None:
@@ -73,7 +76,7 @@ class RunnerProcess:
 
         def stop() -> None:
             late.set()
-            self.process.kill()
+            self._kill()
 
         timer = threading.Timer(seconds, stop)
         timer.start()
@@ -99,8 +102,13 @@ class RunnerProcess:
         return next((line for line in lines if line.startswith(start)), None)
 
     def close(self) -> None:
-        self.process.kill()
+        self._kill()
         self.process.communicate()
+
+    def _kill(self) -> None:
+        """It and all that it started: whatever holds its stdout keeps us reading."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def _reason(log: str) -> str:

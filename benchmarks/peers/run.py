@@ -89,9 +89,37 @@ def parse() -> argparse.Namespace:
         unknown = set(given) - set(known)
         if unknown:
             parser.error(f"{what} is {unknown.pop()!r}, expected some of: {', '.join(known)}")
-    if options.repeats < 1:
-        parser.error(f"--repeats is {options.repeats}, expected at least 1")
+    for name, least in (("repeats", 1), ("threads", 1), ("scale", 0), ("timeout", 0)):
+        value = getattr(options, name)
+        if value < least or value == 0:
+            parser.error(f"--{name} is {value}, expected {'at least 1' if least else 'above 0'}")
+    options.settings = dict(_settings(parser, text) for text in options.settings)
+    options.earlier = {} if options.best_from is None else _earlier(parser, options.best_from)
     return options
+
+
+def _settings(parser: argparse.ArgumentParser, text: str) -> tuple[str, dict[str, Any]]:
+    """An engine and its settings, of one --settings."""
+    engine, _, settings = text.partition(":")
+    try:
+        values = json.loads(settings)
+    except json.JSONDecodeError:
+        values = None
+    if engine not in ENGINES or not isinstance(values, dict):
+        known = ", ".join(ENGINES)
+        parser.error(f"--settings has {text!r}, expected ENGINE:JSON-OBJECT, ENGINE of: {known}")
+    return engine, values
+
+
+def _earlier(parser: argparse.ArgumentParser, path: Path) -> dict[str, dict[str, Any]]:
+    """The settings that an earlier result chose for each engine."""
+    try:
+        settings: dict[str, dict[str, Any]] = json.loads(path.read_text())["settings"]
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(
+            f"--best-from {path}: {type(error).__name__}: expected a result of this command"
+        )
+    return settings
 
 
 def sized(case: Case, options: argparse.Namespace) -> Case:
@@ -175,17 +203,13 @@ def choice(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Settings to run with: given, else the sweep's fastest, else an earlier result's."""
-    for text in options.settings:
-        of, _, settings = text.partition(":")
-        if of == engine:
-            return dict(json.loads(settings))
+    if engine in options.settings:
+        return dict(options.settings[engine])
     ran = [run for run in swept.get(engine, []) if "seconds" in run]
     if ran:
         return dict(min(ran, key=lambda run: run["seconds"])["settings"])
-    if options.best_from:
-        earlier = json.loads(options.best_from.read_text())["settings"]
-        if engine in earlier:
-            return dict(earlier[engine])
+    if engine in options.earlier:
+        return dict(options.earlier[engine])
     return default(engine, options.dtype)
 
 

@@ -13,7 +13,7 @@ from benchmarks.peers.runners.job import Group, Job
 
 RUNNERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "runners"
 ENGINE = """
-import sys
+import subprocess
 from job import main
 
 class Counts:
@@ -23,7 +23,7 @@ class Counts:
         if self.answered == job.settings["breaks_at"]:
             raise ValueError("two\\nlines")
         if self.answered == job.settings["hangs_at"]:
-            sys.stdin.readline()
+            subprocess.run(["cat"])  # holds stdout, too
         return [[1] * job.output_tokens for _ in job.prompts]
     def forget(self):
         self.forgotten += 1
@@ -88,3 +88,4 @@ def test_a_run_that_takes_too_long_is_stopped(start) -> None:
     process = start(hangs_at=3)
     assert "error" not in process.run(60)
     assert process.run(0.2) == {"error": "not done after 0.2 s"}
+    assert process.process.wait() != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.peers.run import parse
 from benchmarks.peers.settings import ENGINES, combined, default, sweep
 
 
@@ -41,3 +42,28 @@ def test_where_the_default_fails_the_best_of_the_others_is_taken() -> None:
         {"settings": {**base, "batch_size": 16}, "seconds": 4.0},
     ]
     assert combined("transformers", "float32", runs) == {**base, "batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--settings", "vllm"], "expected ENGINE:JSON-OBJECT"),
+        (["--settings", "nope:{}"], "expected ENGINE:JSON-OBJECT"),
+        (["--settings", "vllm:[1]"], "expected ENGINE:JSON-OBJECT"),
+        (["--best-from", "/nowhere"], "--best-from /nowhere: FileNotFoundError"),
+        (["--threads", "0"], "--threads is 0, expected at least 1"),
+        (["--scale", "-1"], "--scale is -1.0, expected above 0"),
+        (["0.1b-nope"], "case is '0.1b-nope'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(
+    given: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run", *given])
+    with pytest.raises(SystemExit) as stopped:
+        parse()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
