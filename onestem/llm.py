@@ -44,6 +44,10 @@ Prompt = str | Sequence[int]
 PmlSource = PmlPrompt | str | os.PathLike[str]
 GIB = 2**30
 
+# Rows of the largest CUDA graph (`engine.graphs.BATCH_SIZES`, which cannot be imported without
+# Triton), each with logits.
+LOGIT_ROWS = 2048
+
 
 class LLM:
     """A model and the engine that runs it.
@@ -424,10 +428,10 @@ def parse_memory(size: str | int) -> int:
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
     """About what a step of so many rows takes beside weights and KV: a layer's intermediates, and
-    logits of up to 1,024 rows twice."""
+    twice the logits of as many rows as a graph has at most."""
     heads = config.num_q_heads + config.num_kv_heads
     wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
-    return rows * wide * dtype.itemsize + 2 * 1024 * config.vocab_size * 4
+    return rows * wide * dtype.itemsize + 2 * LOGIT_ROWS * config.vocab_size * 4
 
 
 def kv_memory_bytes(size: str | int, device: torch.device, beside: int = 0) -> int:

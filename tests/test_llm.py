@@ -10,7 +10,7 @@ import pytest
 import onestem
 from onestem import LLM, SamplingParams
 from onestem.errors import ConfigError, RequestError
-from onestem.llm import parse_memory
+from onestem.llm import LOGIT_ROWS, parse_memory
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -248,3 +248,8 @@ def test_bad_sampling_parameters(field):
     }
     with pytest.raises(RequestError, match=field.split("[")[0]):
         SamplingParams(**{field: bad[field]})
+
+
+def test_memory_is_left_for_the_logits_of_the_largest_graph():
+    graphs = pytest.importorskip("onestem.engine.graphs")
+    assert graphs.BATCH_SIZES[-1] == LOGIT_ROWS
