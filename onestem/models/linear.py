@@ -27,15 +27,16 @@ longer at 4096 x 4096.
 Two more prices stand behind the figures above, measured with two threads. oneDNN makes a product
 anew for each number of rows, which takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the
 product itself: steps are padded to a few numbers of rows (`padded_rows`). And between 448 and 1,024
-rows it deals narrow weights out badly, in GFLOP/s of a slow minute and a fast one:
+rows it deals
+narrow weights out badly (GFLOP/s; `benchmarks/linear.py`):
 
-| product, bfloat16 | 256 rows | 1,024 rows | in pieces of 256 | 2,048 rows |
-|-------------------|---------:|-----------:|-----------------:|-----------:|
-| 768 x 768         |      596 |        262 |              590 |        676 |
-| 896 x 1152        |      694 |        392 |              595 |        744 |
-| 4864 x 896        |      675 |        357 |              491 |        634 |
-| 2048 x 768        |      707 |        289 |              579 |        729 |
-| 768 x 2304        |      743 |        813 |              688 |        744 |
+| product, bfloat16 | 1,024 rows | the same in pieces of 256 | 2,048 rows |
+|-------------------|-----------:|--------------------------:|-----------:|
+| 768 x 768         |        262 |                       590 |        676 |
+| 896 x 1152        |        392 |                       595 |        744 |
+| 4864 x 896        |        357 |                       491 |        634 |
+| 2048 x 768        |        289 |                       579 |        729 |
+| 768 x 2304        |        813 |                       688 |        744 |
 
 So narrow ones are multiplied piece by piece there, and a step had better have 2,048 rows
 (`step_rows`).

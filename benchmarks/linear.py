@@ -1,0 +1,106 @@
+"""Products of a decoder layer's packed weights on a CPU: whole, and in pieces of rows.
+
+    python -m benchmarks.linear [--shape 0.5b] [--dtype bfloat16] [--rows 512,1024,2048]
+
+Where pieces are faster, `onestem.models.linear` makes them. Random weights of several layers in
+turn, so that they come from memory as a model's do; variants take turns; medians. Written to
+benchmarks/results/linear-SHAPE-DTYPE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.batch import HERE, machine
+from onestem.models.linear import Layout, Linear
+
+PIECES = (128, 256, 512, 1024)
+LAYERS, REPEATS = 6, 9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="0.5b", help="a directory of benchmarks/shapes")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rows", default="256,512,1024,1536,2048")
+    options = parser.parse_args()
+    config = json.loads((HERE / "shapes" / options.shape / "config.json").read_text())
+    cases = [
+        measure(name, width, out, rows, getattr(torch, options.dtype))
+        for name, (width, out) in products(config).items()
+        for rows in map(int, options.rows.split(","))
+    ]
+    result = {
+        "command": f"python -m benchmarks.linear --shape {options.shape} --dtype {options.dtype} "
+        f"--rows {options.rows}",
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "cases": cases,
+    }
+    path = HERE / "results" / f"linear-{options.shape}-{options.dtype}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Name -> in and out features of each of a layer's weights."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    qkv = (heads + 2 * config["num_key_value_heads"]) * head_dim
+    return {
+        "qkv": (hidden, qkv),
+        "output": (heads * head_dim, hidden),
+        "up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }
+
+
+@torch.inference_mode()
+def measure(name: str, width: int, out: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    layers = cycle([_layer(width, out, dtype) for _ in range(LAYERS)])
+    x = torch.randn(rows, width).to(dtype)
+    calls: dict[str, Callable[[], Tensor]] = {"whole": lambda: next(layers)(x)}
+    for piece in PIECES:
+        if piece < rows:
+            calls[str(piece)] = lambda piece=piece: _in_pieces(next(layers), x, piece)  # type: ignore[misc]
+    ms = _medians(calls)
+    print(f"{name} {width} x {out}, {rows} rows:", {k: round(v, 2) for k, v in ms.items()}, "ms")
+    return {"product": name, "in": width, "out": out, "rows": rows, "ms": ms}
+
+
+def _layer(width: int, out: int, dtype: torch.dtype) -> Linear:
+    """Packed, and multiplied as it is asked for: not in the pieces that it would make itself."""
+    layer = Linear((torch.randn(out, width) / width**0.5).to(dtype), layout=Layout.PACKED)
+    layer.amx = False
+    return layer
+
+
+def _in_pieces(layer: Linear, x: Tensor, rows: int) -> Tensor:
+    return torch.cat([layer(piece) for piece in x.split(rows)])
+
+
+def _medians(calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """Milliseconds of each, in turns, after two of each that make the product."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(REPEATS + 2):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat >= 2:
+                times[name].append(1000 * (time.perf_counter() - started))
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+if __name__ == "__main__":
+    main()
