@@ -27,8 +27,7 @@ longer at 4096 x 4096.
 Two more prices stand behind the figures above, measured with two threads. oneDNN makes a product
 anew for each number of rows, which takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the
 product itself: steps are padded to a few numbers of rows (`padded_rows`). And between 448 and 1,024
-rows it deals
-narrow weights out badly (GFLOP/s; `benchmarks/linear.py`):
+rows it deals narrow weights out badly (GFLOP/s; `benchmarks/linear.py`):
 
 | product, bfloat16 | 1,024 rows | the same in pieces of 256 | 2,048 rows |
 |-------------------|-----------:|--------------------------:|-----------:|
