@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.peers.cases import kv_bytes_per_token
 from benchmarks.peers.runners.job import Job
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["Floor", "Rates", "floor"]
-
-REPEATS = 7
-SLOW_SECONDS = 0.2  # eight times as much for the next size
 
 
 @dataclass(frozen=True)
@@ -99,56 +91,18 @@ def _pairs(job: Job) -> int:
 
 
 def measure_rates(dtype: str) -> Rates:
-    """Of products, the best of square ones and of a packed linear of 256 rows, in `dtype` or in
-    float32 (where a processor emulates 16 bits, float32 is faster and as good); of memory, the
-    better of a read and a copy of 1 GiB. A floor is a bound, so the fastest repeat of each counts.
-    """
+    """Of products, see `product_rate`; of memory, the better of a read and a copy of 1 GiB. A floor
+    is a bound, so the fastest repeat of each counts."""
     import torch
 
-    kinds = {torch.float32, getattr(torch, dtype)}
+    from onestem.ops.bench.rates import product_rate
+    from onestem.ops.bench.timing import least_seconds
+
     big = torch.ones(2**28, dtype=torch.float32)
     other = torch.empty_like(big)
-    read = big.nbytes / _least_seconds(big.sum)
-    copy = 2 * big.nbytes / _least_seconds(lambda: other.copy_(big))
-    return Rates(max(max(_square_rate(k), _packed_rate(k)) for k in kinds), max(read, copy))
-
-
-def _square_rate(kind: torch.dtype) -> float:
-    """FLOP/s of an n^3 product at the n that suits the processor best: small ones stay in the
-    caches, large ones amortise more. Sizes that would take a second or so are left out."""
-    import torch
-
-    best = 0.0
-    for size in (512, 1024, 2048, 4096):
-        a, b = (torch.randn(size, size, dtype=kind) for _ in range(2))
-        seconds = _least_seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
-        best = max(best, 2 * size**3 / seconds)
-        if seconds > SLOW_SECONDS:
-            break
-    return best
-
-
-def _packed_rate(kind: torch.dtype) -> float:
-    """FLOP/s of 256 rows times a packed 4096 x 4096 weight; 0 where oneDNN does not pack it."""
-    import torch
-
-    if kind != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return 0.0
-    rows = torch.randn(256, 4096, dtype=kind)
-    packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(4096, 4096, dtype=kind), 64)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    seconds = _least_seconds(lambda: multiply(rows, packed, None, "none", [], ""))
-    return 2 * 256 * 4096**2 / seconds
-
-
-def _least_seconds(call: Callable[[], object]) -> float:
-    call()
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    read = big.nbytes / least_seconds(big.sum)
+    copy = 2 * big.nbytes / least_seconds(lambda: other.copy_(big))
+    return Rates(product_rate(getattr(torch, dtype)), max(read, copy))
 
 
 if __name__ == "__main__":

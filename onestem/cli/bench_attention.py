@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,7 +37,10 @@ def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     against: Annotated[
         str,
-        typer.Option(help="Others, with commas: sdpa, cudnn, flashinfer, flash_attn, vllm."),
+        typer.Option(
+            help="Others, with commas: sdpa, cudnn, flashinfer, flash_attn, vllm; one that is not "
+            "installed is named and left out."
+        ),
     ] = "",
     impl: Annotated[
         str, typer.Option("--attention", help="Attention implementation: auto, or its name.")
@@ -58,11 +60,10 @@ def attention(
     check_heads(heads, device)
     cases = _cases(case, groups, degree, prefix, suffix)
     peers = tuple(name.strip() for name in against.split(",") if name.strip())
-    found = bench_attention(cases, heads, torch.device(device), peers, impl)
-    facts, entries = next(found), _shown(found, as_json)
-    facts = {"command": "onestem " + " ".join(sys.argv[1:]), **facts, "cases": entries}
-    typer.echo(json.dumps(facts) if as_json else _summary(facts))
-    if not all(entry["right"] for entry in entries):
+    found = bench_attention(cases, heads, torch.device(device), peers, impl, _progress)
+    facts = {"command": "onestem " + " ".join(sys.argv[1:]), **found}
+    typer.echo(json.dumps(facts) if as_json else _table(facts))
+    if not all(entry["right"] for entry in facts["cases"]):
         raise typer.Exit(1)
 
 
@@ -115,19 +116,22 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{name} is {text!r}, expected numbers between commas") from None
 
 
-def _shown(found: Iterator[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
-    """All entries; each is shown as it comes, on stderr where JSON follows."""
-    entries = []
-    for entry in found:
-        entries.append(entry)
-        print(_line(entry), file=sys.stderr if as_json else sys.stdout, flush=True)
-    return entries
+def _progress(entry: dict[str, Any]) -> None:
+    print(f"{entry['case']:26} {_time(entry)}", file=sys.stderr, flush=True)
+
+
+def _time(entry: dict[str, Any]) -> str:
+    warm = f" ({entry['warm_ms']:.3f} warm)" if "warm_ms" in entry else ""
+    return f"{entry['ms']:8.4f} ms{warm}"
+
+
+def _table(facts: dict[str, Any]) -> str:
+    return "\n".join([*map(_line, facts["cases"]), _summary(facts)])
 
 
 def _line(entry: dict[str, Any]) -> str:
-    warm = f" ({entry['warm_ms']:.3f} warm)" if "warm_ms" in entry else ""
     parts = [
-        f"{entry['case']:26} {entry['ms']:8.4f} ms{warm}",
+        f"{entry['case']:26} {_time(entry)}",
         f"floors {entry['flop_floor_ms']:.3f} FLOP {entry['byte_floor_ms']:.3f} bytes",
         f"{entry['matrix_share']:.0%} of the matrix rate",
         f"{entry['memory_share']:.0%} of memory's",

@@ -26,11 +26,12 @@ def tune(
 
     from onestem.cli.bench_attention import check_heads, dtype_of
     from onestem.ops.bench.cases import Heads
-    from onestem.ops.bench.tune import store
+    from onestem.ops.bench.tune import check_file, store
     from onestem.ops.bench.tune import tune as found
 
     heads = Heads(q_heads, kv_heads, head_dim, dtype_of(dtype), page_size)
     check_heads(heads, "cuda")
+    check_file(torch.cuda.get_device_name(), out)
     entries = list(found(heads, torch.device("cuda")))
     for entry in entries:
         typer.echo(entry)

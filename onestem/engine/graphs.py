@@ -26,6 +26,7 @@ from onestem.engine.runner import Prepared, Runner, ShareMode
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
 from onestem.ops.triton import Scores, States, Workspace
+from onestem.ops.work import ListTooLong
 
 __all__ = ["GraphRunner"]
 
@@ -35,6 +36,7 @@ BATCH_SIZES = (
     320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048,
 )  # fmt: skip
 
+WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 
 # Steps after which a streak's work list is made anew: who takes what was settled for the lengths of
@@ -53,7 +55,7 @@ class _Staging:
 
     @staticmethod
     def make(max_rows: int) -> _Staging:
-        values = torch.zeros(3, max_rows, dtype=torch.int64, pin_memory=True)
+        values = torch.zeros(3, max_rows, dtype=torch.int64, device="cpu", pin_memory=True)
         return _Staging(values, values.numpy(), torch.cuda.Event())
 
 
@@ -93,6 +95,7 @@ class GraphRunner(Runner):
         self._stagings = [_Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
         self._turn = 0
         self._list_age = 0  # steps since the work lists were made
+        self._listed = False  # whether they are those of the step before
         self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
         self._inputs[2] = self.scratch_slot
         self._workspaces = self._make_workspaces(num_pages, page_size)
@@ -113,8 +116,9 @@ class GraphRunner(Runner):
                 dtype=self.decoder.dtype,
                 device=device,
                 # Each page stands in the plan twice at most (a step's prompts list what they share
-                # with its decodes again), and each row's items, spans and slack beside.
-                max_words=2 * num_pages + 64 * BATCH_SIZES[-1] + (1 << 17),
+                # with its decodes again), and each row's items, spans and slack beside: about
+                # twelve words for each run that it sees. A list that takes more runs without graph.
+                max_words=2 * num_pages + WORDS_PER_ROW * BATCH_SIZES[-1] + (1 << 17),
                 states=states,
                 share=self.share != "storage",
                 windowed=window is not None,
@@ -130,31 +134,38 @@ class GraphRunner(Runner):
     # ----------------------------------------------------------------------------- a step
 
     def prepare(self, inputs: StepInputs) -> Prepared | int:
-        """What `run` takes: for a step of few rows the batch size of its graph."""
+        """What `run` takes: for a step of few rows the batch size of its graph. A step of more, and
+        one whose work list the fixed buffers do not hold, is launched kernel by kernel."""
         rows = len(inputs.positions)
-        if rows > BATCH_SIZES[-1]:
-            return super().prepare(inputs)
-        size = int(self._sizes[np.searchsorted(self._sizes, rows)])
-        self._list_age = 0
-        if self.share != "no-attention":
+        self._listed = rows <= BATCH_SIZES[-1] and self._write_lists(inputs)
+        return self._size(rows) if self._listed else super().prepare(inputs)
+
+    def _size(self, rows: int) -> int:
+        """Rows of the graph that a step of so many takes."""
+        return int(self._sizes[np.searchsorted(self._sizes, rows)])
+
+    def _write_lists(self, inputs: StepInputs) -> bool:
+        """Whether they fit in the fixed buffers."""
+        self._list_age, size = 0, self._size(len(inputs.positions))
+        if self.share == "no-attention":
+            return True
+        try:
             for window, workspace in self._workspaces.items():
                 workspace.write(inputs.plans[window], num_rows=size)
-        return size
+        except ListTooLong:
+            return False
+        return True
 
     def prepare_decode(self, inputs: StepInputs, change: Change) -> Prepared | int:
         self._list_age += 1
-        if (
-            change.structure
-            or self._list_age >= LIST_STEPS
-            or len(inputs.positions) > BATCH_SIZES[-1]
-        ):
+        if change.structure or self._list_age >= LIST_STEPS or not self._listed:
             return self.prepare(inputs)
         if self.share != "no-attention":
             for workspace in self._workspaces.values():
                 assert workspace.work is not None
                 words = workspace.work.page_word(change.runs, change.page_index)
                 workspace.advance(change.spans, words, change.pages)
-        return int(self._sizes[np.searchsorted(self._sizes, len(inputs.positions))])
+        return self._size(len(inputs.positions))
 
     def run(self, inputs: StepInputs, prepared: Prepared | int) -> Tensor:
         if not isinstance(prepared, int):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.checks import check_scores, check_shapes
 from onestem.ops.cpu import CpuAttention, CpuLayers, is_built, native
 from onestem.ops.layers import LayerOps, TorchLayers
 from onestem.ops.plan import AttentionPlan
@@ -82,14 +83,15 @@ def resolve(
             return triton
         raise UnsupportedError(
             "attention implementation 'triton' needs the package triton and an NVIDIA GPU (or "
-            f"TRITON_INTERPRET=1), use one of: {', '.join(_IMPLS)}"
+            f"TRITON_INTERPRET=1), use one of: {', '.join(available())}"
         )
     if name == "cpu":
         native()  # raises where it is not built
         return CpuAttention()
     if name not in _IMPLS:
         raise ConfigError(
-            f"attention implementation is {name!r}, expected auto or one of: {', '.join(_IMPLS)}"
+            f"attention implementation is {name!r}, expected auto or one of: "
+            f"{', '.join(available())}"
         )
     return _IMPLS[name]
 
@@ -142,39 +144,24 @@ def attention(
             `allocate_pages` makes them; query head h
             reads KV head `h // (num_q_heads / num_kv_heads)`.
         plan: the rows' spans.
-        scale: factor on the scores, default `1 / sqrt(head_dim)`.
-        alibi_slopes: float32 `[num_q_heads]`; adds `slope * (p_key - p_row)` to the scores.
-        softcap: scores become `softcap * tanh(score / softcap)` before ALiBi.
+        scale: factor on the scores, default `1 / sqrt(head_dim)`; `triton` takes only those above
+            0.
+        alibi_slopes: float32 `[num_q_heads]` on q's device; adds `slope * (p_key - p_row)` to the
+            scores.
+        softcap: above 0; scores become `softcap * tanh(score / softcap)` before ALiBi.
         impl: `auto`, or the name of an implementation.
 
     Returns:
         `State(out, lse)`: out in q's dtype (float64 from the reference), lse natural log.
+
+    Raises:
+        ConfigError: tensors, plan and options do not go together.
+        UnsupportedError: the named implementation does not take this.
     """
-    _check_shapes(q, k_pages, v_pages, plan)
+    check_shapes(q, k_pages, v_pages, plan)
+    check_scores(q, scale, alibi_slopes, softcap)
     heads = {"head_dim": q.shape[2], "group": q.shape[1] // k_pages.shape[2]}
     prepared = resolve(impl, q.device, **heads).prepare(plan)
     return prepared.attend(
         q, k_pages, v_pages, scale=scale, alibi_slopes=alibi_slopes, softcap=softcap
     )
-
-
-def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
-    if q.dim() != 3 or q.shape[0] != plan.num_rows:
-        raise ConfigError(
-            f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]"
-        )
-    if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[1] != plan.page_size:
-        raise ConfigError(
-            f"pages have shapes {tuple(k_pages.shape)} and {tuple(v_pages.shape)}, "
-            f"expected [num_pages, {plan.page_size}, num_kv_heads, head_dim] twice"
-        )
-    if k_pages.shape[3] != q.shape[2] or q.shape[1] % k_pages.shape[2] != 0:
-        raise ConfigError(
-            f"q has {q.shape[1]} heads of {q.shape[2]}, pages have {k_pages.shape[2]} of "
-            f"{k_pages.shape[3]}: expected one head_dim and a multiple of the KV heads"
-        )
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ConfigError(
-            f"q is {q.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}, expected one dtype"
-        )
-    plan.check()

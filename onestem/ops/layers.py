@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onestem.errors import ConfigError
 from onestem.ops.kv import write_kv
 
-__all__ = ["Angles", "Heads", "LayerOps", "TorchLayers", "add_layer_norm"]
+__all__ = ["Angles", "Heads", "LayerOps", "TorchLayers", "add_layer_norm", "check_halves"]
 
 
 class Angles(NamedTuple):
@@ -105,6 +106,7 @@ class TorchLayers:
     def rotated(self, qkv: Tensor, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """q `[n, num_q_heads, head_dim]` and k `[n, num_kv_heads, head_dim]`, normed and rotated,
         and v as it is."""
+        check_halves("head_dim", heads.head_dim)
         split = qkv.view(len(qkv), heads.num_q_heads + 2 * heads.num_kv_heads, heads.head_dim)
         q, k, v = split.split((heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
         return (
@@ -114,8 +116,15 @@ class TorchLayers:
         )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        check_halves("the width of gate and up", gate_up.shape[-1])
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def check_halves(name: str, size: int) -> None:
+    """Raise `ConfigError` where what is taken by halves has none."""
+    if size % 2:
+        raise ConfigError(f"{name} is {size}, expected an even number: it is taken by halves")
 
 
 def add_layer_norm(

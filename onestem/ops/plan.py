@@ -46,6 +46,9 @@ class AttentionPlan:
         spans: int32 `[num_spans, 6]`, C-contiguous, columns `SPAN_FIELDS`.
         row_position: int32 `[num_rows]`, position id of each query row.
         window: a row sees only keys with `p_row - p_key < window`; None: all that its spans show.
+
+    Raises:
+        ConfigError: the window is not in 1 .. 2^31 - 1.
     """
 
     page_size: int
@@ -54,6 +57,13 @@ class AttentionPlan:
     spans: np.ndarray
     row_position: np.ndarray
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not 1 <= self.window < 2**31:
+            raise ConfigError(
+                f"attention plan: the window is {self.window}, expected 1 to {2**31 - 1}, or None "
+                "for none"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -88,10 +98,10 @@ class AttentionPlan:
         """int64 `[end - first]`: position ids of tokens first..end-1 of a run."""
         return np.arange(first, end, dtype=np.int64) + int(self.run_position[run])
 
-    def check(self) -> None:
-        """Raise `ConfigError` where the plan is not well formed: ranges, steps, page lists, and
-        no token shown to a row twice."""
-        self._check_runs()
+    def check(self, *, num_pages: int | None = None) -> None:
+        """Raise `ConfigError` where the plan is not well formed: ranges, steps, page lists (pages
+        0..num_pages-1; None: any), and no token shown to a row twice."""
+        self._check_runs(num_pages)
         if self.num_spans == 0:
             return
         row, rows, run, first, end, step = self.spans.T.astype(np.int64)
@@ -105,7 +115,7 @@ class AttentionPlan:
         _require(bool((last <= self.run_len[run]).all()), "a span ends behind its run")
         self._check_disjoint()
 
-    def _check_runs(self) -> None:
+    def _check_runs(self, num_pages: int | None) -> None:
         page_start, offset, length, _ = self.runs.T.astype(np.int64)
         pages = -(-(offset + length) // self.page_size)
         ok = (page_start >= 0) & (length >= 0) & (page_start + pages <= len(self.run_pages))
@@ -114,6 +124,9 @@ class AttentionPlan:
         _require(bool(ok.all()), f"a run's offset is not in 0..{self.page_size - 1}")
         used = [self.run_pages[a : a + n] for a, n in zip(page_start, pages, strict=True)]
         _require(all(bool((ids >= 0).all()) for ids in used), "a run has a negative page id")
+        last = max((int(ids.max()) for ids in used if len(ids)), default=-1)
+        inside = num_pages is None or last < num_pages
+        _require(inside, f"a run has page {last}, the pages given are {num_pages}")
 
     def _check_disjoint(self) -> None:
         by_run: dict[int, list[list[int]]] = {}

@@ -179,7 +179,7 @@ class PreparedTorch:
         if query.device.type == "cpu" and not scores.special:
             mask = self._additive(number, ready.mask, query.dtype)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
+                *map(_neighbours, (query, k, v)), 0.0, causal, attn_mask=mask, scale=scores.scale
             )
             return State(out, lse)
         mask = _triangle(k.shape[2], query.device) if causal else ready.mask
@@ -202,7 +202,7 @@ class PreparedTorch:
         row_positions = torch.from_numpy(self.plan.row_position.astype(np.int64)).to(query.device)
         p_row = row_positions[ready.index].float()
         p_key = ready.key_positions.float()
-        slopes = scores.alibi_slopes.float()
+        slopes = scores.alibi_slopes
         batch, heads, rows, keys = query.shape[0], query.shape[1], query.shape[2], k.shape[2]
         if (
             batch != 1
@@ -218,6 +218,12 @@ class PreparedTorch:
         group = rows // len(p_row)
         bias = bias.view(heads, group, len(p_row), keys).transpose(1, 2)
         return bias.reshape(1, heads, rows, keys)
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    """The same with a head's elements side by side: the fused attention reads them as if they
+    were, whatever their stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @dataclass(frozen=True)

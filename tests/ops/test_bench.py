@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import types
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops import available, resolve
+from onestem.ops.bench import measure, peers, rates
 from onestem.ops.bench.cases import CASES, Case, Heads, decode_step, decodes, mixed_step
 from onestem.ops.bench.measure import bench_attention
-from onestem.ops.bench.peers import check_peers
+from onestem.ops.bench.peers import absent_peers
+from onestem.ops.bench.rates import Rates
 
 CPU = torch.device("cpu")
 SMALL = Heads(4, 2, 16, torch.float32)
@@ -21,10 +26,10 @@ SMALL = Heads(4, 2, 16, torch.float32)
 @pytest.fixture
 def quick(monkeypatch):
     """Without measuring rates, and with a small cache to flush."""
-    from onestem.ops.bench import measure, timing
+    from onestem.ops.bench import timing
 
     monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(measure, "measure_rates", lambda *args: timing.Rates(1e11, 1e10))
+    monkeypatch.setattr(measure, "measure_rates", lambda *args: Rates(1e11, 1e10))
 
 
 def test_a_tree_of_two_levels():
@@ -60,10 +65,14 @@ def test_an_entry_is_right_and_complete(impl, quick):
         "tree": decodes(1, (2, 2), (20, 7), 5),
         "mixed": Case(partial(mixed_step, chunk_rows=8, contexts=(0, 16), shared=1, decodes=2)),
     }
-    facts, *entries = bench_attention(cases, SMALL, CPU, ("sdpa",), impl)
+    told: list[str] = []
+    facts = bench_attention(
+        cases, SMALL, CPU, ("sdpa",), impl, progress=lambda entry: told.append(entry["case"])
+    )
+    assert told == list(cases)
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["matrix_flops_per_s"] == 1e11
-    for entry in entries:
+    for entry in facts["cases"]:
         assert entry["right"]
         assert entry["errors_of_others"]["sdpa"] <= 2 * entry["plain_error"]
         assert entry["ms"] > 0
@@ -74,8 +83,6 @@ def test_an_entry_is_right_and_complete(impl, quick):
 
 
 def test_a_wrong_answer_is_told(monkeypatch, quick):
-    from onestem.ops.bench import measure
-
     class Wrong:
         name = "wrong"
         head_major = False
@@ -89,21 +96,165 @@ def test_a_wrong_answer_is_told(monkeypatch, quick):
             return State(torch.zeros_like(q), q[..., 0])
 
     monkeypatch.setattr(measure, "resolve", lambda *args, **kwargs: Wrong())
-    _, entry = bench_attention({"x": decodes(1, (2,), (20,), 5)}, SMALL, CPU)
+    (entry,) = bench_attention({"x": decodes(1, (2,), (20,), 5)}, SMALL, CPU)["cases"]
     assert not entry["right"]
+
+
+def test_the_better_rates_before_and_after_count(monkeypatch, quick):
+    measured = [Rates(1e11, 3e10), Rates(2e11, 1e10)]
+    monkeypatch.setattr(measure, "measure_rates", lambda *args: measured.pop(0))
+    facts = bench_attention({"x": decodes(1, (2,), (20,), 5)}, SMALL, CPU)
+    assert (facts["matrix_flops_per_s"], facts["bytes_per_s"]) == (2e11, 3e10)
+    (entry,) = facts["cases"]
+    assert entry["flop_floor_ms"] == pytest.approx(entry["flops"] / 2e8)
+    assert entry["matrix_share"] == pytest.approx(entry["flop_floor_ms"] / entry["ms"])
+    assert measured == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "support"),
+    [(torch.float16, "_is_mkldnn_fp16_supported"), (torch.bfloat16, "_is_mkldnn_bf16_supported")],
+)
+def test_no_product_is_timed_in_a_dtype_that_is_emulated(dtype, support, monkeypatch):
+    """One of 2048^3 would take a minute and more."""
+    asked: list[torch.dtype] = []
+    for kind in ("_square_rate", "_packed_rate"):
+        monkeypatch.setattr(rates, kind, lambda dtype: asked.append(dtype) or 1.0)
+    for supported, kinds in ((False, {torch.float32}), (True, {torch.float32, dtype})):
+        asked.clear()
+        ask = types.SimpleNamespace(**{support: lambda supported=supported: supported})
+        monkeypatch.setattr(torch.ops, "mkldnn", ask)
+        rates.product_rate(dtype)
+        assert set(asked) == kinds
+
+
+def test_products_and_packed_products_have_a_rate(monkeypatch):
+    monkeypatch.setattr(rates, "SQUARES", (32, 64))
+    monkeypatch.setattr(rates, "PACKED_SIZE", 128)
+    found = [rates._square_rate(torch.float32), rates._packed_rate(torch.float32)]
+    assert min(found) > 0
+    assert rates.product_rate(torch.float32) > 0
 
 
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match="peer is 'x', expected one of: sdpa, cudnn"):
-        check_peers(("x",), CPU)
+        absent_peers(("x",), CPU)
     with pytest.raises(UnsupportedError, match="'cudnn' runs on cuda only"):
-        check_peers(("cudnn",), CPU)
-    with pytest.raises(UnsupportedError, match="needs the package flash_attn"):
-        check_peers(("flash_attn",), CPU)
-    with pytest.raises(UnsupportedError, match="needs the package vllm"):
-        check_peers(("vllm",), CPU)
-    with pytest.raises(ConfigError, match="expected as many degrees as prefixes"):
-        decode_step(groups=1, degrees=(2, 2), prefixes=(4,), suffix=1)
+        absent_peers(("cudnn",), CPU)
+    with pytest.raises(ConfigError, match="is 'nope', expected auto or one of: reference, torch"):
+        bench_attention({}, SMALL, CPU, impl="nope")
+    large = {"large": decodes(1, (2,), (1 << 20,), 1)}
+    with pytest.raises(ConfigError, match=r"'large' takes \d+ GiB of keys, values and queries"):
+        bench_attention(large, Heads(1 << 20, 1 << 20, 1 << 10), CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": 0}, "groups is 0, expected at least 1"),
+        ({"degrees": (0,)}, "degree is 0, expected at least 1"),
+        ({"prefixes": (-5,)}, "prefix is -5, expected at least 0"),
+        ({"suffix": 0}, "suffix is 0, expected at least 1"),
+        ({"degrees": (2, 2)}, "expected as many degrees as prefixes"),
+        ({"prefixes": (99_999_999_999,)}, "stores 100000000001 tokens, expected at most"),
+        ({"groups": 10**8, "degrees": (10**5,)}, "has 10000000000000 decodes"),
+    ],
+)
+def test_sizes_of_which_no_step_can_be_made(change, message):
+    sizes = {"groups": 1, "degrees": (2,), "prefixes": (0,), "suffix": 1}
+    decode_step(**sizes)
+    with pytest.raises(ConfigError, match=message):
+        decode_step(**{**sizes, **change})
+
+
+def test_what_can_be_used_is_named():
+    with pytest.raises(ConfigError, match=f"expected auto or one of: {', '.join(available())}$"):
+        resolve("nope")
+
+
+def without(monkeypatch, *packages: str) -> None:
+    """As if none of them were installed."""
+    monkeypatch.setattr(
+        peers, "find_spec", lambda name: None if name in packages else find_spec(name)
+    )
+
+
+def test_a_peer_that_is_absent_is_told_and_the_others_are_timed(monkeypatch, quick):
+    without(monkeypatch, "vllm")
+    cases = {"tree": decodes(1, (2,), (20,), 5)}
+    (entry,) = bench_attention(cases, SMALL, CPU, ("vllm", "sdpa"))["cases"]
+    assert entry["refused"] == {"vllm": "needs the package vllm, not installed"}
+    assert list(entry["others_ms"]) == ["sdpa"]
+
+
+def test_either_version_of_flash_attention_will_do(monkeypatch):
+    cuda = torch.device("cuda")
+    without(monkeypatch, "flash_attn", "flash_attn_interface")
+    needs = "needs the package flash_attn_interface or flash_attn, not installed"
+    assert absent_peers(("flash_attn", "sdpa"), cuda) == {"flash_attn": needs}
+    installed = {"flash_attn_interface": None, "flash_attn": "2"}
+
+    def import_module(name: str) -> str:
+        if installed[name] is None:
+            raise ImportError(name)
+        return installed[name]
+
+    monkeypatch.setattr(peers, "find_spec", installed.__contains__)
+    monkeypatch.setattr(peers, "import_module", import_module)
+    assert absent_peers(("flash_attn",), cuda) == {}
+    assert peers._flash_attention() == "2"
+    installed["flash_attn_interface"] = "3"
+    assert peers._flash_attention() == "3"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "kinds"),
+    [(128, 8, [True, False]), (80, 8, [False]), (160, 8, [False]), (128, 128, [False])],
+)
+def test_on_hopper_each_kernel_that_runs_is_tuned(head_dim, kv_heads, kinds, monkeypatch):
+    """A pretended GPU: what is timed on which steps, not the times."""
+    pytest.importorskip("triton")
+    from onestem.ops.bench import tune
+    from onestem.ops.triton import launch
+
+    timed = []
+
+    def mean_log_ms(config, names, heads, device):
+        Kernels.make(
+            num_q_heads=heads.num_q_heads, num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim, page_size=heads.page_size, dtype=heads.dtype, device=device,
+            windowed=False, config=config,
+        )  # fmt: skip
+        timed.append((config.hopper_registers is not None, len(names)))
+        return 1.0
+
+    Kernels = launch.Kernels
+    monkeypatch.setattr(launch, "_device", lambda device: ("NVIDIA H100 80GB HBM3", 132, True))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(tune, "_mean_log_ms", mean_log_ms)
+    heads = Heads(kv_heads, kv_heads, head_dim)
+    entries = list(tune.tune(heads, torch.device("cuda")))
+    assert [entry["hopper_registers"] is not None for entry in entries] == kinds
+    few, many = len(tune.FEW_ROWS), len(tune.FEW_ROWS + tune.MANY_ROWS)
+    steps = {True: many, False: few if True in kinds else many}
+    assert set(timed) == {(hopper, steps[hopper]) for hopper in kinds}
+
+
+def test_a_file_that_cannot_hold_configurations_is_refused(tmp_path):
+    pytest.importorskip("triton")
+    from onestem.ops.bench.tune import check_file
+
+    check_file("a GPU", tmp_path / "new" / "file.json")
+    assert not (tmp_path / "new").exists()
+    bad = tmp_path / "bad.json"
+    for text in ("[", "[1]", "{}x", '[{"dtype": "bfloat16"}]', '{"a": 1}'):
+        bad.write_text(text)
+        with pytest.raises(ConfigError, match=r"bad.json is not a file of configurations"):
+            check_file("a GPU", bad)
+    with pytest.raises(ConfigError, match="is not a file"):
+        check_file("a GPU", tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_file("a GPU", bad / "below.json")
 
 
 def test_configurations_are_stored_and_found(tmp_path, monkeypatch):

@@ -161,6 +161,14 @@ def rope_arguments(**change):
         ({"v_pages": torch.zeros(2, 4, 1, 16)}, ConfigError),
         ({"angles": Angles(torch.zeros(3, 4), torch.zeros(3, 8))}, ConfigError),
         ({"heads": Heads(2, 1, 8, torch.zeros(4), torch.zeros(8))}, ConfigError),
+        ({"slots": torch.zeros(3, dtype=torch.int64, device="meta")}, ConfigError),
+        ({"angles": Angles(torch.zeros(3, 4), torch.zeros(3, 4, device="meta"))}, ConfigError),
+        ({"qkv": torch.zeros(3, 32, device="meta")}, UnsupportedError),
+        ({"v_pages": torch.zeros(2, 4, 1, 8, device="meta")}, UnsupportedError),
+        (
+            {"heads": Heads(2, 1, 8, torch.zeros(8), torch.zeros(8, device="meta"))},
+            UnsupportedError,
+        ),
     ],
 )
 def test_what_would_read_or_write_elsewhere_is_refused(change, error):
@@ -177,3 +185,23 @@ def test_misshapen_rows_are_refused():
         ops.add_rms_norm(x, None, torch.zeros(7), 1e-5)
     with pytest.raises(ConfigError, match="contiguous"):
         ops.silu_mul(torch.zeros(2, 16)[:, :8])
+
+
+def test_a_tensor_elsewhere_is_refused():
+    """Its address is none: what it adds would be left out without a word."""
+    ops, x, weight = CpuLayers(), torch.ones(2, 8), torch.ones(8)
+    for delta, scale in ((x.to("meta"), weight), (x.clone(), weight.to("meta"))):
+        with pytest.raises(UnsupportedError, match="on meta, expected"):
+            ops.add_rms_norm(x, delta, scale, 1e-5)
+    assert torch.equal(x, torch.ones(2, 8))
+
+
+def test_results_stand_where_rows_do_whatever_the_default_device():
+    ops, arguments, x = CpuLayers(), rope_arguments(), torch.ones(2, 8)
+    with torch.device("meta"):
+        made = [
+            ops.rope_write(**arguments),
+            ops.silu_mul(x),
+            ops.add_rms_norm(x, None, x[0].contiguous(), 1e-5),
+        ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}

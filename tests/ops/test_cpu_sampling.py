@@ -119,3 +119,13 @@ def test_arguments_that_do_not_fit_are_refused():
         drawn(EVERY_ISA[0], logits, dataclasses.replace(draw, top_p=torch.ones(2)))
     with pytest.raises(ConfigError, match=r"logits are torch\.float64"):
         drawn(EVERY_ISA[0], logits.double(), draw)
+    for change in ({"uniform": draw.uniform.to("meta")}, {"top_k": draw.top_k.to("meta")}):
+        with pytest.raises(ConfigError, match="on meta, expected"):
+            drawn(EVERY_ISA[0], logits, dataclasses.replace(draw, **change))
+
+
+def test_ids_stand_where_logits_do_whatever_the_default_device():
+    logits, draw = torch.randn(2, 8), settings_of(2, 8)
+    want = drawn(EVERY_ISA[0], logits, draw)
+    with torch.device("meta"):
+        assert torch.equal(drawn(EVERY_ISA[0], logits, draw), want)

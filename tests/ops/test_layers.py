@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from onestem.errors import ConfigError
 from onestem.ops import Angles, Heads, LayerOps, TorchLayers, allocate_pages, read_kv
+from onestem.ops.cpu import CpuLayers, is_built
 from onestem.ops.triton.layers import TritonLayers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,3 +110,14 @@ def test_rope_write(
         assert float((got.double() - exact).abs().max()) <= unit + 1e-5
     for page in pages:
         assert int(page.isnan().all(-1).all(-1).sum()) == 12 - rows
+
+
+@pytest.mark.parametrize("ops", [*OPS, CpuLayers()] if is_built() else OPS, ids=lambda o: o.name)
+def test_what_has_no_halves_is_refused(ops: LayerOps) -> None:
+    with pytest.raises(ConfigError, match="width of gate and up is 7, expected an even number"):
+        ops.silu_mul(torch.zeros(4, 7, device=DEVICE))
+    angles = Angles(*torch.zeros(2, 3, 3, device=DEVICE))
+    pages = [torch.zeros(2, 4, 1, 7, device=DEVICE) for _ in range(2)]
+    slots = torch.arange(3, device=DEVICE)
+    with pytest.raises(ConfigError, match="head_dim is 7, expected an even number"):
+        ops.rope_write(torch.zeros(3, 28, device=DEVICE), Heads(2, 1, 7), angles, slots, *pages)

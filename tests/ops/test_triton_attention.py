@@ -34,7 +34,9 @@ ALONE = dataclasses.replace(CONFIG, merge_tokens=10**6)
 def tensors(plan: AttentionPlan, seed: int, *, kv_heads: int, group: int, head_dim: int, dtype):
     """q, k_pages, v_pages; NaN in every slot that no span shows."""
     generator = torch.Generator().manual_seed(seed)
-    num_pages = int(written_slots(plan).max(initial=511)) // plan.page_size + 1
+    num_pages = max(
+        512 // plan.page_size, *(_last_page(plan, run) + 1 for run in range(plan.num_runs)), 1
+    )
     q = torch.randn(plan.num_rows, kv_heads * group, head_dim, generator=generator)
     slots = torch.from_numpy(written_slots(plan))
     pages = []
@@ -43,6 +45,12 @@ def tensors(plan: AttentionPlan, seed: int, *, kv_heads: int, group: int, head_d
         page[slots] = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
         pages.append(page.view(num_pages, plan.page_size, kv_heads, head_dim).to(DEVICE, dtype))
     return q.to(DEVICE, dtype), *pages
+
+
+def _last_page(plan: AttentionPlan, run: int) -> int:
+    start, offset, length, _ = plan.runs[run].tolist()
+    end = start - (-(offset + length) // plan.page_size)
+    return int(plan.run_pages[start:end].max(initial=0))
 
 
 def poison(monkeypatch) -> None:
@@ -234,6 +242,8 @@ def test_what_cannot_run_is_refused():
     if DEVICE.type == "cpu":
         with pytest.raises(UnsupportedError, match="interpreter does not multiply bfloat16"):
             workspace(dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match="kernel for Hopper, which does not run on cpu"):
+            workspace(config=load_config("cpu", torch.float16, 16, 2, hopper=True)[0])
     with pytest.raises(UnsupportedError, match="17 query heads per KV head"):
         workspace(num_q_heads=17, num_kv_heads=1)
     with pytest.raises(ConfigError, match="advance before write"):
@@ -243,7 +253,7 @@ def test_what_cannot_run_is_refused():
         TritonAttention().prepare(plan).attend(q, k.transpose(1, 2), v.transpose(1, 2))
 
 
-def plain(q, k_pages, v_pages, plan):
+def plain(q, k_pages, v_pages, plan, softcap=None):
     """The same attention row by row, each operation in q's own dtype."""
     from onestem.ops.reference import visible
 
@@ -257,18 +267,20 @@ def plain(q, k_pages, v_pages, plan):
         v = v_pages.view(-1, *v_pages.shape[2:])[slots].transpose(0, 1)
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = (k @ q[row].unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         out[row] = (torch.softmax(scores, -1).unsqueeze(1) @ v).squeeze(1)
     return out
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0, 30.0, 50.0, 1000.0])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_error_is_at_most_twice_that_of_plain_attention(dtype):
+def test_error_is_at_most_twice_that_of_plain_attention(dtype, softcap):
     """Against float64, in the largest and the mean error over all rows."""
     plan = random_plan(np.random.default_rng(8), page_size=16, num_seqs=6, max_rows=12)
     q, k, v = tensors(plan, 8, kv_heads=2, group=2, head_dim=64, dtype=dtype)
-    want = attention(q, k, v, plan, impl="reference").out
-    got = TritonAttention(config=CUTS).prepare(plan).attend(q, k, v).out
-    mine, other = ((x.double() - want).abs() for x in (got, plain(q, k, v, plan)))
+    want = attention(q, k, v, plan, impl="reference", softcap=softcap).out
+    got = TritonAttention(config=CUTS).prepare(plan).attend(q, k, v, softcap=softcap).out
+    mine, other = ((x.double() - want).abs() for x in (got, plain(q, k, v, plan, softcap)))
     assert float(mine.max()) <= 2 * float(other.max())
     assert float(mine.mean()) <= 2 * float(other.mean())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,20 @@ from onestem.errors import ConfigError
 from onestem.ops.kv import allocate_pages
 from onestem.ops.plan import AttentionPlan, PlanBuilder
 
-__all__ = ["CASES", "Case", "Heads", "Step", "decode_step", "decodes", "make_tensors", "mixed_step"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Heads",
+    "Step",
+    "decode_step",
+    "decodes",
+    "make_tensors",
+    "mixed_step",
+    "tensor_bytes",
+]
+
+
+MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 28  # of a step; lists of more take minutes to make
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,12 @@ class Step:
         return float(heads.token_bytes * int(self.plan.run_len.sum()) + rows)
 
 
+def tensor_bytes(step: Step, heads: Heads) -> int:
+    """What `make_tensors` gives takes."""
+    query = step.plan.num_rows * heads.num_q_heads * heads.head_dim * heads.dtype.itemsize
+    return step.num_pages * heads.page_size * heads.token_bytes + query
+
+
 class _Maker:
     """Adds runs in pages taken in random order."""
 
@@ -114,14 +134,8 @@ def decode_step(
 ) -> Step:
     """One decode row per leaf of `groups` trees: level i has `prefixes[i]` tokens and `degrees[i]`
     branches below it; each leaf has `suffix` tokens of its own."""
-    if len(degrees) != len(prefixes) or min(*degrees, groups, suffix) < 1 or min(prefixes) < 0:
-        raise ConfigError(
-            f"degrees {degrees}, prefixes {prefixes}, suffix {suffix}: expected as many degrees as "
-            "prefixes, all of at least 1"
-        )
-    counts = [groups * int(np.prod(degrees[:i])) for i in range(len(prefixes))]
-    num_rows = groups * int(np.prod(degrees))
-    tokens = [*zip(counts, prefixes, strict=True), (num_rows, suffix)]
+    tokens = _levels(groups, degrees, prefixes, suffix)
+    num_rows = tokens[-1][0]
     num_pages = sum(count * -(-length // page_size) for count, length in tokens)
     make = _Maker(seed, page_size, num_pages)
     row_runs: list[list[int]] = [[] for _ in range(num_rows)]
@@ -137,6 +151,31 @@ def decode_step(
     plan = make.builder.build(np.full(num_rows, start - 1))
     name = f"{groups}x{'x'.join(map(str, degrees))} {'+'.join(map(str, prefixes))}/{suffix}"
     return Step(name, plan, num_pages, row_runs, [1] * num_rows)
+
+
+def _levels(
+    groups: int, degrees: tuple[int, ...], prefixes: tuple[int, ...], suffix: int
+) -> list[tuple[int, int]]:
+    """How many runs there are at each level, and their tokens; the leaves come last."""
+    if len(degrees) != len(prefixes):
+        raise ConfigError(
+            f"degrees {degrees} and prefixes {prefixes}: expected as many degrees as prefixes"
+        )
+    named = [("groups", groups, 1), ("suffix", suffix, 1)]
+    named += [("degree", degree, 1) for degree in degrees]
+    named += [("prefix", prefix, 0) for prefix in prefixes]
+    for name, value, least in named:
+        if value < least:
+            raise ConfigError(f"{name} is {value}, expected at least {least}")
+    counts = [groups * math.prod(degrees[:i]) for i in range(len(prefixes) + 1)]
+    levels = list(zip(counts, (*prefixes, suffix), strict=True))
+    rows, stored = counts[-1], sum(count * length for count, length in levels)
+    if rows > MOST_ROWS or stored > MOST_TOKENS:
+        raise ConfigError(
+            f"the step has {rows} decodes and stores {stored} tokens, expected at most {MOST_ROWS} "
+            f"and {MOST_TOKENS}: lower groups, degree, prefix or suffix"
+        )
+    return levels
 
 
 def mixed_step(

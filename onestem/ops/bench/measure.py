@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 import onestem
-from onestem.errors import UnsupportedError
-from onestem.ops.bench.cases import Case, Heads, Step, make_tensors
-from onestem.ops.bench.peers import Call, check_peers, make_calls
-from onestem.ops.bench.timing import Rates, cpu_ms, graph_ms, measure_rates
+from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.bench.cases import Case, Heads, Step, make_tensors, tensor_bytes
+from onestem.ops.bench.peers import Call, absent_peers, make_calls
+from onestem.ops.bench.rates import Rates, measure_rates
+from onestem.ops.bench.timing import cpu_ms, graph_ms
 from onestem.ops.dispatch import resolve
 from onestem.ops.kv import laid_out, read_kv
 from onestem.ops.reference import visible
@@ -30,7 +32,7 @@ MOST_COPIED = 24 << 30  # bytes of keys and values that a peer without pages may
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Device and versions."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    packages = ("torch", "triton", "flashinfer-python", "flash-attn")
+    packages = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3")
     found = {name: _version(name) for name in packages}
     found["onestem"] = onestem.__version__
     return {
@@ -53,19 +55,50 @@ def bench_attention(
     device: torch.device,
     against: tuple[str, ...] = (),
     impl: str = "auto",
-) -> Iterator[dict[str, Any]]:
-    """First the device and its rates, then an entry for each case, as it is measured.
+    progress: Callable[[dict[str, Any]], None] = lambda entry: None,
+) -> dict[str, Any]:
+    """The device, its rates, and an entry for each of the `cases`; `progress` gets each as it is
+    measured, without what the rates say.
 
     Times are milliseconds: on a GPU inside a CUDA graph with the L2 cache flushed, on a CPU with
-    cold and with warm caches. `matrix_share`, `memory_share`: what the case's products and bytes
-    would take at the measured rates, as shares of its time.
+    cold and with warm caches. Rates are measured before and after all cases, and the better ones
+    count. `matrix_share`, `memory_share`: what the case's products and bytes would take at these
+    rates, as shares of its time.
     """
-    check_peers(against, device)
-    rates = measure_rates(device, heads.dtype)
-    yield {**device_facts(device), "matrix_flops_per_s": rates.flops, "bytes_per_s": rates.bytes}
-    for name, case in cases.items():
-        step, own_heads = case.step(heads)
-        yield {"case": name, **_measure(step, own_heads, device, against, impl, rates)}
+    absent = absent_peers(against, device)
+    present = tuple(name for name in against if name not in absent)
+    resolve(impl, device)
+    steps = {name: case.step(heads) for name, case in cases.items()}
+    for name, made in steps.items():
+        _check_memory(name, *made, device)
+    before, entries = measure_rates(device, heads.dtype), []
+    for name, (step, own_heads) in steps.items():
+        entry = {"case": name, **_measure(step, own_heads, device, present, impl)}
+        entry["refused"] = {**absent, **entry["refused"]}
+        entries.append(entry)
+        progress(entry)
+    rates = before.better(measure_rates(device, heads.dtype))
+    return {
+        **device_facts(device),
+        "matrix_flops_per_s": rates.flops,
+        "bytes_per_s": rates.bytes,
+        "cases": [{**entry, **_floors(entry, rates)} for entry in entries],
+    }
+
+
+def _check_memory(name: str, step: Step, heads: Heads, device: torch.device) -> None:
+    needed, there = tensor_bytes(step, heads), _memory_bytes(device)
+    if needed > there:
+        raise ConfigError(
+            f"case {name!r} takes {needed / 2**30:.0f} GiB of keys, values and queries, "
+            f"{device.type} has {there / 2**30:.0f}: lower its tokens, rows or heads"
+        )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _measure(
@@ -74,7 +107,6 @@ def _measure(
     device: torch.device,
     against: tuple[str, ...],
     impl: str,
-    rates: Rates,
 ) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # each case in fresh memory, whatever stood there before it
@@ -84,7 +116,7 @@ def _measure(
     prepared = chosen.prepare(step.plan)
     # As an engine keeps them.
     pages = [laid_out(x, head_major=True) if chosen.head_major else x for x in (k, v)]
-    entry: dict[str, Any] = {"attention": chosen.name, **_floors(step, heads, rates)}
+    entry: dict[str, Any] = {"attention": chosen.name, **_work(step, heads)}
     rows = _some_rows(step)
     want = _attend_rows(step, rows, q, k, v, torch.float64)
     plain = _max_error(_attend_rows(step, rows, q, k, v, heads.dtype), want)
@@ -94,24 +126,30 @@ def _measure(
     entry |= {"error": errors[OWN], "plain_error": plain, "right": errors[OWN] <= 2 * plain}
     entry |= _times({name: call.run for name, call in calls.items()}, device)
     entry |= {"refused": refused, "errors_of_others": {n: e for n, e in errors.items() if n != OWN}}
-    entry["matrix_share"] = entry["flop_floor_ms"] / entry["ms"]
-    entry["memory_share"] = entry["byte_floor_ms"] / entry["ms"]
     return entry
 
 
-def _floors(step: Step, heads: Heads, rates: Rates) -> dict[str, float]:
-    """What the case must do, and what that takes at the measured rates; parts that several rows
-    share and parts that a row has alone also at 60% of the matrix rate and 85% of memory's."""
-    shared, own = step.shared_flops(heads), step.own_bytes(heads)
+def _work(step: Step, heads: Heads) -> dict[str, float]:
+    """What the case must do; also of parts that several rows share, and that a row has alone."""
     return {
         "flops": step.flops(heads),
         "bytes": step.bytes(heads),
-        "shared_flops": shared,
-        "own_bytes": own,
-        "flop_floor_ms": 1e3 * step.flops(heads) / rates.flops,
-        "byte_floor_ms": 1e3 * step.bytes(heads) / rates.bytes,
-        "shared_at_60_ms": 1e3 * shared / (0.6 * rates.flops),
-        "own_at_85_ms": 1e3 * own / (0.85 * rates.bytes),
+        "shared_flops": step.shared_flops(heads),
+        "own_bytes": step.own_bytes(heads),
+    }
+
+
+def _floors(entry: dict[str, Any], rates: Rates) -> dict[str, float]:
+    """What that takes at the measured rates; shared parts also at 60% of the matrix rate, parts
+    that a row has alone at 85% of memory's."""
+    flop_floor, byte_floor = 1e3 * entry["flops"] / rates.flops, 1e3 * entry["bytes"] / rates.bytes
+    return {
+        "flop_floor_ms": flop_floor,
+        "byte_floor_ms": byte_floor,
+        "shared_at_60_ms": 1e3 * entry["shared_flops"] / (0.6 * rates.flops),
+        "own_at_85_ms": 1e3 * entry["own_bytes"] / (0.85 * rates.bytes),
+        "matrix_share": flop_floor / entry["ms"],
+        "memory_share": byte_floor / entry["ms"],
     }
 
 
@@ -148,7 +186,7 @@ def _peer_calls(
             for call in made.values():
                 call.run()
             calls.update({f"{peer} {name}".strip(): call for name, call in made.items()})
-        except (RuntimeError, ValueError, UnsupportedError) as error:
+        except (RuntimeError, ValueError, ImportError, UnsupportedError) as error:
             refused[peer] = (str(error).strip() or repr(error)).splitlines()[0][:200]
     return calls, refused
 

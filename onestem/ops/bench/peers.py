@@ -23,7 +23,7 @@ from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.bench.cases import Heads, Step
 from onestem.ops.bench.vllm_cpu import prepare_vllm
 
-__all__ = ["PEERS", "Call", "check_peers", "make_calls"]
+__all__ = ["PEERS", "Call", "absent_peers", "make_calls"]
 
 WORKSPACE_BYTES = 512 << 20
 
@@ -40,22 +40,22 @@ class Call:
 Calls = dict[str, Call]
 
 
-def check_peers(names: tuple[str, ...], device: torch.device) -> None:
-    """Raise for a peer that is unknown, not installed, or not for the device."""
+def absent_peers(names: tuple[str, ...], device: torch.device) -> dict[str, str]:
+    """Of the peers named those that are not installed, each with what it needs. Raises for a peer
+    that is unknown or not for the device."""
+    absent = {}
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"peer is {name!r}, expected one of: {', '.join(PEERS)}")
         peer = PEERS[name]
-        if find_spec(peer.package) is None:
-            raise UnsupportedError(
-                f"peer {name!r} needs the package {peer.package}, which is not installed: install "
-                "it or leave the peer out of --against"
-            )
+        if not any(map(find_spec, peer.packages)):
+            absent[name] = f"needs the package {' or '.join(peer.packages)}, not installed"
         if device.type not in peer.devices:
             raise UnsupportedError(
                 f"peer {name!r} runs on {peer.devices[0]} only: choose --device "
                 f"{peer.devices[0]} or leave it out of --against"
             )
+    return absent
 
 
 def make_calls(
@@ -245,8 +245,22 @@ def _flashinfer_cascade(step: Step, heads: Heads, q: Tensor, pages: tuple[Tensor
 # -------------------------------------------------------------------------------- FlashAttention
 
 
+FLASH_ATTENTION = ("flash_attn_interface", "flash_attn")  # versions 3 and 2
+
+
+def _flash_attention() -> Any:
+    """The newest that can be imported: version 3 may be installed for another GPU."""
+    *newer, oldest = filter(find_spec, FLASH_ATTENTION)
+    for name in newer:
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    return import_module(oldest)
+
+
 def _flash_attn(step: Step, heads: Heads, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Calls:
-    flash_attn = import_module("flash_attn")
+    flash_attn = _flash_attention()
     batches = _batches(step, q, k_pages, v_pages)
     scale = 1 / math.sqrt(heads.head_dim)
 
@@ -274,17 +288,17 @@ def _vllm(step: Step, heads: Heads, q: Tensor, k_pages: Tensor, v_pages: Tensor)
 
 @dataclass(frozen=True)
 class Peer:
-    """The package it needs, where it runs, and what makes its calls."""
+    """The packages of which it needs one, where it runs, and what makes its calls."""
 
-    package: str
+    packages: tuple[str, ...]
     devices: tuple[str, ...]
     make: Callable[..., Calls]
 
 
 PEERS = {
-    "sdpa": Peer("torch", ("cpu", "cuda"), _sdpa("FLASH_ATTENTION")),
-    "cudnn": Peer("torch", ("cuda",), _sdpa("CUDNN_ATTENTION")),
-    "flashinfer": Peer("flashinfer", ("cuda",), _flashinfer),
-    "flash_attn": Peer("flash_attn", ("cuda",), _flash_attn),
-    "vllm": Peer("vllm", ("cpu",), _vllm),
+    "sdpa": Peer(("torch",), ("cpu", "cuda"), _sdpa("FLASH_ATTENTION")),
+    "cudnn": Peer(("torch",), ("cuda",), _sdpa("CUDNN_ATTENTION")),
+    "flashinfer": Peer(("flashinfer",), ("cuda",), _flashinfer),
+    "flash_attn": Peer(FLASH_ATTENTION, ("cuda",), _flash_attn),
+    "vllm": Peer(("vllm",), ("cpu",), _vllm),
 }

@@ -5,36 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Rates", "cpu_ms", "graph_ms", "measure_rates"]
+__all__ = ["cpu_ms", "events_ms", "graph_ms", "least_seconds"]
 
 FLUSH_BYTES = 192 << 20  # more than a GPU's L2 cache and most CPUs' L3 hold
 GRAPH_MS = 12.0  # about how long one replay takes: long enough to hide its start
 FEWEST_CALLS, MOST_CALLS = 3, 12  # of a replay
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device reached in this run: products in FLOP/s; bytes/s of a copy, read and written
-    (GPU), or of reading (CPU)."""
-
-    flops: float
-    bytes: float
-
-
-def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rate of a square product (8192 on a GPU, 2048 on a CPU) and of memory."""
-    if device.type == "cuda":
-        return _gpu_rates(device, dtype)
-    native = dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    a = torch.randn(2048, 2048).to(dtype if native else torch.float32)
-    memory = torch.ones(1 << 26)
-    product = min(_seconds(lambda: a @ a) for _ in range(7))
-    reading = min(_seconds(lambda: memory.sum()) for _ in range(7))
-    return Rates(2 * 2048**3 / product, memory.nbytes / reading)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -43,22 +21,14 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _gpu_rates(
-    device: torch.device, dtype: torch.dtype, size: int = 8192, copy_bytes: int = 2 << 30
-) -> Rates:
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    for _ in range(3):
-        torch.mm(a, b, out=out)
-        target.copy_(source)
-    product = statistics.median(_events_ms(lambda: torch.mm(a, b, out=out), 15))
-    copy = statistics.median(_events_ms(lambda: target.copy_(source), 15))
-    return Rates(2 * size**3 / product * 1e3, 2 * copy_bytes / copy * 1e3)
+def least_seconds(call: Callable[[], object], repeat: int = 7) -> float:
+    """The fastest of some calls, behind one that is not counted."""
+    call()
+    return min(_seconds(call) for _ in range(repeat))
 
 
-def _events_ms(call: Callable[[], object], repeat: int) -> list[float]:
+def events_ms(call: Callable[[], object], repeat: int) -> list[float]:
+    """Milliseconds of each call on a GPU, the calls one behind the other."""
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(repeat)
@@ -85,7 +55,7 @@ def graph_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
     a graph of flushes and calls, less that of one of flushes alone, replayed in turn."""
     call()
     torch.cuda.synchronize()
-    times = int(min(MOST_CALLS, max(FEWEST_CALLS, GRAPH_MS / min(_events_ms(call, 2)))))
+    times = int(min(MOST_CALLS, max(FEWEST_CALLS, GRAPH_MS / min(events_ms(call, 2)))))
     scratch = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     total = torch.zeros((), dtype=torch.float32, device="cuda")
 
@@ -101,8 +71,8 @@ def graph_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
     with_call, without = _captured(both, times), _captured(flush, times)
     whole, empty = [], []
     for _ in range(repeat):
-        whole += _events_ms(with_call.replay, 1)
-        empty += _events_ms(without.replay, 1)
+        whole += events_ms(with_call.replay, 1)
+        empty += events_ms(without.replay, 1)
     return (statistics.median(whole) - statistics.median(empty)) / times
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from onestem.ops.bench.cases import CASES, Heads, Step, make_tensors
 from onestem.ops.bench.timing import graph_ms
 from onestem.ops.triton import KernelConfig, TritonAttention, load_config
 from onestem.ops.triton.config import config_file
+from onestem.ops.triton.launch import takes_hopper
 
-__all__ = ["store", "tune"]
+__all__ = ["check_file", "store", "tune"]
 
 # What is timed: each bounds something else.
 MANY_ROWS = (
@@ -65,19 +67,20 @@ TWIN: tuple[Change, ...] = (
 
 
 def tune(heads: Heads, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Entries for the GPU's file of configurations, as they are found: on Hopper one for its own
-    kernel and one for steps of few rows, else one for all steps."""
+    """Entries for the GPU's file of configurations, as they are found: where the kernel for Hopper
+    runs one for it and one for steps of few rows, else one for all steps."""
     if device.type != "cuda":
         raise ConfigError("onestem tune needs a GPU: attention on a CPU has nothing to tune")
     name, group = torch.cuda.get_device_name(device), heads.num_q_heads // heads.num_kv_heads
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    for hopper in (True, False) if is_hopper and heads.dtype.itemsize == 2 else (False,):
+    shape = (heads.num_kv_heads, heads.head_dim, heads.page_size)
+    has_hopper = takes_hopper(device, heads.dtype, *shape)
+    for hopper in (True, False) if has_hopper else (False,):
         start, _ = load_config(name, heads.dtype, heads.head_dim, group, hopper)
-        steps = FEW_ROWS if is_hopper and not hopper else MANY_ROWS + FEW_ROWS
+        steps = FEW_ROWS if has_hopper and not hopper else MANY_ROWS + FEW_ROWS
         best = _best(start, HOPPER if hopper else TWIN, steps, heads, device)
         dtype = str(heads.dtype).removeprefix("torch.")
-        shape = {"dtype": dtype, "head_dim": heads.head_dim, "group": group}
-        yield {**shape, **best.to_json()}
+        tuned_for = {"dtype": dtype, "head_dim": heads.head_dim, "group": group}
+        yield {**tuned_for, **best.to_json()}
 
 
 def _best(
@@ -121,11 +124,32 @@ def store(entries: list[dict[str, Any]], device_name: str, path: Path | None = N
     """Write entries to the GPU's file (default: the package's own); those of the same shape and
     kernel that it holds are replaced, others stay."""
     path = config_file(device_name) if path is None else path
-    old = json.loads(path.read_text()) if path.exists() else []
-    new = {_key(entry): entry for entry in [*old, *entries]}
+    new = {_key(entry): entry for entry in [*_stored(path), *entries]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([new[key] for key in sorted(new)], indent=1) + "\n")
     return path
+
+
+def check_file(device_name: str, path: Path | None = None) -> None:
+    """Raise `ConfigError` where `store` could not read or write the file."""
+    path = config_file(device_name) if path is None else path
+    _stored(path)
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if (there != path and not there.is_dir()) or not os.access(there, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: choose another file with --out")
+
+
+def _stored(path: Path) -> list[dict[str, Any]]:
+    """Entries of a file; none where there is no file."""
+    try:
+        entries = json.loads(path.read_text()) if path.exists() else []
+        for entry in entries:
+            _key(entry)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{path} is not a file of configurations: choose another with --out"
+        ) from None
+    return entries
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, int, int, bool]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.ops.checks import check_scores
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
 from onestem.ops.kv import page_strides
 from onestem.ops.plan import AttentionPlan
@@ -86,7 +87,7 @@ class PreparedCpu:
             plan.runs,
             plan.spans,
             plan.row_position,
-            0 if plan.window is None else min(plan.window, 2**31 - 1),
+            0 if plan.window is None else plan.window,
             share,
             [] if cost is None else [float(value) for value in astuple(cost)],
         )
@@ -106,12 +107,13 @@ class PreparedCpu:
     ) -> State:
         """See `ops.attention`."""
         self._check(q, k_pages, v_pages)
+        check_scores(q, scale, alibi_slopes, softcap)
         strides = page_strides(k_pages, v_pages)
         num_rows, num_heads, head_dim = q.shape
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(num_rows, num_heads, dtype=torch.float32)
+        lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q.device)
         q = q.contiguous()
-        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         self._native.attend(
             DTYPES[q.dtype],
             q.data_ptr(),
@@ -142,8 +144,10 @@ class PreparedCpu:
 
     def _check(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         """What the C++ code relies on, lest it read what is not there."""
-        if q.device.type != "cpu" or k_pages.device.type != "cpu" or v_pages.device.type != "cpu":
-            raise ConfigError(f"attention implementation 'cpu' got tensors on {q.device}")
+        devices = {x.device.type for x in (q, k_pages, v_pages)}
+        if devices != {"cpu"}:
+            names = ", ".join(sorted(devices))
+            raise ConfigError(f"attention implementation 'cpu' got tensors on {names}")
         if q.dtype not in DTYPES or not q.dtype == k_pages.dtype == v_pages.dtype:
             raise UnsupportedError(
                 f"attention implementation 'cpu' got {q.dtype}, {k_pages.dtype} and "
@@ -157,7 +161,11 @@ class PreparedCpu:
             )
         pages, _, kv_heads, _ = k_pages.shape
         expected = (pages, self._page_size, kv_heads, head_dim)
-        if k_pages.shape != expected or v_pages.shape != expected or num_heads % kv_heads:
+        if (
+            k_pages.shape != expected
+            or v_pages.shape != expected
+            or not _divides(kv_heads, num_heads)
+        ):
             raise ConfigError(
                 f"q {tuple(q.shape)} does not go with pages {tuple(k_pages.shape)} and "
                 f"{tuple(v_pages.shape)} of {self._page_size} slots"
@@ -167,3 +175,7 @@ class PreparedCpu:
                 f"the plan has {self._num_rows} rows and pages up to {self._last_page}, got "
                 f"{num_rows} rows and {pages} pages"
             )
+
+
+def _divides(kv_heads: int, num_heads: int) -> bool:
+    return 0 < kv_heads <= num_heads and num_heads % kv_heads == 0

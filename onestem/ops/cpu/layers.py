@@ -10,7 +10,7 @@ from torch import Tensor
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads
+from onestem.ops.layers import Angles, Heads, check_halves
 
 __all__ = ["CpuLayers"]
 
@@ -60,7 +60,7 @@ class CpuLayers:
         """See `LayerOps`."""
         rows, head_dim = len(qkv), heads.head_dim
         _check_rope(qkv, heads, angles, slots, k_pages, v_pages)
-        q = torch.empty(rows, heads.num_q_heads, head_dim, dtype=qkv.dtype)
+        q = torch.empty(rows, heads.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         written = native().rope_write(
             self._isa(),
             DTYPES[qkv.dtype],
@@ -90,8 +90,9 @@ class CpuLayers:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `LayerOps`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, width, dtype=gate_up.dtype)
-        _check_same(gate_up, out, (rows, width))
+        check_halves("the width of gate and up", gate_up.shape[1])
+        _check_same(gate_up, gate_up, (rows, 2 * width))
+        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
         native().silu_mul(
             self._isa(),
             DTYPES[gate_up.dtype],
@@ -115,10 +116,11 @@ def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_kind(x: Tensor, other: Tensor) -> None:
-    if x.dtype not in DTYPES or x.dtype != other.dtype or x.device.type != "cpu":
+    on_cpu = x.device.type == other.device.type == "cpu"
+    if x.dtype not in DTYPES or x.dtype != other.dtype or not on_cpu:
         raise UnsupportedError(
-            f"layer operations 'cpu' got {x.dtype} and {other.dtype} on {x.device}, expected "
-            "one of float32, bfloat16 and float16, on the CPU"
+            f"layer operations 'cpu' got {x.dtype} on {x.device} and {other.dtype} on "
+            f"{other.device}, expected one of float32, bfloat16 and float16, on the CPU"
         )
 
 
@@ -126,6 +128,7 @@ def _check_rope(
     qkv: Tensor, heads: Heads, angles: Angles, slots: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> None:
     num_heads = heads.num_q_heads + 2 * heads.num_kv_heads
+    check_halves("head_dim", heads.head_dim)
     _check_same(qkv, qkv, (len(qkv), num_heads * heads.head_dim))
     page_shape = (*k_pages.shape[:2], heads.num_kv_heads, heads.head_dim)
     for pages in (k_pages, v_pages):
@@ -136,8 +139,14 @@ def _check_rope(
         if norm is not None:
             _check_same(qkv, norm, (heads.head_dim,))
     for name, values in (("cosines", angles.cos), ("sines", angles.sin)):
-        fits = values.shape == (len(qkv), heads.head_dim // 2) and values.is_contiguous()
-        if not fits or values.dtype != torch.float32:
-            raise ConfigError(f"{name} are {values.dtype} {tuple(values.shape)}")
-    if slots.dtype != torch.int64 or slots.shape != (len(qkv),) or not slots.is_contiguous():
-        raise ConfigError(f"slots are {slots.dtype} {tuple(slots.shape)}")
+        _check_values(name, values, torch.float32, (len(qkv), heads.head_dim // 2))
+    _check_values("slots", slots, torch.int64, (len(qkv),))
+
+
+def _check_values(name: str, values: Tensor, kind: torch.dtype, shape: tuple[int, ...]) -> None:
+    here = values.device.type == "cpu" and values.is_contiguous()
+    if values.dtype != kind or values.shape != shape or not here:
+        raise ConfigError(
+            f"{name} are {values.dtype} {tuple(values.shape)} on {values.device}, expected {kind} "
+            f"{shape}, contiguous, on the CPU"
+        )

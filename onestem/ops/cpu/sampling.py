@@ -36,15 +36,19 @@ def draw_tokens(
         weight_bits: a probability counts in units of 2^-weight_bits of the highest, at most 52.
     """
     rows, vocab = logits.shape
-    ids = torch.empty(rows, dtype=torch.int64)
     settings = (temperature, top_k, top_p, min_p, uniform)
     kinds = (torch.float64, torch.int64, *[torch.float64] * 3)
     for values, kind in zip(settings, kinds, strict=True):
-        if values.shape != (rows,) or values.dtype != kind or not values.is_contiguous():
-            raise ConfigError(f"got {values.dtype} {tuple(values.shape)}, expected {kind} [{rows}]")
+        here = values.device.type == "cpu" and values.is_contiguous()
+        if values.shape != (rows,) or values.dtype != kind or not here:
+            raise ConfigError(
+                f"got {values.dtype} {tuple(values.shape)} on {values.device}, expected {kind} "
+                f"[{rows}], contiguous, on the CPU"
+            )
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or weight_bits > 52:
         raise ConfigError(f"logits are {logits.dtype} on {logits.device}, expected float32 there")
     logits = logits.contiguous()
+    ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     native().draw_tokens(
         isa or chosen_isa(),
         logits.data_ptr(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
+from onestem.ops.checks import check_scores
 from onestem.ops.copies import on_device
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.state import State
@@ -69,13 +70,14 @@ class PreparedTriton:
         """See `ops.attention`. Pages must be contiguous."""
         if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
             raise ConfigError("pages are not contiguous: pass them as allocate_pages makes them")
+        check_scores(q, scale, alibi_slopes, softcap)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
         if key not in self._ready:
             self._ready[key] = self._make(q, k_pages.shape[2])
         ready = self._ready[key]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
         ready.kernels.launch(
             ready.control,

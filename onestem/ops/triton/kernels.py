@@ -62,7 +62,16 @@ def _divide(x, y, EXACT: tl.constexpr):
 @triton.jit
 def _tanh(x, EXACT: tl.constexpr):
     # Beyond 40 it is 1 to the last bit.
-    return 1.0 - 2.0 / (1.0 + _exp2(tl.minimum(x, 40.0) * (2.0 * LOG2_E), EXACT))
+    power = _exp2(tl.minimum(x, 40.0) * (2.0 * LOG2_E), EXACT)
+    result = 1.0 - _divide(tl.zeros_like(x) + 2.0, 1.0 + power, EXACT)
+    if EXACT:
+        # Near 0 the difference cancels: there Taylor's polynomial, to 1e-8.
+        y = x * x
+        series = 21844.0 / 6081075.0 - y * (929569.0 / 638512875.0)
+        series = 62.0 / 2835.0 - y * (1382.0 / 155925.0 - y * series)
+        series = 1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0 - y * series))
+        result = tl.where(tl.abs(x) < 0.5, x - x * (y * series), result)
+    return result
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from onestem.ops.triton.config import KernelConfig, load_config
 from onestem.ops.triton.kernels import attend_kernel, merge_kernel
 from onestem.ops.work import CostModel
 
-__all__ = ["Kernels", "Scores", "States"]
+__all__ = ["Kernels", "Scores", "States", "takes_hopper"]
 
 MERGING = 32  # programs of one warp that a multiprocessor holds
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,8 +96,7 @@ class Kernels:
         _check(num_q_heads, num_kv_heads, head_dim, dtype, device)
         group = num_q_heads // num_kv_heads
         name, num_sms, has_hopper = _device(device)
-        hopper = has_hopper and _suits_hopper(dtype, head_dim, page_size)
-        hopper = hopper and 2 * num_kv_heads <= num_sms  # each head has programs of both roles
+        hopper = takes_hopper(device, dtype, num_kv_heads, head_dim, page_size)
         shape = (num_q_heads, num_kv_heads, head_dim, page_size)
         few = None
         if config is None:
@@ -105,6 +104,12 @@ class Kernels:
             if config.hopper_registers is not None:
                 narrow, _ = load_config(name, dtype, head_dim, group)
                 few = Kernels(*shape, narrow, num_sms, windowed, False, has_hopper)
+        elif config.hopper_registers is not None and not hopper:
+            raise ConfigError(
+                f"the configuration is one of the kernel for Hopper, which does not run on {name} "
+                f"in {dtype} with {num_kv_heads} KV heads of {head_dim} and pages of {page_size}: "
+                "give one without hopper_registers"
+            )
         hopper = hopper and config.hopper_registers is not None
         return Kernels(*shape, config, num_sms, windowed, hopper, has_hopper, few)
 
@@ -258,6 +263,15 @@ def _check(
             f"head_dim {head_dim} with {num_q_heads // num_kv_heads} query heads per KV head: the "
             "Triton kernel takes at most 256 and 16, use the torch implementation"
         )
+
+
+def takes_hopper(
+    device: torch.device, dtype: torch.dtype, num_kv_heads: int, head_dim: int, page_size: int
+) -> bool:
+    """Whether the kernel for Hopper runs there with these heads and pages."""
+    _, num_sms, has_hopper = _device(device)
+    # Each KV head has programs of both roles.
+    return has_hopper and _suits_hopper(dtype, head_dim, page_size) and 2 * num_kv_heads <= num_sms
 
 
 def _suits_hopper(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.layers import Angles, Heads
+from onestem.ops.layers import Angles, Heads, check_halves
 
 __all__ = ["TritonLayers"]
 
@@ -152,6 +152,7 @@ class TritonLayers:
         k_pages: Tensor,
         v_pages: Tensor,
     ) -> Tensor:
+        check_halves("head_dim", heads.head_dim)
         rows, half = len(qkv), heads.head_dim // 2
         q = torch.empty(rows, heads.num_q_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
         blocks = sum(
@@ -182,6 +183,7 @@ class TritonLayers:
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        check_halves("the width of gate and up", gate_up.shape[1])
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
         if rows:

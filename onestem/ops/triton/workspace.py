@@ -97,7 +97,7 @@ class Workspace:
 
     def _host(self) -> _Host:
         cuda = self.device.type == "cuda"
-        words = torch.zeros(self.max_words, dtype=torch.int32, pin_memory=cuda)
+        words = torch.zeros(self.max_words, dtype=torch.int32, device="cpu", pin_memory=cuda)
         return _Host(words, words.numpy(), torch.cuda.Event() if cuda else None)
 
     def _next_host(self) -> _Host:

@@ -4,7 +4,16 @@ Nothing here loops over rows, runs or spans: see `units` (who walks what), `cuts
 cut), `deal` (who takes them) and `lists` (the buffer).
 """
 
-from onestem.ops.work.lists import ENTRY, HEADER, QUEUE, QUEUED, RECORD, WorkList, make_work
+from onestem.ops.work.lists import (
+    ENTRY,
+    HEADER,
+    QUEUE,
+    QUEUED,
+    RECORD,
+    ListTooLong,
+    WorkList,
+    make_work,
+)
 from onestem.ops.work.model import CostModel, Tile
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "QUEUED",
     "RECORD",
     "CostModel",
+    "ListTooLong",
     "Tile",
     "WorkList",
     "make_work",

@@ -14,7 +14,7 @@ from onestem.ops.work.deal import Deal
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, shared_groups, units_of
 
-__all__ = ["ENTRY", "HEADER", "QUEUE", "QUEUED", "RECORD", "WorkList", "make_work"]
+__all__ = ["ENTRY", "HEADER", "QUEUE", "QUEUED", "RECORD", "ListTooLong", "WorkList", "make_work"]
 
 HEADER = 16  # words before the records
 QUEUED = 4  # words of a queue
@@ -25,6 +25,10 @@ QUEUE = 14  # words of the header: works taken beyond each program's first; kern
 # Columns of a record and of a walk entry.
 KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED = range(6)
 LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
+
+
+class ListTooLong(ConfigError):
+    """A work list does not fit in the buffer given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +99,8 @@ class WorkList:
         return self._starts()[-1]
 
     def pack(self, out: np.ndarray) -> int:
-        """Write everything into `out` (int32 `[max_words]`); gives the words used.
+        """Write everything into `out` (int32 `[max_words]`); gives the words used. Raises
+        `ListTooLong`, and writes nothing, where they are more.
 
         Words 0 and 1: items of narrower tiles and of the widest, 2: merges, 3 to 8: where walk,
         rows, dest, merges, pages and row positions begin, 9: the window, 10 and 11: `split`, 12:
@@ -103,7 +108,7 @@ class WorkList:
         """
         *starts, words = self._starts()
         if words > len(out):
-            raise ConfigError(
+            raise ListTooLong(
                 f"the work list takes {words} words, the buffer holds {len(out)}: raise max_words"
             )
         out[:HEADER] = 0

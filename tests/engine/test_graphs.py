@@ -1,0 +1,98 @@
+"""The runner of a GPU without one: a graph's replay is the forward pass that would be captured,
+with Triton's kernels under their interpreter. Tested is what the host does: which steps take the
+fixed buffers, and what stands in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onestem.engine import engine as engines
+from onestem.engine import graphs
+from onestem.engine.engine import Engine
+from onestem.engine.inputs import StepInputs
+from onestem.models.weights import load_decoder
+from onestem.ops.triton import Workspace
+from tests.engine.harness import NO_DEFAULTS, make_engine, requests_for
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py has true graphs")
+
+OPTIONS = {"num_pages": 64, "page_size": 4}
+
+
+class Replayed(graphs.GraphRunner):
+    """`replays`: the size of each graph that was replayed; `words`: of the lists that fitted."""
+
+    def __init__(self, *args, **options) -> None:
+        self.replays: list[int] = []
+        self.words: list[int] = []
+        super().__init__(*args, **options)
+        self.depth = 1
+
+    def _write_lists(self, inputs: StepInputs) -> bool:
+        fits = super()._write_lists(inputs)
+        if fits:
+            self.words.extend(space.work.num_words for space in self._workspaces.values())
+        return fits
+
+    def _capture(self, size: int):
+        hidden = torch.empty(size, self.decoder.config.hidden_size)
+
+        @torch.inference_mode()
+        def replay() -> None:
+            self.replays.append(size)
+            hidden.copy_(self._fixed_forward(size))
+
+        return SimpleNamespace(graph=SimpleNamespace(replay=replay), hidden=hidden)
+
+
+@pytest.fixture
+def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
+    """Makes engines whose work lists may take so many words."""
+
+    def staging(max_rows: int) -> graphs._Staging:
+        values = torch.zeros(3, max_rows, dtype=torch.int64)
+        return graphs._Staging(
+            values, values.numpy(), SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+        )
+
+    monkeypatch.setattr(graphs._Staging, "make", staging)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
+    monkeypatch.setattr(engines, "_make_runner", Replayed)
+
+    def make(max_words: int) -> Engine:
+        def workspace(**options) -> Workspace:
+            return Workspace(**{**options, "max_words": max_words})
+
+        monkeypatch.setattr(graphs, "Workspace", workspace)
+        decoder = load_decoder(tiny("llama"), dtype=torch.float32, device="cpu")
+        return Engine(decoder, None, NO_DEFAULTS, impl="triton", **OPTIONS)
+
+    return make
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    """Of three requests with one head that end one after the other."""
+    head = list(range(5, 14))
+    prompts = ([*head, 20], [*head, 30, 31], [*head, *range(40, 52)])
+    for i, ids in enumerate(prompts):
+        (request,) = requests_for([ids], max_tokens=3 + i)
+        engine.add_request(dataclasses.replace(request, request_id=str(i)))
+    found = {}
+    while engine.has_unfinished():
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    return [found[str(i)] for i in range(len(prompts))]
+
+
+def test_a_work_list_that_the_fixed_buffers_do_not_hold(with_graphs, tiny) -> None:
+    """Some steps' do not fit, some do: the tokens are the same."""
+    want = tokens(make_engine(tiny("llama"), impl="torch", **OPTIONS))
+    roomy = with_graphs(1 << 16)
+    assert tokens(roomy) == want
+    small = with_graphs(max(roomy._runner.words) - 1)
+    assert tokens(small) == want
+    assert 0 < len(small._runner.replays) < len(roomy._runner.replays)
