@@ -110,7 +110,6 @@ def plan_file(
         max_model_len=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         tokenizer=tokenizer,
-        grammars=None,
     )
     library = None
     if tokenizer is not None:

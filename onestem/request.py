@@ -24,6 +24,7 @@ __all__ = [
     "Reuse",
     "SamplingParams",
     "TokenLogprobs",
+    "show",
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -33,11 +34,24 @@ Priority = Literal["interactive", "job"]
 TokenLogprobs = Mapping[int, float]
 
 MAX_LOGPROBS = 100
+MAX_CHOICES = 1024  # each is a sequence, as each of n is
+MAX_STOPS = 64  # each is looked for behind every token
+
+
+def show(value: object) -> str:
+    """`value` for an error message: its start, on one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}, expected {limit}")
+        raise RequestError(f"{name} is {show(value)}, expected {limit}")
+
+
+def _check_count(name: str, values: Sequence[object], limit: int, way_out: str) -> None:
+    if len(values) > limit:
+        raise RequestError(f"{name} has {len(values)} texts, limit is {limit}: {way_out}")
 
 
 def _tuple(name: str, value: object, limit: str) -> tuple[Any, ...]:
@@ -45,6 +59,11 @@ def _tuple(name: str, value: object, limit: str) -> tuple[Any, ...]:
     ok = value is None or (isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
     _check(ok, name, value, limit)
     return tuple(value) if isinstance(value, Sequence) else ()
+
+
+def _once_each(ids: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each id once; what is no list of integers stays, to be refused."""
+    return tuple(dict.fromkeys(ids)) if all(map(_is_int, ids)) else ids
 
 
 def _is_int(value: object) -> bool:
@@ -74,13 +93,13 @@ class SamplingParams:
         repetition_penalty: over prompt and sampled tokens; > 0, 1 is off.
         seed: random numbers are a function of (seed, sequence index, token index) alone.
             `None`: the engine draws one per request; jobs derive it from the request's id.
-        stop: strings that end the sequence; cut from the text.
+        stop: strings that end the sequence, at most 64; cut from the text.
         stop_token_ids: further ids that end the sequence.
         ignore_eos: go on after an end-of-sequence token.
         logprobs: for each sampled token, so many alternatives (0: only its own).
         prompt_logprobs: the same for the prompt's tokens (their first has none).
         logit_bias: token id -> number added to its logit, -100..100.
-        choices: pick the most probable of these texts instead of sampling.
+        choices: pick the most probable of these texts, at most 1,024, instead of sampling.
         response_format: OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`,
             `{"type": "json_object"}` or `{"type": "text"}`.
         skip_special_tokens: leave special tokens out of the text.
@@ -113,7 +132,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple("stop", stop, "a string or a list of strings"))
         ids = _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "stop_token_ids", _once_each(ids))
         if self.choices is not None:
             choices = _tuple("choices", self.choices, "a list of texts")
             object.__setattr__(self, "choices", choices)
@@ -192,27 +211,27 @@ class SamplingParams:
 
     def _check_texts(self) -> None:
         assert isinstance(self.stop, tuple)
+        _check_count("stop", self.stop, MAX_STOPS, "give fewer")
         for text in self.stop:
             _check(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
         for token in self.stop_token_ids:
             _check(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids")
         if self.choices is not None:
-            _check(len(self.choices) >= 1, "choices", self.choices, "at least one text")
-            for text in self.choices:
-                _check(isinstance(text, str) and text != "", "choices", text, "non-empty texts")
-            _check(
-                len(set(self.choices)) == len(self.choices),
-                "choices",
-                self.choices,
-                "different texts",
-            )
-            _check(self.n == 1, "n", self.n, "1 together with choices")
-            _check(
-                self.response_format is None,
-                "response_format",
-                self.response_format,
-                "None together with choices",
-            )
+            self._check_choices(self.choices)
+
+    def _check_choices(self, choices: Sequence[str]) -> None:
+        _check(len(choices) >= 1, "choices", choices, "at least one text")
+        _check_count("choices", choices, MAX_CHOICES, "pick among fewer, then among the winners")
+        for text in choices:
+            _check(isinstance(text, str) and text != "", "choices", text, "non-empty texts")
+        _check(len(set(choices)) == len(choices), "choices", choices, "different texts")
+        _check(self.n == 1, "n", self.n, "1 together with choices")
+        _check(
+            self.response_format is None,
+            "response_format",
+            self.response_format,
+            "None together with choices",
+        )
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""

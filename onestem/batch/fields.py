@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onestem.errors import RequestError
+from onestem.request import show
 
 __all__ = ["Kind", "Prompt", "checked_fields", "read_prompt", "sampling_fields", "show"]
 
@@ -21,13 +22,8 @@ JsonObject = dict[str, Any]
 Check = Callable[[str, Any], Any]
 
 MAX_TOKEN_ID = 2**31 - 1  # ids are spooled as int32
+MAX_MESSAGES = 4096  # and parts of one; a chat template takes 0.04 ms for each
 ROLES = ("system", "user", "assistant")
-
-
-def show(value: object) -> str:
-    """`value` for an error message: its start, on one line."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _refuse(name: str, value: object, expected: str) -> RequestError:
@@ -283,7 +279,15 @@ def _completion_prompt(value: Any) -> Prompt:
 def _messages(value: Any) -> list[JsonObject]:
     if not isinstance(value, list) or not value:
         raise _refuse("messages", value, "a list of at least one message")
+    _check_length("messages", value, "messages")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+
+
+def _check_length(name: str, value: list[Any], what: str) -> None:
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(
+            f"{name} has {len(value)} {what}, limit is {MAX_MESSAGES}: join some of them"
+        )
 
 
 def _message(name: str, value: Any) -> JsonObject:
@@ -302,6 +306,7 @@ def _content(name: str, value: Any) -> str | list[JsonObject]:
         return value
     if not isinstance(value, list) or not value:
         raise _refuse(name, value, "text or a list of text parts")
+    _check_length(name, value, "parts")
     return [_part(f"{name}[{i}]", part) for i, part in enumerate(value)]
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NoReturn
 
 from onestem.batch.fields import Kind, Prompt, checked_fields, read_prompt, sampling_fields, show
 from onestem.errors import RequestError
 from onestem.request import SamplingParams
 
-__all__ = ["BatchRequest", "LineError", "parse_line", "read_object"]
+__all__ = ["MAX_DEPTH", "BatchRequest", "LineError", "parse_line", "read_object"]
 
 KIND_OF_URL: Mapping[str, Kind] = {
     "/v1/chat/completions": "chat",
@@ -26,6 +27,9 @@ KIND_OF_URL: Mapping[str, Kind] = {
 }
 TOP_FIELDS = ("custom_id", "method", "url", "body")
 MAX_MESSAGE = 500
+# Objects and lists inside one another, in a body. A line is a body with an object around it.
+MAX_DEPTH = 64
+LINE_DEPTH = MAX_DEPTH + 1
 
 
 class LineError(RequestError):
@@ -76,8 +80,9 @@ def parse_line(raw: bytes) -> BatchRequest:
         raise LineError("invalid_request", str(error), custom_id) from error
 
 
-def read_object(raw: bytes, name: str = "the line") -> dict[str, Any]:
-    """The JSON object in `raw`; raises `LineError` for anything else, calling it `name`."""
+def read_object(raw: bytes, name: str = "the line", depth: int = LINE_DEPTH) -> dict[str, Any]:
+    """The JSON object in `raw`, nested at most `depth` deep; raises `LineError` for anything else,
+    calling it `name`."""
     try:
         text = raw.decode("utf-8")
         record = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
@@ -85,14 +90,31 @@ def read_object(raw: bytes, name: str = "the line") -> dict[str, Any]:
         message = f"{name} is not UTF-8: byte {error.start + 1} of it is {raw[error.start]:#04x}"
         raise LineError("invalid_json_line", message) from error
     except RecursionError as error:
-        raise LineError("invalid_json_line", f"{name} nests too deeply") from error
+        raise _too_deep(name, depth) from error
     except ValueError as error:
         raise LineError("invalid_json_line", f"{name} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise LineError("invalid_json_line", f"{name} is {show(record)}, expected an object")
+    if text.count("[") + text.count("{") > depth and _is_deeper(record, depth):
+        custom_id = record.get("custom_id")
+        raise _too_deep(name, depth, custom_id if isinstance(custom_id, str) else None)
     if "\\ud" in text.lower():
         _check_surrogates(record, name)
     return record
+
+
+def _is_deeper(record: dict[str, Any], depth: int) -> bool:
+    """Whether a value has more than `depth` objects and lists inside one another, itself too."""
+    level: list[Any] = [record]
+    for _ in range(depth):
+        members = chain.from_iterable(v.values() if type(v) is dict else v for v in level)
+        level = [value for value in members if type(value) in (dict, list)]
+    return bool(level)
+
+
+def _too_deep(name: str, depth: int, custom_id: str | None = None) -> LineError:
+    message = f"{name} nests too deeply, limit is {depth} objects and lists inside one another"
+    return LineError("invalid_json_line", message, custom_id)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

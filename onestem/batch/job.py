@@ -62,6 +62,7 @@ from onestem.batch.spool import (
     write_spool,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
+from onestem.engine.masked import is_masked
 from onestem.errors import JobError
 from onestem.request import Request, RequestOutput
 
@@ -364,7 +365,9 @@ class _Job:
     def _answer(self, asked: SpooledRequest, output: RequestOutput) -> tuple[bytes, bool]:
         """The result line of an output, and whether it is an error."""
         if _ended(output, "error"):
-            return self._error(asked, "engine_error", _engine_message(output)), True
+            message = _engine_message(output)
+            code = "invalid_request" if is_masked(message) else "engine_error"
+            return self._error(asked, code, message), True
         spelling = Spelling(
             kind=asked.kind,
             model=self._identity.model_name if asked.model is None else asked.model,

@@ -61,6 +61,13 @@ def serve(
             help="Least tokens of a stream's chunk; the first is sent at once. Under load: more."
         ),
     ] = 1,
+    engine_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a sign of an engine that has work, until it is started again; "
+            "0: never."
+        ),
+    ] = 120.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -137,6 +144,7 @@ def serve(
         max_file_bytes=parse_memory(max_file),
         grace=grace,
         stream_interval=stream_interval,
+        engine_timeout=engine_timeout,
     )
     set_up(log_level)
     asyncio.run(run(settings))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from onestem.engine.grammar import GrammarCompiler
 from onestem.engine.modules import PmlPrompt
 from onestem.engine.tokenizer import Tokenizer
-from onestem.errors import RequestError, UnsupportedError
+from onestem.errors import RequestError
 from onestem.models.config import ModelConfig
 from onestem.pml import CompiledPrompt
-from onestem.request import Request
+from onestem.request import Request, show
 
-__all__ = ["check_pml", "check_request", "choice_ids", "longest_choice"]
+__all__ = ["MAX_CHOICE_TOKENS", "check_pml", "check_request", "choice_ids", "longest_choice"]
+
+# Of all of a request's choices together: as much work as a long prompt, for which others wait.
+MAX_CHOICE_TOKENS = 8192
 
 
 def check_request(
@@ -21,9 +23,9 @@ def check_request(
     max_model_len: int,
     vocab_size: int,
     tokenizer: Tokenizer | None,
-    grammars: GrammarCompiler | None,
 ) -> None:
-    """Raise `RequestError` for a request that can never be answered."""
+    """Raise `RequestError` for a request that can never be answered; `response_format` is left to
+    the compiler of grammars."""
     _check_prompt(request, max_model_len, vocab_size)
     if request.pml is not None and (
         request.score_from is not None or request.params.prompt_logprobs is not None
@@ -43,11 +45,6 @@ def check_request(
     _check_text(request, tokenizer)
     if request.params.choices and tokenizer is not None:
         _check_choices(request, max_model_len, tokenizer)
-    if request.params.response_format and grammars is not None:
-        try:
-            grammars.compile(request.params.response_format)
-        except UnsupportedError as error:
-            raise RequestError(str(error)) from error
 
 
 def check_pml(
@@ -137,7 +134,13 @@ def _check_choices(request: Request, max_model_len: int, tokenizer: Tokenizer) -
     encoded = choice_ids(request, tokenizer)
     for text, ids in zip(request.params.choices or (), encoded, strict=True):
         if not ids:
-            raise RequestError(f"choice {text!r} has no tokens in this model's tokenizer")
+            raise RequestError(f"choices has {show(text)}, which has no tokens in this model")
+    together = sum(map(len, encoded))
+    if together > MAX_CHOICE_TOKENS:
+        raise RequestError(
+            f"choices have {together} tokens together, limit is {MAX_CHOICE_TOKENS}: "
+            "pick among fewer, then among the winners"
+        )
     total = len(request.prompt_token_ids) + max(map(len, encoded))
     if total > max_model_len:
         raise RequestError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
@@ -19,7 +19,7 @@ from onestem.engine.jobs import Jobs
 from onestem.engine.opening import Opening
 from onestem.engine.outputs import aborted_output, refused_output, request_output
 from onestem.engine.pins import PREFIX, PinnedPrefixes, PrefixInfo, is_prefix
-from onestem.engine.queue import HybridQueue, PlannedQueue
+from onestem.engine.queue import Gate, HybridQueue, PlannedQueue
 from onestem.engine.results import Results
 from onestem.engine.reuse import explain
 from onestem.engine.runner import Runner, ShareMode
@@ -31,7 +31,7 @@ from onestem.engine.stats import EngineStats
 from onestem.engine.streaks import Streaks
 from onestem.engine.tiers import ModuleTiers
 from onestem.engine.tokenizer import Tokenizer
-from onestem.errors import ConfigError, RequestError
+from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl, resolve
@@ -40,6 +40,8 @@ from onestem.request import FinishReason, Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats"]
 
+# A step that can only wait for a grammar ends after this, to see who else has come.
+GATE_SECONDS = 0.02
 CHECK_SHARE = 0.001  # of the time may go into checking books
 
 
@@ -98,7 +100,7 @@ class Engine:
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
-        self._queue = HybridQueue()
+        self._queue = HybridQueue(self._gate)
         self._fifo = self._queue.interactive
         self.scheduler = Scheduler(
             self.cache,
@@ -162,14 +164,24 @@ class Engine:
     # ----------------------------------------------------------------------------- requests
 
     def validate(self, request: Request) -> None:
-        """Raise `RequestError` for a request that can never be answered."""
+        """Raise `RequestError` for a request that can never be answered. Compiles its grammar, so
+        call it from a thread that nobody waits for."""
+        self._check(request)
+        self._compile(request)
+
+    def _compile(self, request: Request) -> None:
+        if self._grammars is not None:
+            _refuse_unsupported(self._grammars.compile, request)
+
+    def _check(self, request: Request) -> None:
         check_request(
             request,
             max_model_len=self.max_model_len,
             vocab_size=self.decoder.config.vocab_size,
             tokenizer=self.tokenizer,
-            grammars=self._grammars,
         )
+        if self._grammars is not None:
+            _refuse_unsupported(self._grammars.check, request)
         if request.pml is not None:
             pool = self.cache.pool
             check_pml(
@@ -181,10 +193,24 @@ class Engine:
             )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; its outputs come from `step`."""
-        self._validated(request)
-        self._prefetch(request)
+        """Queue a request; its outputs come from `step`. One with a grammar that is not compiled
+        yet waits until a thread has done so; others pass it. If it cannot be compiled, the request
+        comes back as an error.
+
+        Raises:
+            RequestError: it can never be answered.
+        """
+        self._admissible(request)
         self._fifo.push(request)
+
+    def _gate(self, request: Request) -> Gate:
+        """A grammar that no thread has compiled yet delays its request, and nobody else."""
+        answer, reason = self._opening.gate(request)
+        if answer is Gate.REFUSE:
+            self._opening.forget(request.request_id)
+            self._jobs.ended(request.request_id)
+            self._refused.append(refused_output(request, reason))
+        return answer
 
     def _prefetch(self, request: Request) -> None:
         """Have modules that the request will read copied nearer while it waits."""
@@ -226,7 +252,7 @@ class Engine:
 
     def _of_job(self, job_id: str, request: Request) -> Request | None:
         try:
-            self._validated(request)
+            self._admissible(request)
         except RequestError as error:
             self._refused.append(refused_output(request, str(error)))
             return None
@@ -238,7 +264,7 @@ class Engine:
         self._queue.remove_job(job_id)
         outputs = []
         for request_id in self._jobs.remove(job_id):
-            self._opening.arrivals.pop(request_id, None)
+            self._opening.forget(request_id)
             outputs.append(self.abort(request_id))
         return [output for output in outputs if output is not None]
 
@@ -289,7 +315,7 @@ class Engine:
         """End a request now; its pages are free at once. None if it is not here."""
         waiting = self._fifo.remove(request_id)
         if waiting is not None:
-            self._opening.arrivals.pop(request_id, None)
+            self._opening.forget(request_id)
             return aborted_output(waiting)
         state = self._states.get(request_id)
         if state is None:
@@ -303,7 +329,9 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether a step has something to do. An engine that falls idle checks its books now and
         then."""
-        if not self.scheduler.idle() or self._results.touched or self._refused:
+        if self._queue.holds or self._results.touched or self._refused:
+            return True
+        if not self.scheduler.idle():
             return True
         self._check_now_and_then()
         return False
@@ -326,7 +354,7 @@ class Engine:
             RequestError: the engine has other requests; or, when it is read, a request that can
                 never be answered.
         """
-        if self._runs_a_job or self._states or self._queue.peek() is not None:
+        if self._runs_a_job or self._states or self._has_waiting():
             raise RequestError(
                 "the engine has unfinished requests: let them end first, or use another engine"
             )
@@ -345,12 +373,20 @@ class Engine:
                 self._results.touched.clear()
                 self._runs_a_job = False
 
+    def _has_waiting(self) -> bool:
+        return self._queue.peek() is not None or self._queue.holds
+
     def _validated(self, request: Request) -> Request:
+        self._admissible(request)
+        self._compile(request)
+        return request
+
+    def _admissible(self, request: Request) -> None:
+        """All of `validate` but its grammar, for which it waits at the gate."""
         self._check_id(request)
-        self.validate(request)
+        self._check(request)
         self._prefetch(request)
         self._opening.arrivals[request.request_id] = time.monotonic()
-        return request
 
     def _open(self, request: Request) -> list[Sequence]:
         state = self._opening.open(request)
@@ -395,6 +431,8 @@ class Engine:
     def step_news(self) -> tuple[list[RequestOutput], list[RequestState]]:
         """`step` for who hands tokens on as they come: outputs of requests that finished, and the
         states of those that stream, have news and go on."""
+        if self._queue.holds and not self._states and self._queue.peek() is None:
+            self._opening.wait(GATE_SECONDS)
         if not self._streaks.step():
             self._scheduled_step()
         touched, self._results.touched = self._results.touched, {}
@@ -490,6 +528,14 @@ class Engine:
     def reset_stats(self) -> None:
         self.stats.reset()
         self.scheduler.num_set_backs = 0
+
+
+def _refuse_unsupported(check: Callable[..., object], request: Request) -> None:
+    """Check a request's `response_format`: what is not supported is a fault of the request."""
+    try:
+        check(request.params.response_format)
+    except UnsupportedError as error:
+        raise RequestError(str(error)) from error
 
 
 def _attention_for(decoder: Decoder, name: str) -> AttentionImpl:

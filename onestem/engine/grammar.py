@@ -1,22 +1,25 @@
 """Structured output: `response_format` as a mask over the next token, by xgrammar.
 
-A grammar is compiled once per format (milliseconds to seconds for large schemas) and kept; each
+A grammar is compiled once per format (milliseconds, or seconds for large schemas) and kept; each
 sequence then has a matcher that walks along its tokens. The matcher is a function of the sampled
 ids, so a sequence that was set back or resumed rebuilds it from them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from onestem.engine.grammar_schema import SCHEMA, check_schema, with_any_of
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 
@@ -28,37 +31,11 @@ __all__ = ["GrammarCompiler", "GrammarState", "check_response_format"]
 _CACHE_ENTRIES = 256
 # Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
 _MOST_WHITESPACE = 64
-_SCHEMA = "response_format.json_schema.schema"
-
-# JSON Schema keywords that the compiler reads over without a word. An answer that breaks its schema
-# is worse than an error, so they are refused.
-_UNENFORCED = (
-    "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains",
-    "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
-# Of these the compiler takes the first and reads over its neighbours.
-_ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
-_ASSERTIONS = frozenset(
-    (
-        *_ALTERNATIVES, "type", "properties", "required", "additionalProperties",
-        "patternProperties", "propertyNames", "minProperties", "maxProperties", "items",
-        "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "minimum",
-        "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    )
-)  # fmt: skip
-# Characters that a JSON string must escape; of patterns, the compiler writes them as they are.
-_MUST_ESCAPE = frozenset((*map(chr, range(0x20)), '"', "\\"))
-_PATTERN_CHARACTER = re.compile(
-    r"\\(?:(?P<class>[nrtfv0\\\"c])|x(?P<hex>[0-9a-fA-F]{2})|u(?P<unicode>[0-9a-fA-F]{4})|.)|(?P<raw>.)",
-    re.DOTALL,
-)
-_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
+# Of `prepare`: a slow schema does not hold up the next, and each has threads of its own besides.
+_THREADS = 2
 # Strings of limited length may hold raw control characters, says the compiler; JSON says not. Only
 # the newline can stand between values in what models write, and is no part of those strings.
 _CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
-_SUBSCHEMAS = ("items", "additionalProperties", "propertyNames")
-_SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def check_response_format(response_format: Mapping[str, Any] | None) -> None:
@@ -66,9 +43,11 @@ def check_response_format(response_format: Mapping[str, Any] | None) -> None:
 
     Raises:
         RequestError: an unknown type or field, or no schema.
-        UnsupportedError: the schema uses what cannot be enforced.
+        UnsupportedError: the schema uses what cannot be enforced, or is too large.
     """
-    _schema_of(response_format)
+    wanted = _schema_of(response_format)
+    if wanted is not None:
+        check_schema(*wanted)
 
 
 def _schema_of(response_format: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool] | None:
@@ -101,79 +80,7 @@ def _given_schema(given: object) -> tuple[dict[str, Any], bool]:
         raise RequestError(f"{name}.schema is {schema!r}, expected a JSON schema (an object)")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"{name}.strict is {strict!r}, expected true or false")
-    _refuse_unenforced(schema, strict is not False)
     return dict(schema), strict is not False
-
-
-def _refuse_unenforced(schema: Mapping[str, Any], strict: bool) -> None:
-    """Raise `UnsupportedError` for what the compiler would not hold an answer to.
-
-    `oneOf` is enforced as `anyOf`: an answer fits at least one of the schemas. Strings with a
-    `minLength` or `maxLength` are written without escapes, so without quotes and newlines.
-    """
-    for part in _subschemas(schema):
-        reason = _unenforced(part, strict)
-        if reason is not None:
-            raise UnsupportedError(f"{_SCHEMA} has {reason}, which is not enforced: leave it out")
-
-
-def _unenforced(schema: Mapping[str, Any], strict: bool) -> str | None:
-    """What of one schema, not of those inside it, cannot be enforced."""
-    for keyword in _UNENFORCED:
-        if keyword in schema and schema[keyword] is not False:
-            return repr(keyword)
-    # In strict mode nothing unnamed is allowed anyway.
-    if not strict and schema.get("unevaluatedProperties", True) is not True:
-        return "'unevaluatedProperties'"
-    both = schema.get("allOf")
-    if isinstance(both, list) and len(both) > 1:
-        return "'allOf' of several schemas"
-    if not str(schema.get("$ref", "#")).startswith("#"):
-        return f"a reference to another document ({schema['$ref']})"
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        return "'pattern' together with a length"
-    if schema.get("format") in _BROKEN_FORMATS:
-        return f"the format {schema['format']!r}"
-    named = schema.get("patternProperties")
-    for pattern in (schema.get("pattern"), *(named if isinstance(named, Mapping) else ())):
-        if isinstance(pattern, str) and _names_escaped(pattern):
-            return f"a pattern with quotes, backslashes or control characters ({pattern!r})"
-    return _unenforced_neighbour(schema)
-
-
-def _names_escaped(pattern: str) -> bool:
-    """Whether a regular expression names a character that a JSON string must escape."""
-    for found in _PATTERN_CHARACTER.finditer(pattern):
-        code = found["hex"] or found["unicode"]
-        character = chr(int(code, 16)) if code else found["raw"]
-        if found["class"] or character in _MUST_ESCAPE:
-            return True
-    return False
-
-
-def _unenforced_neighbour(schema: Mapping[str, Any]) -> str | None:
-    chosen = next((keyword for keyword in _ALTERNATIVES if keyword in schema), None)
-    if chosen is None:
-        return None
-    harmless = {"type", "const", "enum"} if chosen in ("const", "enum") else {chosen}
-    others = sorted((_ASSERTIONS & set(schema)) - harmless)
-    return f"{others[0]!r} beside {chosen!r}" if others else None
-
-
-def _subschemas(schema: object) -> Iterator[Mapping[str, Any]]:
-    """A schema and all inside it; values (`enum`, `default`, ...) are not schemas."""
-    if not isinstance(schema, Mapping):
-        return
-    yield schema
-    inside = [schema.get(keyword) for keyword in _SUBSCHEMAS]
-    for keyword in _SUBSCHEMA_LISTS:
-        listed = schema.get(keyword)
-        inside.extend(listed if isinstance(listed, list) else ())
-    for keyword in _SUBSCHEMA_MAPS:
-        named = schema.get(keyword)
-        inside.extend(named.values() if isinstance(named, Mapping) else ())
-    for part in inside:
-        yield from _subschemas(part)
 
 
 def _refuse_unknown(name: str, given: Mapping[str, Any], known: set[str]) -> None:
@@ -184,8 +91,17 @@ def _refuse_unknown(name: str, given: Mapping[str, Any], known: set[str]) -> Non
         )
 
 
+def _key(schema: dict[str, Any], strict: bool) -> str:
+    # Properties are written in the schema's order, so keys must not be sorted.
+    try:
+        return json.dumps([schema, strict])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{SCHEMA} is not JSON: {error}") from error
+
+
 class GrammarCompiler:
-    """Compiles response formats for one tokenizer. Safe to use from several threads.
+    """Compiles response formats for one tokenizer. Safe to use from several threads: a format is
+    compiled once, and who wants another does not wait for it.
 
     Args:
         tokenizer: the model's.
@@ -207,14 +123,17 @@ class GrammarCompiler:
         eos = tokenizer.eos_token_id
         named = (() if eos is None else (eos,)) if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = sorted(set(named))
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments, never while compiling
+        self._loading = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
 
     def compile(
         self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
     ) -> GrammarState | None:
-        """A new sequence's state; None where the format is text.
+        """A new sequence's state; None where the format is text. Compiles in this thread, or waits
+        for the one that does.
 
         Args:
             response_format: OpenAI's object.
@@ -222,45 +141,112 @@ class GrammarCompiler:
 
         Raises:
             RequestError: the format or its schema is not one, or the tokens do not follow it.
-            UnsupportedError: the schema uses what cannot be enforced, or xgrammar is not installed.
+            UnsupportedError: the schema uses what cannot be enforced or is too large, or xgrammar
+                is not installed.
         """
         wanted = _schema_of(response_format)
         if wanted is None:
             return None
-        with self._lock:
-            grammar = self._grammar(*wanted)
-        state = GrammarState(grammar, self.vocab_size, self.stop_token_ids)
+        key, grammar, is_new = self._entry(*wanted)
+        if is_new:
+            self._compile_into(grammar, key, *wanted)
+        state = self.state(grammar)
         for token in output_token_ids:
             state.accept(token)
         return state
 
-    def _grammar(self, schema: dict[str, Any], strict: bool) -> xgrammar.CompiledGrammar:
-        # Properties are written in the schema's order, so keys must not be sorted.
+    def check(self, response_format: Mapping[str, Any] | None) -> None:
+        """`check_response_format`, for a format that is known at once."""
+        wanted = _schema_of(response_format)
+        if wanted is None:
+            return
+        with self._lock:
+            known = self._compiled.get(_key(*wanted))
+        if known is None:
+            check_schema(*wanted)
+
+    def prepare(
+        self, response_format: Mapping[str, Any] | None
+    ) -> Future[xgrammar.CompiledGrammar] | None:
+        """What will be the grammar, or the error that `compile` raises: compiled by another thread
+        if it is not there. None where the format is text."""
+        wanted = _schema_of(response_format)
+        if wanted is None:
+            return None
+        key, grammar, is_new = self._entry(*wanted)
+        if is_new:
+            self._executor().submit(self._compile_into, grammar, key, *wanted)
+        return grammar
+
+    def state(self, grammar: Future[xgrammar.CompiledGrammar]) -> GrammarState:
+        """A new sequence's state in a grammar of `prepare`; waits until it is compiled."""
+        return GrammarState(grammar.result(), self.vocab_size, self.stop_token_ids)
+
+    def _entry(
+        self, schema: dict[str, Any], strict: bool
+    ) -> tuple[str, Future[xgrammar.CompiledGrammar], bool]:
+        """A schema's key, its grammar and whether the caller is to compile it."""
+        key = _key(schema, strict)
+        with self._lock:
+            known = self._compiled.get(key)
+            if known is not None:
+                self._compiled.move_to_end(key)
+                return key, known, False
+            new = self._compiled[key] = Future()
+            self._forget_oldest()
+            return key, new, True
+
+    def _forget_oldest(self) -> None:
+        """Those that are being compiled stay: nobody is to begin them again."""
+        left = len(self._compiled) - _CACHE_ENTRIES
+        if left > 0:
+            done = (key for key, grammar in self._compiled.items() if grammar.done())
+            for key in list(itertools.islice(done, left)):
+                del self._compiled[key]
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+            return self._threads
+
+    def _compile_into(
+        self,
+        grammar: Future[xgrammar.CompiledGrammar],
+        key: str,
+        schema: dict[str, Any],
+        strict: bool,
+    ) -> None:
         try:
-            key = json.dumps([schema, strict])
-        except (TypeError, ValueError) as error:
-            raise RequestError(f"{_SCHEMA} is not JSON: {error}") from error
-        known = self._compiled.get(key)
-        if known is not None:
-            self._compiled.move_to_end(key)
-            return known
+            compiled = self._compile(schema, strict)
+        except BaseException as error:
+            with self._lock:
+                self._compiled.pop(key, None)
+            grammar.set_exception(error)
+            return
+        grammar.set_result(compiled)
+
+    def _compile(self, schema: dict[str, Any], strict: bool) -> xgrammar.CompiledGrammar:
+        check_schema(schema, strict)
         compiler = self._loaded()
         try:
-            compiled = compiler.compile_json_schema(
-                json.dumps(schema), strict_mode=strict, max_whitespace_cnt=_MOST_WHITESPACE
+            return compiler.compile_json_schema(
+                json.dumps(with_any_of(schema)),
+                strict_mode=strict,
+                max_whitespace_cnt=_MOST_WHITESPACE,
             )
         except Exception as error:  # xgrammar raises many kinds for a bad schema
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             reason = re.sub(r"^\[[^]]*\] \S+: ", "", reason)  # time and source line
-            raise RequestError(f"{_SCHEMA} cannot be used: {reason}") from error
-        self._compiled[key] = compiled
-        if len(self._compiled) > _CACHE_ENTRIES:
-            self._compiled.popitem(last=False)
-        return compiled
+            raise RequestError(f"{SCHEMA} cannot be used: {reason}") from error
 
     def _loaded(self) -> xgrammar.GrammarCompiler:
-        if self._compiler is not None:
+        with self._loading:
+            if self._compiler is None:
+                self._compiler = self._load()
             return self._compiler
+
+    def _load(self) -> xgrammar.GrammarCompiler:
         try:
             import xgrammar
         except ImportError as error:
@@ -278,8 +264,7 @@ class GrammarCompiler:
             stop_token_ids=self.stop_token_ids,
         )
         # One cache is enough, and ours is bounded.
-        self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
-        return self._compiler
+        return xgrammar.GrammarCompiler(info, cache_enabled=False)
 
     def _usable_bytes(self, token_id: int) -> bytes:
         """A token's bytes, or none, and xgrammar never allows it."""
@@ -297,10 +282,15 @@ class GrammarState:
     ) -> None:
         import xgrammar
 
+        self._origin = (grammar, vocab_size, stop_token_ids)
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._mask = torch.full(((vocab_size + 31) // 32,), -1, dtype=torch.int32)
         self._stops = _packed(stop_token_ids, len(self._mask))
         self._filled = False
+
+    def at_start(self) -> GrammarState:
+        """Another sequence's, in the same grammar."""
+        return GrammarState(*self._origin)
 
     def fill_mask(self) -> Tensor:
         """Which tokens may come next: bits packed in int32 `[ceil(vocab / 32)]`, on the CPU.

@@ -6,17 +6,24 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
 
 from onestem.cache import PagePool
 from onestem.engine.admission import choice_ids
 from onestem.engine.detokenize import IncrementalDetokenizer
-from onestem.engine.grammar import GrammarCompiler
+from onestem.engine.grammar import GrammarCompiler, GrammarState
 from onestem.engine.modules import PmlPrompt
+from onestem.engine.queue import Gate
 from onestem.engine.random import derive_seed
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import OnestemError
 from onestem.models.config import ModelConfig
 from onestem.request import Request, RequestMetrics
+
+if TYPE_CHECKING:
+    import xgrammar
 
 __all__ = ["Opening"]
 
@@ -50,6 +57,7 @@ class Opening:
         seed: int | None,
     ) -> None:
         self.arrivals: dict[str, float] = {}
+        self._prepared: dict[str, Future[xgrammar.CompiledGrammar]] = {}
         self._config = config
         self._pool = pool
         self._kept_pages = kept_pages
@@ -58,6 +66,38 @@ class Opening:
         self._max_model_len = max_model_len
         self._together = together
         self._seed = seed
+
+    def gate(self, request: Request) -> tuple[Gate, str]:
+        """Whether a request can be opened now, or has to wait for its grammar, which another thread
+        compiles; or its grammar is none, and why."""
+        response_format = request.params.response_format
+        if response_format is None or self._grammars is None:
+            return Gate.OPEN, ""
+        grammar = self._prepared.get(request.request_id)
+        if grammar is None:
+            grammar = self._grammars.prepare(response_format)
+            if grammar is None:
+                return Gate.OPEN, ""
+            # Held until it is opened, whatever the compiler forgets.
+            self._prepared[request.request_id] = grammar
+        if not grammar.done():
+            return Gate.WAIT, ""
+        error = grammar.exception()
+        if error is None:
+            return Gate.OPEN, ""
+        if not isinstance(error, OnestemError):
+            raise error
+        return Gate.REFUSE, str(error)
+
+    def wait(self, seconds: float) -> None:
+        """Until a grammar that is being compiled is there, or a time has passed."""
+        unfinished = [grammar for grammar in self._prepared.values() if not grammar.done()]
+        wait(unfinished, seconds, FIRST_COMPLETED)
+
+    def forget(self, request_id: str) -> None:
+        """Of a request that is not opened any more."""
+        self.arrivals.pop(request_id, None)
+        self._prepared.pop(request_id, None)
 
     def open(self, request: Request) -> RequestState:
         """A request's sequences: one that computes the prompt for all n, unless nothing is shared;
@@ -81,6 +121,7 @@ class Opening:
             count = 1 if self._together else request.params.n
             state.sequences = [self.sequence(state, i) for i in range(count)]
             state.forked = count == request.params.n
+        self._prepared.pop(request.request_id, None)
         return state
 
     def _seed_of(self, request: Request) -> int:
@@ -102,8 +143,18 @@ class Opening:
                 self._tokenizer, params, request.prompt_token_ids
             )
         if params.response_format is not None and self._grammars is not None:
-            sequence.grammar = self._grammars.compile(params.response_format)
+            sequence.grammar = self._grammar_of(state, self._grammars)
         return sequence
+
+    def _grammar_of(self, state: RequestState, grammars: GrammarCompiler) -> GrammarState | None:
+        """Compiled here only where no gate was passed: all requests are one caller's then."""
+        other = next((s.grammar for s in state.sequences if s.grammar is not None), None)
+        if other is not None:
+            return other.at_start()
+        prepared = self._prepared.get(state.request.request_id)
+        if prepared is not None:
+            return grammars.state(prepared)
+        return grammars.compile(state.request.params.response_format)
 
     def _most_tokens(self, state: RequestState) -> int:
         """Of a sequence: what it imports takes its part of the model's length and of memory."""

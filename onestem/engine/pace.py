@@ -76,8 +76,10 @@ class StepBudget:
     def rows(self, decodes: int = 0) -> int:
         """Rows of prompts that the next step may have beside so many decodes."""
         most = max(self.most - decodes, (self.most + 1) // 2)
-        if self.seconds is None or self._row is None:
+        if self.seconds is None:
             return most
+        if self._row is None:
+            return min(most, FIRST_ROWS)
         return min(most, max(FEWEST_ROWS, int(self.seconds / self._row)))
 
     def note(self, prompt_rows: int, seconds: float) -> None:
@@ -88,6 +90,7 @@ class StepBudget:
         self._row = row if self._row is None else _mean(self._row, row)
 
 
+FIRST_ROWS = 64  # where nothing is known of a row's time yet
 FEWEST_ROWS = 16  # below it a step is not shorter: weights are read whole
 
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Protocol
 
 from onestem.request import Request
 
-__all__ = ["FifoQueue", "HybridQueue", "PlannedQueue", "RequestQueue"]
+__all__ = ["FifoQueue", "Gate", "HybridQueue", "PlannedQueue", "RequestQueue"]
+
+
+class Gate(Enum):
+    """Whether a request may be admitted: now; later, others may pass it; or never."""
+
+    OPEN = "open"
+    WAIT = "wait"
+    REFUSE = "refuse"
+
+
+def _open(request: Request) -> Gate:
+    return Gate.OPEN
 
 
 class RequestQueue(Protocol):
@@ -30,25 +43,50 @@ class RequestQueue(Protocol):
 
 
 class FifoQueue:
-    """First come, first served."""
+    """First come, first served, as soon as the gate lets each in.
 
-    def __init__(self) -> None:
+    Args:
+        gate: asked when a request comes, and from then on until it does not say to wait; who is
+            refused is forgotten.
+    """
+
+    def __init__(self, gate: Callable[[Request], Gate] = _open) -> None:
+        self._gate = gate
         self._waiting: dict[str, Request] = {}  # in order of arrival
+        self._held: dict[str, Request] = {}  # by the gate
         self._groups: Counter[int | None] = Counter()
 
     def push(self, request: Request) -> None:
-        self._waiting[request.request_id] = request
         self._groups[request.group] += 1
+        self._held[request.request_id] = request
+        self._let_in(request)
+
+    def _let_in(self, request: Request) -> None:
+        answer = self._gate(request)
+        if answer is Gate.WAIT:
+            return
+        del self._held[request.request_id]
+        if answer is Gate.OPEN:
+            self._waiting[request.request_id] = request
+        else:
+            self._groups[request.group] -= 1
 
     def remove(self, request_id: str) -> Request | None:
         """Take out a waiting request, if it is here."""
-        request = self._waiting.pop(request_id, None)
+        request = self._waiting.pop(request_id, None) or self._held.pop(request_id, None)
         if request is not None:
             self._groups[request.group] -= 1
         return request
 
     def peek(self) -> Request | None:
+        for request in list(self._held.values()) if self._held else ():
+            self._let_in(request)
         return next(iter(self._waiting.values()), None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gate lets some wait."""
+        return bool(self._held)
 
     def pop(self) -> Request:
         request = self.remove(next(iter(self._waiting)))
@@ -59,30 +97,49 @@ class FifoQueue:
         return self._groups[group] > 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        return request_id in self._waiting or request_id in self._held
 
 
 class PlannedQueue:
     """A job in its planned order, read as it is needed: one request ahead, no more.
 
     Members of a group come one after the other, so a group is complete when another begins.
+
+    Args:
+        gate: asked for the next request until it does not say to wait; who is refused is passed.
     """
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(
+        self, requests: Iterable[Request], gate: Callable[[Request], Gate] = _open
+    ) -> None:
         self._requests: Iterator[Request] = iter(requests)
+        self._gate = gate
+        self.holds = False  # the next one waits at the gate
         self._next: Request | None = None
         self._last_group: int | None = None  # of the request that was read last
         self._ended = False
 
     def peek(self) -> Request | None:
-        if self._next is None and not self._ended:
-            self._next = next(self._requests, None)
-            self._ended = self._next is None
-            self._last_group = self._next.group if self._next is not None else None
-        return self._next
+        while not self._ended:
+            if self._next is None:
+                self._read()
+            elif not self.holds:
+                break
+            if self._next is not None:
+                answer = self._gate(self._next)
+                self.holds = answer is Gate.WAIT
+                if answer is not Gate.REFUSE:
+                    break
+                self._next = None
+        return None if self.holds else self._next
+
+    def _read(self) -> None:
+        self._next = next(self._requests, None)
+        self._ended = self._next is None
+        self._last_group = self._next.group if self._next is not None else None
 
     def pop(self) -> Request:
         request = self.peek()
@@ -97,16 +154,21 @@ class PlannedQueue:
 
 
 class HybridQueue:
-    """Interactive requests first come, first served; behind them jobs, one after the other."""
+    """Interactive requests first come, first served; behind them jobs, one after the other.
 
-    def __init__(self) -> None:
-        self.interactive = FifoQueue()
+    Args:
+        gate: see `FifoQueue` and `PlannedQueue`.
+    """
+
+    def __init__(self, gate: Callable[[Request], Gate] = _open) -> None:
+        self._gate = gate
+        self.interactive = FifoQueue(gate)
         self._jobs: dict[str, PlannedQueue] = {}
         self._numbers = itertools.count()
 
     def add_job(self, job_id: str, requests: Iterable[Request]) -> None:
         """Queue a job's requests, in planned order; they are read as there is room for them."""
-        self._jobs[job_id] = PlannedQueue(self._as_job(requests))
+        self._jobs[job_id] = PlannedQueue(self._as_job(requests), self._gate)
 
     def remove_job(self, job_id: str) -> bool:
         """Forget what of a job is not admitted; False if there is none of this name."""
@@ -129,10 +191,15 @@ class HybridQueue:
         """The first job that has a request; those that have ended are forgotten."""
         for job_id in list(self._jobs):
             request = self._jobs[job_id].peek()
-            if request is not None:
+            if request is not None or self._jobs[job_id].holds:
                 return request
             del self._jobs[job_id]
         return None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gate lets some wait."""
+        return self.interactive.holds or any(job.holds for job in self._jobs.values())
 
     def pop(self) -> Request:
         if self.interactive.peek() is not None:

@@ -12,6 +12,7 @@ from onestem.cache import Run
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.inputs import LogitRow
 from onestem.engine.logprobs import logprobs_of
+from onestem.engine.masked import why_masked
 from onestem.engine.sampler import MaskedRowError, NonFiniteLogitsError, Sampler
 from onestem.engine.sampling_row import SamplingRow
 from onestem.engine.scheduler import Chunk, Scheduler
@@ -162,15 +163,12 @@ class Results:
     ) -> None:
         """Sequences that cannot be continued (a grammar at its end before min_tokens, weights that
         overflow) end with an error; the others sample."""
-        reason = (
-            "no token may follow: response_format (with min_tokens, if set) forbids all of them"
-            if isinstance(error, MaskedRowError)
-            else NOT_FINITE
-        )
         bad = set(error.rows)
         good = [row for row in range(len(sequences)) if row not in bad]
+        masked = isinstance(error, MaskedRowError)
         for row in error.rows:
-            sequences[row].stop_reason = reason
+            params = sequences[row].state.request.params
+            sequences[row].stop_reason = why_masked(params) if masked else NOT_FINITE
             self.finish(sequences[row], "error")
         if good:
             self._take([sequences[row] for row in good], logits[good])

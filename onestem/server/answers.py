@@ -16,6 +16,7 @@ from onestem.batch.results import (
     chat_logprobs,
     completion_logprobs,
 )
+from onestem.engine.masked import is_masked, masking_fields
 from onestem.request import RequestOutput
 from onestem.server.calls import Call, usage_of
 from onestem.server.errors import ApiError
@@ -32,8 +33,10 @@ def check_piece(piece: Piece, call: Call) -> None:
     if piece.finish_reason != "error":
         return
     message = piece.stop_reason if isinstance(piece.stop_reason, str) else "the engine failed"
-    asked_for_it = call.requests[0].params.response_format is not None
-    raise ApiError(400 if asked_for_it else 500, message, code="engine_error")
+    if is_masked(message):
+        param = masking_fields(call.requests[0].params)[0]
+        raise ApiError(400, message, param=param, code="invalid_request")
+    raise ApiError(500, message, code="engine_error")
 
 
 def whole_body(

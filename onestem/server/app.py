@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from onestem import __version__
+from onestem.batch.fields import show
 from onestem.errors import OnestemError
 from onestem.server import files
 from onestem.server.bodies import read_json
@@ -49,12 +51,28 @@ Serves = Annotated[Service, Depends(_the_service)]
 Asks = Annotated[Tenant, Depends(_the_tenant)]
 Limit = Annotated[int, Query(ge=1, le=10000)]
 COMPLETIONS = answers("application/json", "text/event-stream")
-api = APIRouter(prefix="/v1", responses=ERRORS)
+Order = Literal["asc", "desc"]
+
+
+async def _known_query(request: Request, tenant: Asks) -> None:
+    """Refuse what the route does not read of the query: it would be ignored."""
+    route = request.scope["route"]
+    known = {field.alias for field in route.dependant.query_params}
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in known:
+            there = f"there is {', '.join(sorted(known))}" if known else "there is none"
+            raise ApiError(400, f"unknown query parameter: {show(name)}, {there}", param=name)
+        if count > 1:
+            raise ApiError(400, f"{name} stands {count} times in the query", param=name)
+
+
+api = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(_known_query)])
 open_routes = APIRouter(responses=ERRORS)
 
 
 async def _json(request: Request, service: Service) -> Json:
-    return read_json(await read_limited(request, service.settings.max_body_bytes))
+    raw = await read_limited(request, service.settings.max_body_bytes)
+    return await service.parsed(raw, read_json)
 
 
 # ----------------------------------------------------------------------------- completions
@@ -170,10 +188,17 @@ async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
 
 @api.get("/files")
 async def list_files(
-    service: Serves, tenant: Asks, limit: Limit = 10000, after: str | None = None
+    service: Serves,
+    tenant: Asks,
+    purpose: str | None = None,
+    order: Order = "desc",
+    limit: Limit = 10000,
+    after: str | None = None,
 ) -> Json:
-    """The key's files, newest first."""
+    """The key's files of a purpose or all; by age, newest first unless `order` is asc."""
     rows = await asyncio.to_thread(service.store.list_files, tenant.name)
+    rows = [row for row in rows if purpose in (None, row["purpose"])]
+    rows = rows if order == "desc" else rows[::-1]
     return files.page_of([files.describe(row) for row in rows], limit, after)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from onestem.batch.fields import (
     sampling_fields,
     show,
 )
-from onestem.batch.format import LineError, read_object
+from onestem.batch.format import MAX_DEPTH, LineError, read_object
 from onestem.errors import RequestError
 from onestem.request import SamplingParams
 from onestem.server.errors import ApiError
@@ -26,7 +25,7 @@ __all__ = ["Asked", "read_body", "read_json"]
 MOST_PROMPTS = 256
 MOST_SEQUENCES = 1024
 LONGEST_SALT = 256
-LONGEST_TIMEOUT = 24 * 3600.0
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.001, 24 * 3600.0
 SERVER_FIELDS = ("cache_salt", "prefix", "stream", "stream_options", "timeout")
 
 
@@ -55,7 +54,7 @@ class Asked:
 def read_json(raw: bytes) -> dict[str, Any]:
     """The object in a body; raises a 400 for anything else."""
     try:
-        return read_object(raw, "the body")
+        return read_object(raw, "the body", MAX_DEPTH)
     except LineError as error:
         raise ApiError(400, str(error), code="invalid_json") from error
 
@@ -112,15 +111,21 @@ def _check_sizes(asked: Asked) -> None:
             f"prompt is a list of {len(asked.prompts)} prompts, limit is {MOST_PROMPTS}: "
             "send several requests"
         )
-    count = len(asked.prompts) * asked.params.n
-    if count > MOST_SEQUENCES:
-        raise RequestError(
-            f"n is {asked.params.n} for {len(asked.prompts)} prompts, limit is {MOST_SEQUENCES} "
-            "answers in all: send several requests"
-        )
+    _check_sequences(asked)
     if len(asked.cache_salt) > LONGEST_SALT:
         raise RequestError(
             f"cache_salt has {len(asked.cache_salt)} characters, limit is {LONGEST_SALT}"
+        )
+
+
+def _check_sequences(asked: Asked) -> None:
+    choices, num_prompts = asked.params.choices, len(asked.prompts)
+    what = f"n is {asked.params.n}" if choices is None else f"choices has {len(choices)} texts"
+    each = asked.params.n if choices is None else len(choices)
+    if each * num_prompts > MOST_SEQUENCES:
+        raise RequestError(
+            f"{what} for {num_prompts} prompts, limit is {MOST_SEQUENCES} sequences in all: "
+            "send several requests"
         )
 
 
@@ -141,9 +146,10 @@ def _timeout(value: Any) -> float | None:
     if value is None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 < value <= LONGEST_TIMEOUT:
+    if not number or not SHORTEST_TIMEOUT <= value <= LONGEST_TIMEOUT:  # NaN is in no range
         raise RequestError(
-            f"timeout is {show(value)}, expected seconds above 0, at most {LONGEST_TIMEOUT:.0f}"
+            f"timeout is {show(value)}, expected seconds from {SHORTEST_TIMEOUT} to "
+            f"{LONGEST_TIMEOUT:.0f}"
         )
     return float(value)
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from onestem.batch.fields import Kind
 from onestem.request import Request, RequestMetrics
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient
-from onestem.server.errors import ApiError
+from onestem.server.errors import TOO_LATE, ApiError, too_late
 from onestem.server.inbox import Inbox
 from onestem.server.messages import Delta
 from onestem.server.tenants import Tenant
 
 __all__ = ["Call", "Outcome", "usage_of"]
-
-TOO_LATE = "deadline_exceeded"
 
 Outcome = Literal["stop", "length", "abort", "error", "timeout", "refused"]
 
@@ -35,7 +34,7 @@ class Call:
         chunk_size: of its stream's chunks, behind the first one; None: a token each.
         app: name of the prefix that it stands behind, "" if none.
         created: unix seconds; arrived: of `time.monotonic()`.
-        deadline: of `time.monotonic()`.
+        seconds: that it may take.
     """
 
     id: str
@@ -50,9 +49,11 @@ class Call:
     chunk_size: ChunkSize | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     arrived: float
-    deadline: float
+    seconds: float
     inbox: Inbox = field(init=False)
     outcome: Outcome | None = None
+    _num_left: int = field(init=False, default=0)
+    _on_left: Callable[[], object] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(len(self.requests), self.chunk_size)
@@ -81,22 +82,37 @@ class Call:
         finally:
             timer.cancel()
             self.outcome = self.outcome or "abort"
-            for request in self.requests:
-                client.abort(request.request_id)
+            for part, request in enumerate(self.requests):
+                client.abort(request.request_id, partial(self._left, part))
+
+    def _left(self, part: int, metrics: RequestMetrics | None) -> None:
+        """The engine is done with one of its requests; `metrics` where it was cut short."""
+        if metrics is not None and part not in self.inbox.ended:
+            name = self.requests[part].request_id
+            self.inbox.ended[part] = Delta(name, [], finished=True, metrics=metrics)
+        self._num_left += 1
+        if self._num_left == len(self.requests) and self._on_left is not None:
+            self._on_left()
+
+    def when_left(self, tell: Callable[[], object]) -> None:
+        """Have `tell` called when the engine is done with all of it, so that `metrics` are whole.
+        For one that was cut short, that is soon after `running`."""
+        if self._num_left == len(self.requests):
+            tell()
+        else:
+            self._on_left = tell
 
     def _finish_reason(self) -> Outcome:
         reasons = [piece.finish_reason for delta in self.deltas for piece in delta.pieces]
         return reasons[-1] or "stop" if reasons else "stop"
 
     def _too_late(self) -> ApiError:
-        return ApiError(
-            504,
-            f"no answer within {self.deadline - self.arrived:.6g} s: "
-            "raise timeout, or ask for fewer tokens",
-            param="timeout",
-            code=TOO_LATE,
-            headers={"x-should-retry": "false"},
-        )
+        return too_late(self.seconds)
+
+    @property
+    def deadline(self) -> float:
+        """Of `time.monotonic()`."""
+        return self.arrived + self.seconds
 
     @property
     def deltas(self) -> list[Delta]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from onestem.request import Request
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.lately import Lately
+from onestem.server.leaving import Leaving, OnEnd, nobody
 from onestem.server.listeners import JobSink, Listener
 from onestem.server.logs import log
 from onestem.server.messages import (
@@ -41,17 +41,19 @@ from onestem.server.messages import (
     Unpin,
 )
 from onestem.server.process import EngineLink, Launcher
+from onestem.server.questions import Questions
 from onestem.server.turns import Turns
+from onestem.server.watchdog import Watchdog
 from onestem.server.wire import frame, read_message
 
-__all__ = ["EngineClient"]
+__all__ = ["ANSWER_SECONDS", "EngineClient"]
 
 LOOKAHEAD = 32  # requests in the engine that are not admitted yet: keys take turns before it
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
 STOP_SECONDS = 10.0
 
-State = Literal["starting", "running", "down", "stopped"]
+State = Literal["starting", "running", "stuck", "down", "stopped"]
 
 
 @dataclass
@@ -73,6 +75,7 @@ class EngineClient:
         launcher: starts it.
         queue_limit: most requests of a key that wait in front of it.
         chunk_size: of streams; it is told how many tokens come.
+        watchdog: says when the engine is stuck; it is ended then, and started again.
 
     Attributes:
         state: `running` is the only one in which requests are taken.
@@ -83,7 +86,11 @@ class EngineClient:
     """
 
     def __init__(
-        self, launcher: Launcher, queue_limit: int, chunk_size: ChunkSize | None = None
+        self,
+        launcher: Launcher,
+        queue_limit: int,
+        chunk_size: ChunkSize | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.state: State = "starting"
         self.error: str | None = None
@@ -98,18 +105,20 @@ class EngineClient:
         self.on_up: Callable[[], object] = lambda: None
         self.on_refused: Callable[[str, str], object] = lambda name, why: None
         self._launcher = launcher
+        self.watchdog = watchdog or Watchdog(0)
         self._link: EngineLink | None = None
         self._entries: dict[str, _Entry] = {}
         self._by_number: dict[int, _Entry] = {}  # of those that were sent
+        self._leaving = Leaving()
         self._jobs: dict[str, JobSink] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._tokens = itertools.count()
+        self._questions = Questions(self._send)
         self._num_sent = 0
         self._num_received = 0
         self._stats: dict[str, float] = {}
         self._stats_before: dict[str, float] = {}
         self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._finished = Lately(30.0, most=256)
         self._job_steps = Lately(10.0, most=256)
@@ -124,6 +133,7 @@ class EngineClient:
         """
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
+        self._watcher = asyncio.create_task(self._watch())
         await self._started
         assert self.facts is not None
         return self.facts
@@ -138,15 +148,16 @@ class EngineClient:
             if self._link is not None:  # it loads, or a step does not end
                 self._link.writer.close()
             await self._supervisor
+        if self._watcher is not None:
+            await self._watcher
         self._set_state("stopped", "the server is stopping")
+        self._leaving.give_up()
         self.fail_all(EngineDownError("the server is stopping: try again later"))
 
     def fail_all(self, error: ApiError) -> None:
-        """End all requests with an error."""
+        """Tell all listeners of an error; they end their requests (`abort`)."""
         for entry in list(self._entries.values()):
-            if entry.sent:
-                self._send(Abort(entry.request.request_id))
-            self._fail(entry, error)
+            entry.listener.on_error(error)
 
     async def _supervise(self) -> None:
         pause = 0.0
@@ -165,6 +176,17 @@ class EngineClient:
                 return
             self.restarts += 1
 
+    async def _watch(self) -> None:
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self.watchdog.interval)
+                return
+            if self.watchdog.tick() and self.state == "running" and self._link is not None:
+                reason = f"the engine had work and was silent for {self.watchdog.limit:g} s"
+                self._set_state("stuck", reason)
+                log.error("engine_stuck", error=reason)
+                self._link.kill()
+
     async def _run_engine(self) -> str:
         """Start an engine and listen to it until it is gone; returns why it went."""
         reason = None
@@ -172,6 +194,7 @@ class EngineClient:
             link = self._link = await self._launcher.launch()
         except OSError as error:
             return f"the engine process cannot be started: {error}"
+        self.watchdog.restart()
         if self._stopping.is_set():
             link.writer.close()
         try:
@@ -183,6 +206,7 @@ class EngineClient:
                     self._take(message)
         except EOFError:
             self._link = None
+            reason = self.error if self.state == "stuck" else reason
             ended = await link.end()
         return reason or f"the engine process ended ({ended})"
 
@@ -198,10 +222,8 @@ class EngineClient:
         error = EngineDownError("the engine died while it answered: it is being started again")
         for entry in [entry for entry in self._entries.values() if entry.sent]:
             self._fail(entry, error)
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(error)
-        self._asked.clear()
+        self._leaving.give_up()
+        self._questions.fail(error)
         for sink in list(self._jobs.values()):
             sink.on_down()
         self._jobs.clear()
@@ -218,9 +240,12 @@ class EngineClient:
             self._started.set_result(None)
 
     def _send(self, message: object) -> None:
+        data = frame(message)
         if self._link is not None:
+            if not (isinstance(message, Ask) and message.what == "validate"):
+                self.watchdog.note_sent()
             with contextlib.suppress(OSError, RuntimeError):  # it is gone; EOF says so soon
-                self._link.writer.write(frame(message))
+                self._link.writer.write(data)
 
     # ------------------------------------------------------------------------- requests
 
@@ -244,15 +269,20 @@ class EngineClient:
         self.turns.push(key, weight, request.request_id, entry)
         self._pump()
 
-    def abort(self, request_id: str) -> None:
-        """End a request, wherever it is; its listener hears nothing more."""
+    def abort(self, request_id: str, on_end: OnEnd = nobody) -> None:
+        """End a request, wherever it is; its listener hears nothing more.
+
+        Args:
+            on_end: told once what the request has cost; None where nobody knows.
+        """
         entry = self._forget(request_id)
-        if entry is None:
-            return
-        if entry.sent:
+        if entry is not None and entry.sent and self._link is not None:
+            self._leaving.add(request_id, on_end)
             self._send(Abort(request_id))
-        else:
+            return
+        if entry is not None and not entry.sent:
             self.turns.remove(entry.key, request_id)
+        on_end(None)
 
     def by_key(self) -> Mapping[str, tuple[int, int]]:
         """Key -> (requests that wait in front of the engine, requests that it has)."""
@@ -276,10 +306,15 @@ class EngineClient:
             entry = self.turns.pop()
             if entry is None:
                 return
+            try:
+                self._send(Add(entry.request, self._num_sent))
+            except Exception as error:  # it cannot be written down: nobody else's concern
+                log.exception("unsendable_request", error, id=entry.request.request_id)
+                self._fail(entry, ApiError(500, f"the request cannot be sent: {error}"))
+                continue
             entry.number = self._num_sent
             self._by_number[entry.number] = entry
             self._num_sent += 1
-            self._send(Add(entry.request, entry.number))
 
     def _fail(self, entry: _Entry, error: ApiError) -> None:
         self._forget(entry.request.request_id)
@@ -299,11 +334,12 @@ class EngineClient:
         if isinstance(message, Report):
             self._take_report(message)
         elif isinstance(message, Answered):
-            self._take_answer(message)
+            self._questions.take(message)
         elif isinstance(message, Ready):
             self._take_ready(message)
 
     def _take_report(self, report: Report) -> None:
+        self.watchdog.note_report(report.num_taken, busy=report.busy)
         self._num_received = report.num_received
         self.num_waiting, self.num_running = report.num_waiting, report.num_running
         if report.stats is not None:
@@ -313,6 +349,8 @@ class EngineClient:
         self._take_tokens(report.tokens)
         for delta in report.deltas:
             self._take_delta(delta)
+        for name, metrics in report.aborted.items():
+            self._leaving.take(name, metrics)
         for name, why in report.refused.items():
             entry = self._entries.get(name)
             if entry is not None:
@@ -338,38 +376,24 @@ class EngineClient:
     def _take_delta(self, delta: Delta) -> None:
         entry = self._entries.get(delta.request_id)
         if entry is None:
+            if delta.finished:  # it ended while its abort was under way
+                self._leaving.take(delta.request_id, delta.metrics)
             return
         if delta.finished:
             self._forget(delta.request_id)
             self._finished.note()
         entry.listener.on_delta(delta)
 
-    def _take_answer(self, answer: Answered) -> None:
-        future = self._asked.pop(answer.token, None)
-        if future is None or future.done():
-            return
-        if answer.error is not None:
-            future.set_exception(RequestError(answer.error))
-        else:
-            future.set_result(answer.value)
-
-    async def ask(self, what: str, value: Any = None) -> Any:
+    async def ask(self, what: str, value: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
         """The engine's answer to a question (see `messages.Ask`).
 
         Raises:
-            EngineDownError: it is not there, or does not answer in time.
-            RequestError: it says no.
+            EngineDownError: it is not there.
+            NoAnswerError: it does not answer within `seconds`.
+            RequestError: it says no; ApiError: it failed to find out.
         """
         self.check_up()
-        token = next(self._tokens)
-        future = self._asked[token] = asyncio.get_running_loop().create_future()
-        self._send(Ask(token, what, value))
-        try:
-            return await asyncio.wait_for(future, ANSWER_SECONDS)
-        except TimeoutError:
-            raise EngineDownError("the engine does not answer") from None
-        finally:
-            self._asked.pop(token, None)
+        return await self._questions.ask(what, value, seconds)
 
     # ------------------------------------------------------------------------- the rest
 

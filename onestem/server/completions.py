@@ -7,7 +7,8 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
@@ -16,13 +17,14 @@ from starlette.responses import JSONResponse, Response
 from onestem.batch.fields import Kind, Prompt
 from onestem.batch.results import Spelling
 from onestem.batch.spool import NO_TOKENIZER
-from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.request import Request
 from onestem.server.answers import Chunks, check_piece, whole_body
 from onestem.server.bodies import Asked, read_body
 from onestem.server.calls import Call
-from onestem.server.errors import ApiError
+from onestem.server.client import ANSWER_SECONDS
+from onestem.server.errors import ApiError, NoAnswerError, too_late
+from onestem.server.lengths import BoundedTokenizer
 from onestem.server.limits import read_limited
 from onestem.server.prefixes import APP_OWNER, Prefix, messages_of
 from onestem.server.streaming import DONE, EventStream, disconnected, event
@@ -41,7 +43,8 @@ CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
 async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
     """Answer a call, whole or as a stream."""
     arrived = time.monotonic()
-    asked = read_body(kind, await read_limited(http, service.settings.max_body_bytes))
+    raw = await read_limited(http, service.settings.max_body_bytes)
+    asked = await service.parsed(raw, partial(read_body, kind))
     service.check_model(asked.model)
     service.client.check_up()
     call = await _call(service, asked, tenant, arrived)
@@ -62,8 +65,9 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
     else:
         requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
     first = requests[0]
+    seconds = asked.timeout or service.settings.timeout
     if asked.params.response_format is not None or first.pml is not None:
-        await service.client.ask("validate", first)
+        await _validate(service, first, arrived, seconds)
     if first.pml is not None and service.settings.engine.get("module_disk") is not None:
         wanted = service.schemas.alternatives(tenant, first.pml)
         service.client.prefetch(wanted, first.module_salt)
@@ -80,8 +84,19 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         return_token_ids=asked.return_token_ids or service.tokenizer is None,
         chunk_size=service.client.chunk_size,
         arrived=arrived,
-        deadline=arrived + (asked.timeout or service.settings.timeout),
+        seconds=seconds,
     )
+
+
+async def _validate(service: Service, request: Request, arrived: float, seconds: float) -> None:
+    """As the engine would, within the request's time; a grammar is compiled there."""
+    left = max(0.0, arrived + seconds - time.monotonic())
+    try:
+        await service.client.ask("validate", request, seconds=min(left, ANSWER_SECONDS))
+    except NoAnswerError:
+        if left <= ANSWER_SECONDS:
+            raise too_late(seconds) from None
+        raise
 
 
 def _is_quick(asked: Asked) -> bool:
@@ -99,7 +114,7 @@ def _requests(
     if asked.prompts[0].pml is not None:
         return [_pml_request(service, asked, tenant, asked.prompts[0], name)]
     requests = []
-    for number, ids in enumerate(_token_ids(service.tokenizer, asked, prefix)):
+    for number, ids in enumerate(_token_ids(service.bounded_tokenizer, asked, prefix)):
         common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
         request = Request(
             request_id=f"{name}-{number}",
@@ -134,16 +149,17 @@ def _pml_request(
 
 
 def _token_ids(
-    tokenizer: Tokenizer | None, asked: Asked, prefix: Prefix | None
-) -> Sequence[list[int]]:
+    tokenizer: BoundedTokenizer | None, asked: Asked, prefix: Prefix | None
+) -> Iterator[list[int]]:
+    """Of each prompt, when it is asked for: one that is refused spares those behind it."""
     if asked.kind == "chat":
         if tokenizer is None:
             raise RequestError(NO_TOKENIZER)
-        return [_chat_ids(tokenizer, prompt, prefix) for prompt in asked.prompts]
-    return [_completion_ids(tokenizer, prompt, prefix) for prompt in asked.prompts]
+        return (_chat_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
+    return (_completion_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
 
 
-def _chat_ids(tokenizer: Tokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
+def _chat_ids(tokenizer: BoundedTokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
     assert prompt.messages is not None
     if prefix is None:
         return tokenizer.apply_chat_template(prompt.messages)
@@ -156,7 +172,7 @@ def _chat_ids(tokenizer: Tokenizer, prompt: Prompt, prefix: Prefix | None) -> li
 
 
 def _completion_ids(
-    tokenizer: Tokenizer | None, prompt: Prompt, prefix: Prefix | None
+    tokenizer: BoundedTokenizer | None, prompt: Prompt, prefix: Prefix | None
 ) -> list[int]:
     if prefix is not None and "completion" not in prefix.forms:
         raise RequestError(

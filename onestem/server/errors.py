@@ -10,7 +10,18 @@ from starlette.responses import JSONResponse
 
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 
-__all__ = ["ApiError", "EngineDownError", "as_api_error", "error_object", "error_response"]
+__all__ = [
+    "TOO_LATE",
+    "ApiError",
+    "EngineDownError",
+    "NoAnswerError",
+    "as_api_error",
+    "error_object",
+    "error_response",
+    "too_late",
+]
+
+TOO_LATE = "deadline_exceeded"
 
 TYPE_OF_STATUS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -28,6 +39,7 @@ TYPE_OF_STATUS: Mapping[int, str] = {
     504: "timeout_error",
 }
 UNKNOWN_FIELD = re.compile(r"unknown field in (?:body|\S+): '([^']*)'")
+INSIDE = re.compile(r"(?:a key of|a token id in|body has|body has no) ([a-z_]+)\b(?= is| and)")
 FIELD = re.compile(r"([a-z][a-z_]*)(?=[\[. ])")
 NO_FIELD = ("a", "body", "no", "prompt", "the", "unknown")
 
@@ -70,6 +82,25 @@ class EngineDownError(ApiError):
         super().__init__(503, message, code="engine_down", headers={"Retry-After": "2"})
 
 
+class NoAnswerError(ApiError):
+    """The engine process is there, and has not answered a question in time."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"the engine has not answered within {seconds:.3g} s: try again later"
+        super().__init__(503, message, code="engine_slow", headers={"Retry-After": "2"})
+
+
+def too_late(seconds: float) -> ApiError:
+    """A request had so many seconds, and they are over."""
+    return ApiError(
+        504,
+        f"no answer within {seconds:.6g} s: raise timeout, or ask for fewer tokens",
+        param="timeout",
+        code=TOO_LATE,
+        headers={"x-should-retry": "false"},
+    )
+
+
 def error_object(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
@@ -92,9 +123,10 @@ def as_api_error(error: OnestemError) -> ApiError:
 
 
 def _param(message: str) -> str | None:
-    unknown = UNKNOWN_FIELD.match(message)
-    if unknown is not None:
-        return unknown[1]
+    for pattern in (UNKNOWN_FIELD, INSIDE):
+        named = pattern.match(message)
+        if named is not None:
+            return named[1]
     if message.startswith("prompt "):
         return "prompt"
     found = FIELD.match(message)

@@ -12,9 +12,10 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from onestem.batch import Progress
+from onestem.errors import RequestError
 from onestem.request import Request, RequestOutput
 from onestem.server.client import EngineClient
-from onestem.server.errors import EngineDownError
+from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.messages import JobOutput, JobRequests
 
 __all__ = ["JobAttempt", "StoppedError", "Told", "in_thread"]
@@ -74,12 +75,22 @@ class JobAttempt:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def validate(self, check: Callable[[Request], object], request: Request) -> None:
-        """As the engine would; a grammar is compiled there."""
+        """As the engine would; a grammar is compiled there. What it cannot find out is the line's
+        error, unless it is gone.
+
+        Raises:
+            RequestError: the line cannot be answered; EngineDownError: the engine is not there.
+        """
         self.check()
         check(request)
         if request.params.response_format is not None or request.pml is not None:
             asked = self._client.ask("validate", request)
-            asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+            try:
+                asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+            except EngineDownError:
+                raise
+            except ApiError as error:
+                raise RequestError(error.message) from error
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Hand requests over as there is room for them, yield outputs as they come."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -28,8 +27,8 @@ from onestem.request import Request
 from onestem.server.batch_records import counts_of, error_list, new_batch, now
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
-from onestem.server.files import new_file_row
 from onestem.server.job_attempt import JobAttempt, StoppedError, Told, in_thread
+from onestem.server.job_files import count_lines, keep_output
 from onestem.server.logs import log
 from onestem.server.schemas import Schemas
 from onestem.server.store import Row, Store
@@ -173,7 +172,7 @@ class Jobs:
                 await self._attempt(owner, record, deaths)
             except Exception as error:
                 log.exception("job_failed", error, job=record["id"])
-                await self._close(owner, record["id"], "failed", error_list("internal", str(error)))
+                await self._failed(owner, record["id"], "internal", str(error))
 
     def _choose(self) -> tuple[str, Row] | None:
         """The oldest open batch of the key that comes after the last one's."""
@@ -209,9 +208,9 @@ class Jobs:
             deaths[batch_id] = 1 if run.num_answered else deaths.get(batch_id, 0) + 1
             if deaths[batch_id] >= MOST_DEATHS:
                 why = f"the engine died {MOST_DEATHS} times without an answer of this job"
-                await self._close(owner, batch_id, "failed", error_list("engine_down", why))
+                await self._failed(owner, batch_id, "engine_down", why)
         except (OnestemError, ApiError) as error:
-            await self._close(owner, batch_id, "failed", error_list("job_error", str(error)))
+            await self._failed(owner, batch_id, "job_error", str(error))
         finally:
             self._active = None
 
@@ -270,15 +269,7 @@ class Jobs:
                 request_counts=dict(counts),
             )
             place = self._place(batch_id)
-            output = self._keep(owner, place, f"{batch_id}_output.jsonl", f"file-{batch_id[6:]}o")
-            errors = None
-            if counts["failed"]:
-                failed = place.with_name("errors.jsonl")
-                failed.parent.mkdir(exist_ok=True)
-                _copy_errors(self._store.files / output, failed)
-                errors = self._keep(
-                    owner, failed, f"{batch_id}_errors.jsonl", f"file-{batch_id[6:]}e"
-                )
+            output, errors = keep_output(self._store, owner, batch_id, place)
             self._save(
                 owner,
                 record,
@@ -289,46 +280,34 @@ class Jobs:
             )
             shutil.rmtree(place.parent, ignore_errors=True)
 
-    def _keep(self, owner: str, path: Path, filename: str, file_id: str) -> str:
-        """Make a file of a job one of the key's files. Done again after a crash, it changes
-        nothing: the id comes from the batch."""
-        row = new_file_row(owner, filename, "batch_output") | {"id": file_id}
-        target = self._store.files / file_id
-        if path.exists():
-            os.replace(path, target)
-        row["bytes"] = target.stat().st_size
-        self._store.add_file(row)
-        return file_id
-
     async def _cancelled(self, owner: str, batch_id: str) -> None:
-        await asyncio.to_thread(self._keep_partial, owner, batch_id)
+        ended = {"status": "cancelled", "cancelled_at": now()}
+        await asyncio.to_thread(self._end_early, owner, batch_id, ended)
         log.info("job_cancelled", job=batch_id)
 
-    def _keep_partial(self, owner: str, batch_id: str) -> None:
-        """What was answered before a batch was cancelled is its output."""
+    async def _failed(self, owner: str, batch_id: str, code: str, message: str) -> None:
+        errors = error_list(code, message)
+        ended = {"status": "failed", "failed_at": now(), "errors": errors}
+        await asyncio.to_thread(self._end_early, owner, batch_id, ended)
+        log.warning("job_ended", job=batch_id, status="failed", error=message)
+
+    def _end_early(self, owner: str, batch_id: str, changes: Mapping[str, Any]) -> None:
+        """What was answered before a batch was cancelled or failed is its output."""
         place = self._place(batch_id)
         partial_file = place.with_name(place.name + ".partial")
-        output = None
-        if partial_file.exists() and partial_file.stat().st_size:
-            output = self._keep(
-                owner, partial_file, f"{batch_id}_output.jsonl", f"file-{batch_id[6:]}o"
-            )
-        shutil.rmtree(place.parent, ignore_errors=True)
+        output, errors = keep_output(self._store, owner, batch_id, partial_file)
+        num_failed = count_lines(self._store, errors)
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
-            self._save(owner, record, status="cancelled", cancelled_at=now(), output_file_id=output)
-
-    async def _close(self, owner: str, batch_id: str, status: str, errors: Row) -> None:
-        def close() -> None:
-            with self._lock:
-                record = self._store.batch(owner, batch_id)
-                if record is not None:
-                    self._save(owner, record, status=status, failed_at=now(), errors=errors)
-            shutil.rmtree(self._place(batch_id).parent, ignore_errors=True)
-
-        await asyncio.to_thread(close)
-        log.warning("job_ended", job=batch_id, status=status, error=errors["data"][0]["message"])
+            counts = {
+                **record["request_counts"],
+                "completed": count_lines(self._store, output) - num_failed,
+                "failed": num_failed,
+            }
+            files = {"output_file_id": output, "error_file_id": errors}
+            self._save(owner, record, request_counts=counts, **files, **changes)
+        shutil.rmtree(place.parent, ignore_errors=True)
 
 
 def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
@@ -342,8 +321,3 @@ def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
                 continue
             if url in KIND_OF_URL and url != endpoint:
                 raise JobError(f"line {number}: url is {url}, the batch's endpoint is {endpoint}")
-
-
-def _copy_errors(output: Path, target: Path) -> None:
-    with open(output, "rb") as source, open(target, "wb") as file:
-        file.writelines(raw for raw in source if read_object(raw).get("error") is not None)

@@ -219,17 +219,21 @@ class Report:
     Attributes:
         tokens, deltas: of interactive requests; `tokens` come before `deltas`.
         refused: request id -> why.
+        aborted: request id -> what it has cost; None: it was not begun, or has ended by itself.
         num_received: `Add`s taken so far; num_waiting: of these, not admitted yet.
         num_running: sequences in the engine.
         jobs: finished requests of jobs.
         pulled: job -> requests that the engine has taken so far.
         stats: the engine's counts, now and then.
         job_step_seconds: the longest step without an interactive request, since the last `stats`.
+        num_taken: commands taken so far, but for questions that need the engine's grammars alone.
+        busy: a further report follows without a command.
     """
 
     tokens: Tokens = field(default_factory=Tokens)
     deltas: list[Delta] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    aborted: dict[str, RequestMetrics | None] = field(default_factory=dict)
     num_received: int = 0
     num_waiting: int = 0
     num_running: int = 0
@@ -237,10 +241,15 @@ class Report:
     pulled: dict[str, int] = field(default_factory=dict)
     stats: Mapping[str, float] | None = None
     job_step_seconds: float = 0.0
+    num_taken: int = 0
+    busy: bool = False
 
 
 @dataclass(frozen=True)
 class Answered:
+    """`error`: why not; `fault`: whether a caller's mistake is the reason."""
+
     token: int
     value: Any = None
     error: str | None = None
+    fault: bool = True

@@ -21,6 +21,7 @@ from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError
+from onestem.server.lengths import BoundedTokenizer
 from onestem.server.store import Store
 from onestem.server.tenants import Tenant
 
@@ -169,8 +170,8 @@ class Prefixes:
             raise ApiError(
                 409, f"{name!r} is a prefix of the operator's: choose another name", param="name"
             )
-        prefix = await asyncio.to_thread(self._made, tenant.name, name, 0, source, int(time.time()))
         self._client.check_up()
+        prefix = await asyncio.to_thread(self._new, tenant.name, name, source)
         async with self._lock:
             before = self._current.get((tenant.name, name))
             prefix.version = before.version + 1 if before is not None else 1
@@ -188,6 +189,13 @@ class Prefixes:
             if before is not None:
                 self._drop(before)
         return prefix
+
+    def _new(self, owner: str, name: str, source: Mapping[str, Any]) -> Prefix:
+        facts = self._client.facts
+        if self._tokenizer is not None and facts is not None:
+            bounded = BoundedTokenizer(self._tokenizer, facts.max_model_len)
+            bounded.check_messages(next(iter(source)), messages_of(source))
+        return self._made(owner, name, 0, source, int(time.time()))
 
     def _check_size(self, prefix: Prefix) -> None:
         facts = self._client.facts

@@ -22,6 +22,10 @@ class EngineLink(Protocol):
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
+    def kill(self) -> None:
+        """End the engine at once, whatever it does."""
+        ...
+
     async def end(self) -> str:
         """See to it that the engine is gone; returns how it ended."""
         ...
@@ -77,6 +81,10 @@ class _ProcessLink:
         self.process = process
         self.reader = reader
         self.writer = writer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.writer.close()
 
     async def end(self) -> str:
         self.writer.close()

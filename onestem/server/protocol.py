@@ -37,10 +37,10 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=4096)]
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 class StreamOptions(_Strict):
@@ -78,7 +78,7 @@ class _Sampling(_Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -91,7 +91,7 @@ class _Sampling(_Strict):
         ]
         | None
     ) = None
-    choices: Annotated[list[Text], Field(min_length=1)] | None = Field(
+    choices: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Pick the most probable of these texts instead of sampling."
     )
     response_format: JsonSchemaFormat | PlainFormat | None = None
@@ -104,7 +104,7 @@ class _Sampling(_Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="Requests of different salts share nothing in the cache."
     )
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = Field(
+    timeout: Annotated[float, Field(ge=0.001, le=86400)] | None = Field(
         None, description="Seconds until the request is given up."
     )
     pml: str | None = Field(None, description="A prompt in PML, in place of the other kinds.")

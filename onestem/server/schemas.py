@@ -26,6 +26,7 @@ from onestem.pml import (
     to_markup,
 )
 from onestem.server.errors import ApiError
+from onestem.server.lengths import BoundedTokenizer, check_markup
 from onestem.server.prefixes import APP_OWNER
 from onestem.server.store import Store
 from onestem.server.tenants import Tenant
@@ -73,6 +74,9 @@ class Schemas:
 
     def __init__(self, tokenizer: Tokenizer | None, max_positions: int, store: Store) -> None:
         self._tokenizer = tokenizer
+        self._bounded = (
+            BoundedTokenizer(tokenizer, max_positions) if tokenizer is not None else None
+        )
         self._max_positions = max_positions
         self._store = store
         self._current: dict[tuple[str, str], _Schema] = {}
@@ -122,7 +126,7 @@ class Schemas:
             raise ApiError(409, f"{name!r} is a schema of the operator's: choose another name")
         before = self._current.get((tenant.name, name))
         version = before.version + 1 if before is not None else 1
-        made = await asyncio.to_thread(self._made, tenant.name, version, markup, int(time.time()))
+        made = await asyncio.to_thread(self._new, tenant.name, version, markup)
         if made.name != name:
             raise RequestError(f"pml is a schema named {made.name!r}, expected {name!r}")
         row = {"owner": made.owner, "name": name, "version": version, "source": markup}
@@ -131,6 +135,14 @@ class Schemas:
         )
         self._current[tenant.name, name] = made
         return made.describe()
+
+    def _new(self, owner: str, version: int, markup: str) -> _Schema:
+        self._check_length(markup)
+        return self._made(owner, version, markup, int(time.time()))
+
+    def _check_length(self, markup: str) -> None:
+        if self._bounded is not None:
+            check_markup(markup, self._bounded)
 
     def find(self, tenant: Tenant, name: str) -> _Schema:
         for owner in (tenant.name, APP_OWNER):
@@ -159,6 +171,7 @@ class Schemas:
         Raises:
             PmlError: what is wrong with it; ApiError: its schema is not here.
         """
+        self._check_length(markup)
         prompt = parse_prompt(_checked(markup))
         return self.find(tenant, prompt.schema).library.compile(prompt, isolation)
 
@@ -172,7 +185,15 @@ class Schemas:
 
     def compiler(self, markups: Sequence[str]) -> CompilePml | None:
         """Compiles prompts of some schemas; None for a model without a tokenizer."""
-        return None if self._tokenizer is None else self._library(markups).compile
+        if self._tokenizer is None:
+            return None
+        library = self._library(markups)
+
+        def compiled(markup: str, isolation: str) -> CompiledPrompt:
+            self._check_length(markup)
+            return library.compile(markup, isolation)
+
+        return compiled
 
 
 def _checked(markup: str) -> str:

@@ -7,12 +7,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
-from onestem.engine.admission import check_request
+from onestem.engine.admission import MAX_CHOICE_TOKENS, check_request
 from onestem.engine.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
 from onestem.request import Request
@@ -21,6 +21,7 @@ from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.history import History
 from onestem.server.jobs import JobModel, Jobs
+from onestem.server.lengths import BoundedTokenizer
 from onestem.server.logs import log
 from onestem.server.metrics import Metrics
 from onestem.server.prefixes import Prefixes
@@ -29,6 +30,7 @@ from onestem.server.schemas import Schemas
 from onestem.server.settings import Settings
 from onestem.server.state import SnapshotCache
 from onestem.server.store import Store
+from onestem.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from onestem.server.calls import Call
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Service"]
 
 TOKENISING_THREADS = 2
+QUICK_BYTES = 1 << 15
 
 T = TypeVar("T")
 
@@ -56,7 +59,10 @@ class Service:
         self.tokenizer = tokenizer
         self.store = Store(settings.state)
         self.client = EngineClient(
-            launcher, settings.max_queue, ChunkSize(settings.stream_interval)
+            launcher,
+            settings.max_queue,
+            ChunkSize(settings.stream_interval),
+            Watchdog(settings.engine_timeout),
         )
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         self.schemas = Schemas(
@@ -140,18 +146,33 @@ class Service:
         """Tokenising, templates and checks: never on the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
+    async def parsed(self, raw: bytes, read: Callable[[bytes], T]) -> T:
+        """What is read of a body: on the event loop where that takes a millisecond at most."""
+        return read(raw) if len(raw) <= QUICK_BYTES else await self.in_thread(read, raw)
+
     def check(self, request: Request) -> None:
         """Raise `RequestError` for a request that can never be answered. (Grammars are compiled by
         the engine process.)"""
         facts = self.client.facts
         assert facts is not None
+        choices = request.params.choices
+        if choices is not None and self.bounded_tokenizer is not None:
+            self.bounded_tokenizer.check("choices", sum(map(len, choices)), MAX_CHOICE_TOKENS)
         check_request(
             request,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             tokenizer=self.tokenizer,
-            grammars=None,
         )
+
+    @cached_property
+    def bounded_tokenizer(self) -> BoundedTokenizer | None:
+        """For prompts, once the engine has been up."""
+        facts = self.client.facts
+        assert facts is not None
+        if self.tokenizer is None:
+            return None
+        return BoundedTokenizer(self.tokenizer, facts.max_model_len)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.names:
@@ -164,7 +185,9 @@ class Service:
 
     def note(self, call: Call) -> None:
         """A call has ended: count it, remember it, log it (without its text)."""
-        seconds = time.monotonic() - call.arrived
+        call.when_left(partial(self._note, call, time.monotonic() - call.arrived))
+
+    def _note(self, call: Call, seconds: float) -> None:
         self.metrics.note(call, seconds)
         self.history.note(call, seconds)
         last = call.metrics[-1] if call.metrics else None
@@ -199,7 +222,7 @@ class Service:
         facts = self.client.facts
         assert facts is not None
         return JobModel(
-            tokenizer=self.tokenizer,
+            tokenizer=self.bounded_tokenizer,
             identity=self._identity,
             name=self.settings.model,
             options={

@@ -34,6 +34,8 @@ class Settings:
         timeout: seconds that a request may take unless it says otherwise.
         max_body_bytes: of a JSON body; max_file_bytes: of an upload.
         grace: seconds that running streams get when the server stops.
+        engine_timeout: seconds without a sign of an engine that has work, until it is started
+            again; 0: never.
         stream_interval: least tokens of a stream's chunk (see `chunk_size`).
     """
 
@@ -52,6 +54,7 @@ class Settings:
     max_file_bytes: int = 512 * MIB
     grace: float = 30.0
     stream_interval: int = 1
+    engine_timeout: float = 120.0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -61,6 +64,7 @@ class Settings:
             ("max_file_bytes", 1024),
             ("grace", 0),
             ("stream_interval", 1),
+            ("engine_timeout", 0),
         ):
             value = getattr(self, name)
             if not value >= least:

@@ -1,8 +1,8 @@
 """The engine process: takes commands, computes steps, reports what is new.
 
-The main thread alone touches the engine, with one exception: grammars are compiled by a thread of
-their own, so that a large JSON schema delays no step. When the server is gone, however it ended,
-so is this process.
+The main thread alone touches the engine, with one exception: grammars are compiled by threads of
+their own, so that a large JSON schema delays no step, and no other schema. When the server is gone,
+however it ended, so is this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError
-from onestem.request import RequestOutput
+from onestem.request import RequestMetrics, RequestOutput
 from onestem.server.deltas import Deltas
 from onestem.server.garbage import collecting_less
 from onestem.server.job_feed import JobFeed
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "facts_of", "load", "main"]
 
 STATS_SECONDS = 0.25
+# Requests whose grammars are compiled at once, so that a slow schema does not hold up the next.
+COMPILING = 4
 # What a step may take: about what a request that has just come has to wait for. Where jobs have the
 # engine to themselves, and not for long, the next request may come any moment: their steps are
 # shorter.
@@ -102,13 +104,15 @@ class Worker:
         self._channel = channel
         self._leave = leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._compile = ThreadPoolExecutor(1, "grammars")
+        self._compile = ThreadPoolExecutor(COMPILING, "grammars")
         self._joining: Joining[Add] = Joining()
         self._deltas = Deltas()
         self._feeds: dict[str, JobFeed] = {}
         self._job_of: dict[str, str] = {}
         self._num_received = 0
+        self._num_taken = 0
         self._refused: dict[str, str] = {}
+        self._aborted: dict[str, RequestMetrics | None] = {}
         self._answers: list[Answered] = []
         self._running = True
         self._stats_at = 0.0
@@ -140,12 +144,15 @@ class Worker:
 
     def _validate(self, ask: Ask) -> None:
         """Compile what a request needs; its error, if any, goes back in the next report."""
-        error = None
+        answer = Answered(ask.token)
         try:
             self._engine.validate(ask.value)
-        except OnestemError as reason:
-            error = str(reason)
-        self._inbox.put(Answered(ask.token, error=error))
+        except OnestemError as error:
+            answer = Answered(ask.token, error=str(error))
+        except Exception as error:  # whoever asked would wait for ever
+            why = f"the request cannot be checked: {type(error).__name__}: {error}"
+            answer = Answered(ask.token, error=why, fault=False)
+        self._inbox.put(answer)
 
     # ------------------------------------------------------------------------- a turn
 
@@ -190,6 +197,7 @@ class Worker:
             except queue.Empty:
                 break
             took = True
+            self._num_taken += not isinstance(message, Answered)
             self._take(message)
         return took
 
@@ -213,6 +221,7 @@ class Worker:
                 tokens=tokens,
                 deltas=deltas,
                 refused=self._refused,
+                aborted=self._aborted,
                 num_received=self._num_received,
                 num_waiting=self._engine.num_waiting,
                 num_running=self._engine.num_running,
@@ -220,9 +229,11 @@ class Worker:
                 pulled={feed.job_id: feed.pulled for feed in self._feeds.values()},
                 stats=stats,
                 job_step_seconds=job_step,
+                num_taken=self._num_taken,
+                busy=not idle,
             )
         )
-        self._refused = {}
+        self._refused, self._aborted = {}, {}
         for answer in self._answers:
             self._channel.send(answer)
         self._answers = []
@@ -256,11 +267,14 @@ class Worker:
 
     @_take.register
     def _abort(self, message: Abort) -> None:
-        if self._joining.remove(message.request_id):
+        name = message.request_id
+        if self._joining.remove(name):
             self._num_received += 1
+            self._aborted[name] = None
             return
-        self._engine.abort(message.request_id)
-        self._deltas.forget(message.request_id)
+        output = self._engine.abort(name)
+        self._aborted[name] = output.metrics if output is not None else None
+        self._deltas.forget(name)
 
     @_take.register
     def _job_requests(self, message: JobRequests) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import builtins
 import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,61 +242,94 @@ def test_formats_that_are_none(response_format: Any, message: str) -> None:
         check_response_format(response_format)
 
 
-INTEGER = {"type": "integer"}
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"type": "integer", "not": {"const": 3}}, "has 'not'"),
-        ({"if": {}, "then": {}}, "has 'if'"),
-        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "has 'uniqueItems'"),
-        ({"type": "array", "contains": INTEGER}, "has 'contains'"),
-        ({"allOf": [INTEGER, {"maximum": 5}]}, "has 'allOf' of several schemas"),
-        ({"$ref": "https://example.org/a.json"}, "reference to another document"),
-        ({"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": INTEGER}}, r"'minimum' beside '\$ref'"),
-        ({"anyOf": [INTEGER, {"type": "null"}], "maximum": 3}, "'maximum' beside 'anyOf'"),
-        ({"type": "string", "pattern": "a+", "maxLength": 2}, "'pattern' together with a length"),
-        ({"type": "string", "pattern": 'a"'}, "a pattern with quotes"),
-        ({"type": "string", "pattern": r"a\n"}, "a pattern with quotes"),
-        ({"type": "string", "pattern": r"[a\x22]"}, "a pattern with quotes"),
-        ({"type": "string", "pattern": r"\\"}, "a pattern with quotes"),
-        ({"type": "object", "patternProperties": {"\n": {}}}, "a pattern with quotes"),
-        ({"type": "string", "format": "json-pointer"}, "the format 'json-pointer'"),
-        ({"properties": {"a": {"items": {"$defs": {"b": {"not": {}}}}}}}, "has 'not'"),
-    ],
-)
-def test_keywords_that_would_not_be_enforced(schema: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        check_response_format(json_schema(schema))
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        SCHEMA,
-        {"properties": {"not": INTEGER, "if": INTEGER}, "required": ["not"], "type": "object"},
-        {"anyOf": [INTEGER, {"type": "null"}], "default": None, "title": "Age"},
-        {"$ref": "#/$defs/a", "description": "x", "$defs": {"a": INTEGER}},
-        {"type": "string", "enum": ["a", "b"], "const": "a"},
-        {"enum": [{"not": 1}]},
-        {"allOf": [INTEGER]},
-        {"type": "string", "pattern": r"^\d{3}-[^x\s]\u00e9.*\.$"},
-        {"type": "array", "items": INTEGER, "uniqueItems": False},
-    ],
-)
-def test_ordinary_schemas_compile(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
-    assert compiler.compile(json_schema(schema)) is not None
-
-
 @pytest.mark.parametrize(
     "schema", [{"type": "nonsense"}, {"$ref": "#/$defs/none"}, {"properties": 3}]
 )
 def test_schemas_that_are_none(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=r"schema cannot be used: [A-Zp]") as caught:
+    with pytest.raises(RequestError, match=r"schema cannot be used: [A-Zpt$]") as caught:
         compiler.compile(json_schema(schema))
     assert "\n" not in str(caught.value)
     assert ".cc:" not in str(caught.value)
+
+
+class Stopped:
+    """xgrammar's compiler, which compiles schemas of this title when it is let."""
+
+    def __init__(self, compiler: Any, title: str) -> None:
+        self._compiler = compiler
+        self._title = title
+        self.begun = threading.Event()
+        self.let = threading.Event()
+        self.schemas: list[str] = []
+
+    def compile_json_schema(self, schema: str, **options: Any) -> Any:
+        self.schemas.append(schema)
+        if json.loads(schema).get("title") == self._title:
+            self.begun.set()
+            assert self.let.wait(60)
+        return self._compiler.compile_json_schema(schema, **options)
+
+
+@pytest.fixture
+def stopped(tokenizer: Tokenizer) -> Iterator[tuple[GrammarCompiler, Stopped]]:
+    compiler = GrammarCompiler(tokenizer)
+    stopped = Stopped(compiler._loaded(), "slow")
+    compiler._compiler = stopped
+    yield compiler, stopped
+    stopped.let.set()
+
+
+SLOW = {"title": "slow", "type": "integer"}
+
+
+def test_others_do_not_wait_for_a_slow_schema(stopped: tuple[GrammarCompiler, Stopped]) -> None:
+    compiler, inner = stopped
+    compiler.compile(json_schema(SCHEMA))
+    with ThreadPoolExecutor(3) as threads:
+        slow = [threads.submit(compiler.compile, json_schema(SLOW)) for _ in range(2)]
+        assert inner.begun.wait(60)
+        assert compiler.compile(json_schema(SCHEMA)) is not None  # cached
+        assert compiler.compile(json_schema({"type": "null"})) is not None
+        prepared = compiler.prepare(json_schema(SLOW))
+        assert prepared is not None
+        assert not prepared.done()
+        assert not any(one.done() for one in slow)
+        inner.let.set()
+        assert all(one.result(60) is not None for one in slow)
+    assert sum("slow" in schema for schema in inner.schemas) == 1
+    assert prepared.done()
+
+
+def test_prepared_grammars_are_the_compiled_ones(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    for number in range(8):
+        schema = json_schema({"type": "string", "maxLength": 20 + number})
+        prepared = compiler.prepare(schema)
+        assert prepared is not None
+        state = compiler.state(prepared)
+        state.accept(byte_ids(tokenizer, '"')[0])
+        other = state_of(GrammarCompiler(tokenizer, compiler.vocab_size), schema)
+        assert torch.equal(state.at_start().fill_mask(), other.fill_mask())
+        other.accept(byte_ids(tokenizer, '"')[0])
+        assert torch.equal(state.fill_mask(), other.fill_mask())
+    assert compiler.prepare({"type": "text"}) is None
+    bad = compiler.prepare(json_schema({"$ref": "#/$defs/none"}))
+    assert bad is not None
+    assert isinstance(bad.exception(60), RequestError)
+
+
+def test_what_is_being_compiled_is_not_forgotten(
+    stopped: tuple[GrammarCompiler, Stopped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onestem.engine.grammar._CACHE_ENTRIES", 2)
+    compiler, inner = stopped
+    first = compiler.prepare(json_schema(SLOW))
+    for number in range(5):
+        compiler.compile(json_schema({"type": "integer", "minimum": number}))
+    assert len(compiler._compiled) <= 3
+    assert compiler.prepare(json_schema(SLOW)) is first
+    inner.let.set()
 
 
 def test_a_schema_is_compiled_once(tokenizer: Tokenizer) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from onestem.engine.pace import CYCLE, FEWEST_ROWS, SAMPLES, SLOWDOWN, JobShare, StepBudget
+from onestem.engine.pace import (
+    CYCLE,
+    FEWEST_ROWS,
+    FIRST_ROWS,
+    SAMPLES,
+    SLOWDOWN,
+    JobShare,
+    StepBudget,
+)
 
 
 def run(
@@ -57,7 +65,7 @@ def test_a_size_that_was_never_seen_runs_alone_first():
 
 def test_a_step_takes_about_the_time_it_may():
     budget = StepBudget(most=1000, seconds=0.1)
-    assert budget.rows() == 1000
+    assert budget.rows() == FIRST_ROWS  # nothing is known yet
     for _ in range(20):
         budget.note(budget.rows(), 0.001 * budget.rows())
     assert budget.rows() == budget.rows(800) == 100

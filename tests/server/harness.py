@@ -126,6 +126,9 @@ class _Link:
     def __init__(self, thread, channel, reader, writer) -> None:
         self.thread, self.channel, self.reader, self.writer = thread, channel, reader, writer
 
+    def kill(self) -> None:
+        self.writer.close()
+
     async def end(self) -> str:
         self.writer.close()
         await asyncio.to_thread(self.thread.join, WAIT)
@@ -203,6 +206,7 @@ class Running:
         assert books["error"] is None
         assert books["free"] + books["cached"] == books["total"]
         assert books["running"] == books["waiting"] == 0
+        self.until(lambda: not self.service.client.watchdog.owes)
         return books
 
     def until(self, condition: Callable[[], bool]) -> None:

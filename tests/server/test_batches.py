@@ -188,6 +188,10 @@ def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
         answered = [json.loads(line)["custom_id"] for line in output(http, batch).splitlines()]
         assert 3 <= len(answered) < 30
         assert len(set(answered)) == len(answered)
+        errors = http.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()
+        assert [json.loads(line)["error"]["line"] for line in errors] == [2, 31]
+        counts = {"total": 31, "completed": len(answered) - 2, "failed": 2}
+        assert batch["request_counts"] == counts
         assert http.post(f"/v1/batches/{batch_id}/cancel").status_code == 409
         server.check()
 
@@ -218,6 +222,47 @@ def test_a_line_in_pml(tmp_path, tiny_model):
         batch = ended(http, batch["id"])
         assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
         server.check()
+
+
+def test_lists_heed_their_query(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+
+        def listed(path: str, **query) -> list[str]:
+            answer = http.get(f"/v1/{path}", params=query)
+            assert answer.status_code == 200
+            return [item["id"] for item in answer.json()["data"]]
+
+        batch = ended(http, create(http, lines(3))["id"])
+        second = upload(http, lines(2))
+        made = {batch["output_file_id"], batch["error_file_id"]}
+        sent = [second, batch["input_file_id"]]
+        assert listed("files", purpose="batch") == sent
+        assert set(listed("files", purpose="batch_output")) == made
+        assert listed("files", purpose="fine-tune") == []
+        assert listed("files", order="asc") == listed("files")[::-1]
+        assert listed("files", purpose="batch", order="asc", limit=1) == sent[1:]
+        assert listed("files", purpose="batch", after=second) == sent[1:]
+        assert listed("batches", limit=5) == [batch["id"]]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param"),
+    [
+        ("GET", "files?order=up", "order"),
+        ("GET", "files?limit=0", "limit"),
+        ("GET", "files?limit=1&limit=2", "limit"),
+        ("GET", "files?after=file-0", "after"),
+        ("GET", "files?color=red", "color"),
+        ("GET", "batches?order=asc", "order"),
+        ("GET", "models?limit=1", "limit"),
+        ("POST", "completions?stream=true", "stream"),
+    ],
+)
+def test_a_query_that_is_not_read_is_refused(embedded, method, path, param):
+    with embedded.http() as http:
+        answer = http.request(method, f"/v1/{path}", json={"prompt": "a", "max_tokens": 1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
 
 
 def test_bad_batches(embedded):

@@ -80,7 +80,7 @@ def test_names_that_keys_make_up_do_not_fill_the_metrics(server):
         request = Request(request_id="x", prompt_token_ids=[1])
         call = Call(
             id="x", kind="chat", model="m", tenant=EVERYBODY, requests=[request],
-            app=f"app-{number}", arrived=0.0, deadline=1.0,
+            app=f"app-{number}", arrived=0.0, seconds=1.0,
         )  # fmt: skip
         counted.note(call, 1.0)
     text = counted.text({}).decode()

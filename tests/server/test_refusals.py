@@ -35,7 +35,8 @@ BAD = [
         ("frequency_penalty", -3), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}),
         ("logit_bias", {"99999": 1}), ("seed", 1.5), ("seed", 2**64), ("stop", ""), ("stop", [1]),
         ("stream", "yes"), ("stream_options", {"include_usage": True}), ("timeout", 0),
-        ("timeout", True), ("timeout", 1e9), ("cache_salt", ""), ("cache_salt", "x" * 300),
+        ("timeout", 1e-9), ("timeout", True), ("timeout", 1e9),
+        ("cache_salt", ""), ("cache_salt", "x" * 300),
         ("prefix", 3), ("response_format", {"type": "grammar"}), ("response_format", "json"),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}),
         ("temperatur", 1), ("user", 3), ("metadata", []), ("min_tokens", 99),
@@ -60,6 +61,28 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(embedded, endpoint, nam
     assert error["type"] == "invalid_request_error"
     assert answer.headers["x-request-id"].startswith("req-")
     assert name in error["message"] or name == error["param"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"01": 1, "1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [2560]}, "stop_token_ids"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2560]}, "prompt"),
+        ({"prompt": [[1, "a"]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"pml": "<prompt/>"}, "pml"),
+    ],
+)
+def test_param_names_the_field_at_fault(embedded, changes, param):
+    with embedded.http() as http:
+        answer = ask(http, "completions", **changes)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
 
 
 def test_unknown_names_are_404(embedded):
@@ -99,6 +122,22 @@ def test_bodies_that_are_no_json_object(embedded, body):
         answer = http.post("/v1/completions", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("depth", [65, 300, 5000])
+def test_bodies_that_nest_too_deeply(embedded, depth):
+    body = b'{"prompt": "A", "metadata": ' + b'{"a":' * (depth - 1) + b"1" + b"}" * depth
+    with embedded.http() as http:
+        answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+    assert "limit is 64" in answer.json()["error"]["message"]
+
+
+def test_a_body_as_deep_as_allowed(embedded):
+    deep = b'{"prompt": "A", "max_tokens": 1, "metadata": ' + b'{"a":' * 63 + b"1" + b"}" * 64
+    with embedded.http() as http:
+        assert http.post("/v1/completions", content=deep).status_code == 200
 
 
 def test_a_prompt_that_is_too_long(embedded):

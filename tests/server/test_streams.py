@@ -133,7 +133,7 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     request = Request(request_id="r-0", prompt_token_ids=[1], params=SamplingParams())
     call = Call(
         id="r", kind="completion", model="m", tenant=EVERYBODY, requests=[request], stream=True,
-        return_token_ids=True, chunk_size=ChunkSize(4), arrived=now, deadline=now + 600,
+        return_token_ids=True, chunk_size=ChunkSize(4), arrived=now, seconds=600.0,
     )  # fmt: skip
     service = SimpleNamespace(client=Mock(), metrics=Mock(), note=Mock(), tokenizer=None)
 
@@ -155,7 +155,21 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     assert events[0]["choices"][0]["token_ids"] == [6, 7]
     assert events[1]["error"]["message"] == "gone"
     assert rest.endswith(b"data: [DONE]\n\n")
-    service.client.abort.assert_called_once_with("r-0")
+    service.client.abort.assert_called_once()
+    assert service.client.abort.call_args.args[0] == "r-0"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_was_computed_of_a_request_that_is_cut_short_is_counted(slow, stream):
+    client, history = slow.service.client, slow.service.history
+    before, aborted = client.stats.get("output_tokens", 0), history.totals["aborted"]
+    connection = send(slow, max_tokens=1900, stream=stream, n=4)
+    slow.until(lambda: client.stats.get("output_tokens", 0) > before)
+    connection.close()
+    slow.until(lambda: history.totals["aborted"] > aborted)
+    slow.check()
+    assert history.calls[0]["finish"] == "abort"
+    assert history.calls[0]["output_tokens"] == client.stats["output_tokens"] - before
 
 
 def test_the_openai_client_sees_an_error_in_a_stream(slow):

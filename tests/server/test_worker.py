@@ -11,7 +11,7 @@ from onestem.engine.outputs import request_output
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server import worker as module
-from onestem.server.messages import Abort, Add
+from onestem.server.messages import Abort, Add, Answered, Ask
 from onestem.server.worker import RECENT_SECONDS, Worker
 from tests.server.fake_engine import load
 
@@ -144,3 +144,19 @@ def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
     # Log-probabilities are no plain news; a request that has ended has none.
     assert list(third.tokens.requests) == []
     assert [(d.request_id, d.pieces[0].logprobs) for d in third.deltas] == [("c", [{9: -0.5}])]
+
+
+def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock):
+    worker, engine = made()
+
+    def validate(request):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    engine.validate = validate
+    worker._validate(Ask(7, "validate", None))
+    worker._take_commands(wait=True)
+    worker._report([], [])
+    answer = worker._channel.sent[-1]
+    assert isinstance(answer, Answered)
+    assert (answer.token, answer.fault) == (7, False)
+    assert "RecursionError: maximum recursion" in answer.error

@@ -68,14 +68,14 @@ function tiles() {
 // Who is away matters more than any figure: it is said above everything.
 function showLink() {
   const engine = link === "lost" ? "lost" : (state?.engine.state ?? "starting");
-  at("engine").textContent = { lost: "no connection", running: "engine running", starting: "engine starting", down: "engine down" }[engine];
-  at("engine").className = `badge ${engine}`;
+  at("engine").textContent = { lost: "no connection", running: "engine running", starting: "engine starting", stuck: "engine stuck", down: "engine down" }[engine];
+  at("engine").className = `badge ${engine === "stuck" ? "down" : engine}`;
   at("link").textContent = { live: "live", polling: "asked every two seconds" }[link] ?? "";
   const text = bannerText(engine);
   at("banner").hidden = text === null;
   at("banner").textContent = text ?? "";
   at("banner").className = `banner ${engine === "starting" ? "starting" : "down"}`;
-  document.body.classList.toggle("stale", engine === "lost" || engine === "down");
+  document.body.classList.toggle("stale", ["lost", "stuck", "down"].includes(engine));
 }
 
 function bannerText(engine) {

@@ -1,0 +1,85 @@
+"""Texts that are certainly too long are refused by their characters, before they are tokenised:
+that takes seconds for megabytes, and as long for what is refused as for what is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import RequestError
+
+__all__ = ["BoundedTokenizer", "check_markup"]
+
+TAG = re.compile(r"<[^>]*>")
+# A tokenizer may make one character of several (composed accents) before it looks for tokens.
+COMPOSED = 4
+MOST_ELEMENTS = 4096  # of a PML text: each costs about 0.1 ms to read, to lay out and to compile
+
+
+class BoundedTokenizer:
+    """A tokenizer of prompts, which refuses what cannot have at most `max_model_len` tokens.
+
+    It is also the tokenizer of a job (`onestem.batch.spool`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+
+    @cached_property
+    def _longest(self) -> int:
+        names = map(self._tokenizer.token_name, range(self._tokenizer.vocab_size))
+        return max((len(name) for name in names if name is not None), default=1)
+
+    def check(self, name: str, num_characters: int, max_tokens: int | None = None) -> None:
+        """Raise `RequestError` for a text that certainly has more than `max_tokens` tokens (None:
+        than the model's length)."""
+        max_tokens = self._max_model_len if max_tokens is None else max_tokens
+        limit = max_tokens * self._longest * COMPOSED
+        if num_characters > limit:
+            raise RequestError(
+                f"{name} has {num_characters} characters, limit is {limit}, which are more than "
+                f"{max_tokens} tokens in any case: shorten it"
+            )
+
+    def check_messages(self, name: str, messages: Iterable[Mapping[str, Any]]) -> None:
+        """The same of all texts of checked messages together."""
+        self.check(name, sum(map(len, _texts(messages))))
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        for text in texts:
+            self.check("prompt", len(text))
+        return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        self.check_messages("messages", messages)
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+
+def _texts(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    for message in messages:
+        content = message["content"]
+        yield from [content] if isinstance(content, str) else (part["text"] for part in content)
+
+
+def check_markup(markup: str, tokenizer: BoundedTokenizer) -> None:
+    """Raise `RequestError` for a PML text with too many elements, or a text between them that has
+    too many tokens."""
+    count = markup.count("<") - markup.count("</")
+    if count > MOST_ELEMENTS:
+        raise RequestError(
+            f"pml has {count} elements, limit is {MOST_ELEMENTS}: make several schemas, or larger "
+            "modules"
+        )
+    tokenizer.check("pml", max(map(len, TAG.split(markup))))

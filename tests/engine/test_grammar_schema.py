@@ -1,0 +1,381 @@
+"""Each keyword of JSON Schema: what is written under its grammar fits, says an independent
+validator; or the schema is refused. Nothing is read over, and nothing is printed."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from onestem.engine.grammar import GrammarCompiler, GrammarState, check_response_format
+from onestem.engine.tokenizer import Tokenizer
+from onestem.errors import RequestError, UnsupportedError
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+
+pytest.importorskip("xgrammar")
+
+INTEGER = {"type": "integer"}
+NULL = {"type": "null"}
+STRING = {"type": "string"}
+
+
+def string(**more: Any) -> dict[str, Any]:
+    return {"type": "string", **more}
+
+
+def integer(**more: Any) -> dict[str, Any]:
+    return {"type": "integer", **more}
+
+
+def number(**more: Any) -> dict[str, Any]:
+    return {"type": "number", **more}
+
+
+def array(**more: Any) -> dict[str, Any]:
+    return {"type": "array", **more}
+
+
+def an_object(**more: Any) -> dict[str, Any]:
+    return {"type": "object", **more}
+
+
+def tagged(name: str) -> dict[str, Any]:
+    tag = {"kind": {"const": name}, "value": INTEGER}
+    return an_object(properties=tag, required=["kind"])
+
+
+ENFORCED = [
+    integer(), integer(minimum=-3, maximum=12), integer(exclusiveMinimum=0),
+    integer(exclusiveMaximum=-5), integer(minimum=3, exclusiveMinimum=1),
+    integer(multipleOf=7), integer(multipleOf=7.0, minimum=-20, maximum=100), integer(multipleOf=1),
+    number(minimum=0.5, maximum=1.25), number(exclusiveMinimum=0, exclusiveMaximum=1),
+    number(minimum=-1.5), number(maximum=3), number(exclusiveMinimum=2.5, maximum=2.6),
+    number(minimum=5, maximum=5), number(minimum=-0.000001, maximum=0.000001), number(minimum=1e10),
+    string(minLength=2, maxLength=4), string(maxLength=0), string(pattern="^[^x]*$"),
+    string(pattern=".+"), string(pattern=r"^\S\W\D$"), string(pattern="^a|b$"),
+    string(pattern="(ab?)+c{2,3}"), string(pattern=r"^[\w.$^-]+$"), string(pattern=r"^[^\d(?:]$"),
+    string(pattern=r"^\u00e9\x41$"), string(pattern="^$"), string(pattern=r"^(?:a|b)*?c$"),
+    string(pattern=r"^(?<n>a)\/\^\$\(\?=\.$"), string(pattern=r"^\d{3}-[^x\s]\u00e9x*\.$"),
+    *(string(format=name) for name in ("uuid", "ipv6", "duration", "hostname", "uri")),
+    *(string(format=name) for name in ("uri-reference", "uri-template")),
+    array(items=INTEGER, minItems=2, maxItems=3), array(prefixItems=[INTEGER, NULL]),
+    array(prefixItems=[INTEGER], items=False), array(prefixItems=[INTEGER], items=NULL, minItems=2),
+    array(prefixItems=[INTEGER], unevaluatedItems=NULL), array(maxItems=0), array(items=True),
+    array(items=INTEGER, uniqueItems=False), {"items": INTEGER, "minItems": 1},
+    an_object(properties={"a": INTEGER, "b": NULL}), an_object(properties={"a": True}),
+    an_object(properties={"a": INTEGER, "b": NULL}, required=["b"]),
+    an_object(
+        properties={"a": INTEGER, "b": NULL, "c": NULL}, minProperties=2, additionalProperties=False
+    ),
+    an_object(properties={"a": INTEGER, "b": NULL}, maxProperties=1),
+    an_object(properties={"a": INTEGER}, additionalProperties=NULL),
+    an_object(properties={"a": INTEGER}, additionalProperties=False),
+    an_object(additionalProperties=INTEGER, minProperties=1, maxProperties=2),
+    an_object(patternProperties={"^a": STRING}, additionalProperties=False),
+    an_object(patternProperties={"b+": INTEGER}, additionalProperties=False, maxProperties=1),
+    an_object(propertyNames={"pattern": "^z+$"}, minProperties=1, maxProperties=2),
+    an_object(propertyNames={"enum": ["a", "b"]}), an_object(propertyNames=string(maxLength=2)),
+    {"properties": {"not": INTEGER, "if": INTEGER}, "required": ["not"]},
+    {"type": ["string", "null"], "maxLength": 2},
+    {"type": ["integer", "string"], "minimum": 3, "maxLength": 1},
+    {"enum": [1, "a", None, [1, {"b": True}], 1.5, {"not": 1}]}, {"const": {"a": 'é\n"'}},
+    {"type": "string", "enum": ["a", "b"], "const": "a"},
+    {"anyOf": [integer(minimum=0), NULL], "default": None, "title": "Age"}, {"allOf": [INTEGER]},
+    {"oneOf": [INTEGER, NULL, {"const": "x"}]}, {"oneOf": [{"enum": [1, 2]}, {"enum": [True, 3]}]},
+    {"oneOf": [tagged("a"), tagged("b")]},
+    {
+        "$defs": {"a": tagged("a"), "b": tagged("b")}, "discriminator": {"propertyName": "kind"},
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+    },
+    {"$ref": "#/$defs/a", "description": "x", "$defs": {"a": INTEGER}},
+    {
+        "$defs": {"n": an_object(properties={"c": array(items={"$ref": "#/$defs/n"})})},
+        "$ref": "#/$defs/n",
+    },
+    an_object(properties={"a": INTEGER, "b": {"anyOf": [{"$ref": "#/properties/a"}, NULL]}}),
+    an_object(properties={"a": {"$ref": "#"}}, additionalProperties=False),
+    an_object(properties={"propertyNames": {"anyOf": [INTEGER, NULL]}}),
+    {
+        "title": "T", "description": "d", "default": 1, "examples": [1], "deprecated": True,
+        "readOnly": True, "writeOnly": False, "$comment": "c", "x-order": 1, "type": "integer",
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://example.org/a",
+    },
+]  # fmt: skip
+
+# Right in form, and wrong in the calendar or in a length, says the validator.
+FORMATS = [
+    ("date", r"\d{4}-(0\d|1[0-2])-[0-3]\d"), ("time", r"[0-2]\d:[0-5]\d:[0-6]\d\S*"),
+    ("date-time", r"\d{4}-(0\d|1[0-2])-[0-3]\dT[0-2]\d:[0-5]\d:[0-6]\d\S*"),
+    ("ipv4", r"\d{1,3}(\.\d{1,3}){3}"), ("email", r"\S+@\S+"),
+]  # fmt: skip
+
+REFUSED = [
+    (integer(**{"not": {"const": 3}}), "has 'not'"),
+    ({"if": {}, "then": {}}, "has 'if'"),
+    (array(items=INTEGER, uniqueItems=True), "has 'uniqueItems'"),
+    (array(contains=INTEGER), "has 'contains'"),
+    (an_object(dependentRequired={"a": ["b"]}), "has 'dependentRequired'"),
+    (string(contentEncoding="base64"), "has 'contentEncoding'"),
+    (string(frobs=3), "has the unknown keyword 'frobs'"),
+    (string(nullable=True), "has the unknown keyword 'nullable'"),
+    (an_object(additionalItems=False), "has the unknown keyword 'additionalItems'"),
+    ({"allOf": [INTEGER, {"maximum": 5}]}, "'allOf' of several schemas"),
+    ({"$ref": "https://example.org/a.json"}, "reference to another document"),
+    ({"$ref": "#a"}, "a reference by an anchor"),
+    ({"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": INTEGER}}, r"'minimum' beside '\$ref'"),
+    ({"anyOf": [INTEGER, NULL], "maximum": 3}, "'maximum' beside 'anyOf'"),
+    ({"enum": ["a"], "maxLength": 3}, "'maxLength' beside 'enum'"),
+    ({"type": "string", "enum": ["a", 1]}, "the value 1 that is not of its 'type'"),
+    ({"type": "integer", "const": True}, "the value True that is not of its 'type'"),
+    ({"enum": [1], "const": True}, "a 'const' that is not in its 'enum'"),
+    ({"minimum": 5}, "'minimum' without the 'type' that it is of"),
+    ({"required": []}, "'required' without the 'type'"),
+    ({"items": INTEGER, "maxLength": 5}, "'maxLength' without the 'type'"),
+    (string(pattern="a+", maxLength=2), "'pattern' together with a length"),
+    (string(format="date", maxLength=2), "'format' together with a length"),
+    (string(pattern='a"'), "a pattern with quotes"),
+    (string(pattern=r"a\n"), "a pattern with quotes"),
+    (string(pattern=r"[a\x22]"), "a pattern with quotes"),
+    (string(pattern=r"\\"), "a pattern with quotes"),
+    (an_object(patternProperties={"\n": {}}), "a pattern with quotes"),
+    (string(pattern="(?=a)b"), r"a pattern with \(\?=\.\.\.\)"),
+    (string(pattern="^(?!a).*$"), r"a pattern with \(\?!\.\.\.\)"),
+    (string(pattern="(?<=a)b"), r"a pattern with \(\?<=\.\.\.\)"),
+    (string(pattern="(?i)b"), r"a pattern with \(\?i\.\.\.\)"),
+    (string(pattern=r"(a)\1"), r"a pattern with \\1"),
+    (string(pattern=r"\ba"), r"a pattern with \\b"),
+    (string(pattern=r"\p{L}"), r"a pattern with \\p"),
+    (string(pattern=r"[a]^b"), r"a pattern with '\^' inside"),
+    (string(pattern="(a$)"), r"a pattern with '\$' inside"),
+    (string(format="frobnicate"), "the format 'frobnicate'"),
+    (integer(format="int32"), "the format 'int32'"),
+    (string(format="json-pointer"), "the format 'json-pointer'"),
+    (number(multipleOf=7), "'multipleOf' of a number"),
+    ({"type": ["number", "null"], "multipleOf": 7}, "'multipleOf' of a number"),
+    (integer(multipleOf=2.5), "a 'multipleOf' that is no integer from 1 to 1,024"),
+    (integer(multipleOf=1025), "a 'multipleOf' that is no integer from 1 to 1,024"),
+    (integer(multipleOf=2, minimum=0), "'multipleOf' with bounds on one side"),
+    (integer(multipleOf=2, minimum=0, maximum=10_000), "'multipleOf' with bounds"),
+    (integer(minimum=-(10**30)), "'minimum' beyond 62 bits"),
+    (number(minimum=1e-7), "'minimum' with more than 6 decimals"),
+    (an_object(required=["a"]), "a 'required' property that is not among its 'properties'"),
+    (
+        an_object(properties={"a": {}}, propertyNames={"pattern": "^z+$"}),
+        "'propertyNames' beside 'properties'",
+    ),
+    (an_object(propertyNames={"enum": [1]}), "'propertyNames' other than strings"),
+    (an_object(propertyNames={"anyOf": [STRING]}), "'anyOf' in 'propertyNames'"),
+    (an_object(propertyNames=string(), minProperties=2), "a 'minProperties' above 1"),
+    (an_object(additionalProperties=INTEGER, minProperties=2), "a 'minProperties' above 1"),
+    (
+        an_object(properties={"a": INTEGER}, patternProperties={"^a": STRING}),
+        "'patternProperties' beside 'properties'",
+    ),
+    (an_object(patternProperties={"^a": {}, "b$": {}}), "'patternProperties' with several"),
+    (
+        an_object(patternProperties={"^a": STRING}, additionalProperties=INTEGER),
+        "'patternProperties' where others are allowed",
+    ),
+    ({"oneOf": [INTEGER, number()]}, "a 'oneOf' of schemas that one answer may fit"),
+    ({"oneOf": [tagged("a"), tagged("a")]}, "a 'oneOf' of schemas that one answer may fit"),
+    ({"oneOf": [INTEGER, {}]}, "a 'oneOf' of schemas that one answer may fit"),
+    ({"properties": {"a": {"items": {"$defs": {"b": {"not": {}}}}}}}, "has 'not'"),
+]
+
+NOT_SCHEMAS = [
+    (string(maxLength=-1), "maxLength is -1, expected an integer from 0"),
+    (string(maxLength=2**33), "maxLength is 8589934592, expected an integer from 0"),
+    (integer(minimum=True), "minimum is True, expected a number"),
+    (integer(multipleOf=0), "multipleOf is 0, expected a number above 0"),
+    (string(pattern=5), "pattern is 5, expected a string"),
+    (string(format=5), "format is 5, expected a string"),
+    (an_object(required=[5]), r"required is \[5\], expected a list of strings"),
+    ({"properties": 3}, "properties is 3, expected an object of schemas"),
+    ({"anyOf": []}, r"anyOf is \[\], expected a list of schemas"),
+    ({"enum": []}, r"enum is \[\], expected a list of values"),
+    (array(items=[INTEGER]), "items is .*, expected a schema"),
+    ({"type": []}, r"type is \[\], expected one or several of string, "),
+    ({"type": "frob"}, "type is 'frob', expected one or several of string, "),
+    ({"$ref": "#"}, "'#' leads to itself"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "leads to itself"),
+    ({"$ref": "#/$defs/b", "$defs": {"a": INTEGER}}, "leads to no schema in it"),
+    ({"$ref": "#/default", "default": {"not": {}}}, "leads to no schema in it"),
+]
+
+
+def json_schema(schema: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+    given = {"name": "answer", "schema": schema, "strict": strict}
+    return {"type": "json_schema", "json_schema": given}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    tokenizer = Tokenizer.from_directory(
+        make_byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    )
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer)
+
+
+def is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class Walker:
+    """Writes random answers under a grammar, in whole characters; such as end, soon."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = {
+            token: data
+            for token in range(tokenizer.vocab_size)
+            if is_text(data := tokenizer.token_bytes(token))
+        }
+        self._stop = tokenizer.eos_token_id
+        self._endings = {t for t, data in self._bytes.items() if data in (b'"', b"}", b"]")}
+
+    def write(self, state: GrammarState, rng: random.Random) -> str | None:
+        """None: it has not ended in time."""
+        text = b""
+        for length in range(400):
+            if state.is_finished:
+                return text.decode()
+            words = state.fill_mask().tolist()
+            allowed = [t for t in self._bytes if (words[t // 32] >> (t % 32)) & 1]
+            endings = [t for t in allowed if t == self._stop or t in self._endings]
+            hurry = endings and rng.random() < (0.2 if length < 40 else 0.9)
+            token = rng.choice(endings if hurry else allowed)
+            if token == self._stop:
+                return text.decode()
+            text += self._bytes[token]
+            state.accept(token)
+        return None
+
+
+def answers(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, schema: dict[str, Any], *, strict: bool
+) -> list[str]:
+    walker, written = Walker(tokenizer), []
+    start = compiler.compile(json_schema(schema, strict=strict))
+    assert start is not None
+    for seed in range(20):
+        written.append(walker.write(start.at_start(), random.Random(seed)))
+    ended = [text for text in written if text is not None]
+    assert len(ended) > 2
+    return ended
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("schema", ENFORCED, ids=json.dumps)
+def test_answers_fit_their_schema(
+    tokenizer: Tokenizer,
+    compiler: GrammarCompiler,
+    capfd: pytest.CaptureFixture[str],
+    schema: dict[str, Any],
+    strict: bool,
+) -> None:
+    validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    for text in answers(tokenizer, compiler, schema, strict=strict):
+        assert validator.is_valid(json.loads(text)), text
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")  # a warning is of what is not enforced
+
+
+@pytest.mark.parametrize(("name", "form"), FORMATS)
+def test_formats_have_their_form(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, name: str, form: str
+) -> None:
+    validator = jsonschema_rs.Draft202012Validator(string(pattern=f"^{form}$"))
+    for text in answers(tokenizer, compiler, string(format=name), strict=True):
+        assert validator.is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_what_would_not_be_enforced_is_refused(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        check_response_format(json_schema(schema))
+    assert "\n" not in str(caught.value)
+    assert "which is not enforced: leave it out" in str(caught.value)
+
+
+def test_what_strict_mode_alone_enforces() -> None:
+    open_names = an_object(patternProperties={"^a": STRING})
+    unevaluated = an_object(properties={"a": INTEGER}, unevaluatedProperties=NULL)
+    for schema in (open_names, unevaluated):
+        check_response_format(json_schema(schema))
+        with pytest.raises(UnsupportedError, match="which is not enforced"):
+            check_response_format(json_schema(schema, strict=False))
+
+
+@pytest.mark.parametrize(("schema", "message"), NOT_SCHEMAS)
+def test_schemas_that_are_none(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"schema cannot be used: .*{message}") as caught:
+        check_response_format(json_schema(schema))
+    assert "\n" not in str(caught.value)
+
+
+# --- sizes -------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = STRING
+    for _ in range(depth - 1):
+        schema = an_object(properties={"a": schema})
+    return schema
+
+
+def wide(count: int) -> dict[str, Any]:
+    return an_object(properties={f"p{i}": STRING for i in range(count - 1)})
+
+
+def doubled(times: int) -> dict[str, Any]:
+    """2 ** times schemas in a few objects."""
+    schema: dict[str, Any] = STRING
+    for _ in range(times):
+        schema = {"anyOf": [schema, schema]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("most", "more", "message"),
+    [
+        (nested(64), nested(65), "nested more than 64 levels deep, which is the limit: make it"),
+        (nested(64), nested(100_000), "nested more than 64 levels deep"),
+        (wide(1000), wide(1001), "has more than 1,000 schemas in it, which is the limit: make it"),
+        (doubled(8), doubled(60), "has more than 1,000 schemas in it"),
+        (
+            {"enum": list(range(5000))},
+            {"enum": list(range(5001))},
+            "has 5,001 values in enums, more than 5,000, which is the limit",
+        ),
+        (
+            string(pattern="(a{90}[b-z]|\\x41){10}"),
+            string(pattern="(a{100}[b-z]|\\x41){10}"),
+            "a pattern of more than 1,000 characters, its repetitions written out, which is the",
+        ),
+        (string(pattern="a" * 1000), string(pattern="a" * 1001), "a pattern of more than 1,000"),
+        (
+            {"const": "a" * 90_000},
+            {"const": "a" * 100_000},
+            r"has 100,\d+ characters, more than 100,000, which is the limit",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sizes(
+    compiler: GrammarCompiler, most: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    assert compiler.compile(json_schema(most)) is not None
+    with pytest.raises(UnsupportedError, match=message):
+        check_response_format(json_schema(more))

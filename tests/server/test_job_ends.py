@@ -1,0 +1,112 @@
+"""How batches end that do not end well: what was answered stays, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+
+import pytest
+
+from onestem.errors import RequestError
+from onestem.request import Request, SamplingParams
+from onestem.server import jobs
+from onestem.server.errors import ApiError, EngineDownError, NoAnswerError
+from onestem.server.job_attempt import JobAttempt
+from onestem.server.job_files import keep_output
+from onestem.server.store import Store
+from tests.server.harness import Held, running
+from tests.server.test_batches import create, ended, lines, output, wait_for
+
+
+def line(name: str, **body) -> bytes:
+    body = {"prompt": "hi", "max_tokens": 2, **body}
+    made = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(made).encode() + b"\n"
+
+
+def errors_of(http, batch: dict) -> dict[str, dict]:
+    raw = http.get(f"/v1/files/{batch['error_file_id']}/content").content
+    return {one["custom_id"]: one["error"] for one in map(json.loads, raw.splitlines())}
+
+
+def deep(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def test_a_line_that_nests_too_deeply_is_that_lines_error(embedded):
+    raw = line("a") + line("b", response_format=deep(300)) + line("c")
+    with embedded.http() as http:
+        batch = ended(http, create(http, raw)["id"])
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        assert "limit is 65" in errors_of(http, batch)["b"]["message"]
+
+
+def test_a_job_that_fails_keeps_what_is_answered(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr(jobs, "MOST_DEATHS", 1)
+    few, held = {"max_model_len": 512, "kv_memory": "256KiB"}, Held()
+    with (
+        running(tmp_path, model=tiny_model, engine=few, change=held) as server,
+        server.http() as http,
+    ):
+        batch_id = create(http, lines(30))["id"]
+        held.let(3)
+        wait_for(server, batch_id, 3)
+        server.launcher.kill()
+        held.forget()
+        batch = ended(http, batch_id)
+        held.let(math.inf)
+        assert batch["status"] == "failed"
+        answered = [json.loads(one)["custom_id"] for one in output(http, batch).splitlines()]
+        assert 3 <= len(answered) < 30
+        assert set(errors_of(http, batch)) == {"line-1", None}
+
+
+@pytest.fixture
+def loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (NoAnswerError(60.0), RequestError),
+        (ApiError(500, "the request cannot be checked: RecursionError"), RequestError),
+        (RequestError("response_format is not good"), RequestError),
+        (EngineDownError("the engine died"), EngineDownError),
+    ],
+)
+def test_what_cannot_be_found_out_is_the_lines_error(loop, error, raised):
+    class Client:
+        async def ask(self, what, request):
+            raise error
+
+    attempt = JobAttempt("batch_1", Client(), loop, "")
+    params = SamplingParams(response_format={"type": "json_object"})
+    request = Request(request_id="a", prompt_token_ids=[1], params=params)
+    with pytest.raises(raised, match=str(error)[:20]):
+        attempt.validate(lambda request: None, request)
+
+
+def test_putting_an_output_away_twice_is_as_once(tmp_path):
+    """As where the server was killed between the file and its record."""
+    store = Store(tmp_path)
+    journal = tmp_path / "output.jsonl.partial"
+    journal.write_bytes(b'{"error": null}\n{"error": {"code": "x"}}\n{"error": {"co')
+    first = keep_output(store, "me", "batch_12", journal)
+    assert first == keep_output(store, "me", "batch_12", journal) == ("file-12o", "file-12e")
+    assert (store.files / "file-12o").read_bytes().count(b"\n") == 2
+    assert (store.files / "file-12e").read_bytes() == b'{"error": {"code": "x"}}\n'
+    assert [row["bytes"] for row in store.list_files("me")] == [25, 41]
+    assert keep_output(store, "me", "batch_13", journal) == (None, None)
+    store.close()

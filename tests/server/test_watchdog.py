@@ -1,0 +1,108 @@
+"""An engine that has work and says nothing any more is noticed, ended and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from onestem.server.client import EngineClient
+from onestem.server.errors import EngineDownError
+from onestem.server.process import EngineProcess
+from onestem.server.watchdog import Watchdog
+
+
+@pytest.fixture
+def clock():
+    return SimpleNamespace(now=50.0)
+
+
+@pytest.fixture
+def dog(clock):
+    """With an interval of 1 s."""
+    return Watchdog(8.0, lambda: clock.now)
+
+
+def ticks(dog, clock, count: int) -> list[bool]:
+    told = []
+    for _ in range(count):
+        clock.now += 1.0
+        told.append(dog.tick())
+    return told
+
+
+def test_an_idle_engine_may_be_silent(dog, clock):
+    assert ticks(dog, clock, 100) == [False] * 100
+    dog.note_sent()
+    dog.note_report(1, busy=False)
+    assert ticks(dog, clock, 100) == [False] * 100
+
+
+def test_an_engine_that_owes_a_report_may_not(dog, clock):
+    dog.note_sent()
+    assert ticks(dog, clock, 9) == [False] * 7 + [True] * 2
+    dog.note_report(1, busy=True)  # it has taken it, and computes
+    assert ticks(dog, clock, 8) == [False] * 7 + [True]
+    dog.note_report(1, busy=False)
+    assert not any(ticks(dog, clock, 20))
+
+
+def test_silence_counts_from_the_command_on(dog, clock):
+    ticks(dog, clock, 100)
+    dog.note_sent()
+    assert ticks(dog, clock, 8) == [False] * 7 + [True]
+
+
+def test_reports_of_earlier_commands_are_not_enough(dog, clock):
+    dog.note_sent()
+    dog.note_sent()
+    dog.note_report(1, busy=False)
+    assert ticks(dog, clock, 8)[-1]
+    dog.restart()
+    assert not any(ticks(dog, clock, 20))
+
+
+def test_a_pause_of_the_server_is_no_silence_of_the_engine(dog, clock):
+    """What the engine said meanwhile is not read yet."""
+    dog.note_sent()
+    clock.now += 3600.0
+    assert not dog.tick()
+    assert ticks(dog, clock, 6) == [False] * 5 + [True]
+
+
+def test_without_a_limit_nothing_is_stuck(clock):
+    dog = Watchdog(0, lambda: clock.now)
+    dog.note_sent()
+    clock.now += 1e9
+    assert not dog.tick()
+
+
+def test_a_stopped_engine_is_killed_and_started_again():
+    async def live() -> None:
+        launcher = EngineProcess({}, "tests.server.fake_engine:load")
+        client = EngineClient(launcher, 4, watchdog=Watchdog(0.2))
+        seen = []
+        set_state = client._set_state
+        client._set_state = lambda state, error=None: (seen.append(state), set_state(state, error))
+        await client.start()
+        first = client.pid
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(EngineDownError):
+            await client.ask("prefixes")
+        assert "silent for 0.2 s" in client.error
+        with pytest.raises(EngineDownError, match="the engine is"):
+            client.check_up()
+        async with asyncio.timeout(60):
+            while client.state != "running":
+                await asyncio.sleep(0.01)
+        assert client.pid != first
+        assert client.restarts == 1
+        assert seen == ["running", "stuck", "down", "running"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        await client.stop()
+
+    asyncio.run(live())
