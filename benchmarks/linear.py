@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from datetime import date
 from itertools import cycle
@@ -22,7 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.batch import HERE, machine
+from benchmarks.peers.layer_products import layer_products
 from onestem.models.linear import Layout, Linear
+from onestem.ops.bench.timing import cpu_ms
 
 PIECES = (128, 256, 512, 1024)
 LAYERS, REPEATS = 6, 9
@@ -37,7 +37,7 @@ def main() -> None:
     config = json.loads((HERE / "shapes" / options.shape / "config.json").read_text())
     cases = [
         measure(name, width, out, rows, getattr(torch, options.dtype))
-        for name, (width, out) in products(config).items()
+        for name, (width, out) in layer_products(config).items()
         for rows in map(int, options.rows.split(","))
     ]
     result = {
@@ -52,29 +52,15 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Name -> in and out features of each of a layer's weights."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim", hidden // heads)
-    qkv = (heads + 2 * config["num_key_value_heads"]) * head_dim
-    return {
-        "qkv": (hidden, qkv),
-        "output": (heads * head_dim, hidden),
-        "up": (hidden, 2 * inner),
-        "down": (inner, hidden),
-    }
-
-
 @torch.inference_mode()
 def measure(name: str, width: int, out: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
     layers = cycle([_layer(width, out, dtype) for _ in range(LAYERS)])
     x = torch.randn(rows, width).to(dtype)
-    calls: dict[str, Callable[[], Tensor]] = {"whole": lambda: next(layers)(x)}
+    calls: dict[str, Callable[[], object]] = {"whole": lambda: next(layers)(x)}
     for piece in PIECES:
         if piece < rows:
             calls[str(piece)] = lambda piece=piece: _in_pieces(next(layers), x, piece)  # type: ignore[misc]
-    ms = _medians(calls)
+    ms = cpu_ms(calls, cold=False, repeat=REPEATS)
     print(f"{name} {width} x {out}, {rows} rows:", {k: round(v, 2) for k, v in ms.items()}, "ms")
     return {"product": name, "in": width, "out": out, "rows": rows, "ms": ms}
 
@@ -88,18 +74,6 @@ def _layer(width: int, out: int, dtype: torch.dtype) -> Linear:
 
 def _in_pieces(layer: Linear, x: Tensor, rows: int) -> Tensor:
     return torch.cat([layer(piece) for piece in x.split(rows)])
-
-
-def _medians(calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Milliseconds of each, in turns, after two of each that make the product."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(REPEATS + 2):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if repeat >= 2:
-                times[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as vllm_ops
+from layer_products import layer_products
 from torch import Tensor
 
 SHAPES = Path(__file__).parents[1] / "shapes"
@@ -46,18 +47,10 @@ def main(shape: str = "0.5b", dtype: str = "bfloat16", rows: str = "16,64,256") 
 
 def products(config: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     """Name -> in and out features, and how many of them a step makes."""
-    hidden, inner, layers = (
-        config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
-    heads = config["num_attention_heads"]
-    qkv = (heads + 2 * config["num_key_value_heads"]) * (hidden // heads)
-    return {
-        "qkv": (hidden, qkv, layers),
-        "output": (hidden, hidden, layers),
-        "up": (hidden, 2 * inner, layers),
-        "down": (inner, hidden, layers),
-        "logits": (hidden, config["vocab_size"], 1),
-    }
+    layers = config["num_hidden_layers"]
+    of_layer = layer_products(config)
+    found = {name: (width, out, layers) for name, (width, out) in of_layer.items()}
+    return {**found, "logits": (config["hidden_size"], config["vocab_size"], 1)}
 
 
 def measure(width: int, out: int, rows: int, kind: torch.dtype) -> dict[str, float]:

@@ -322,6 +322,12 @@ class Tokenizer:
         """One more than the highest id, added tokens included. A model may have more logits."""
         return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token's name, at least 1."""
+        names = map(self.token_name, range(self.vocab_size))
+        return max((len(name) for name in names if name is not None), default=1)
+
     @property
     def _is_byte_level(self) -> bool:
         return "ByteLevel" in self._decoders

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from onestem.engine.tokenizer import Tokenizer
@@ -30,16 +29,11 @@ class BoundedTokenizer:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
 
-    @cached_property
-    def _longest(self) -> int:
-        names = map(self._tokenizer.token_name, range(self._tokenizer.vocab_size))
-        return max((len(name) for name in names if name is not None), default=1)
-
     def check(self, name: str, num_characters: int, max_tokens: int | None = None) -> None:
         """Raise `RequestError` for a text that certainly has more than `max_tokens` tokens (None:
         than the model's length)."""
         max_tokens = self._max_model_len if max_tokens is None else max_tokens
-        limit = max_tokens * self._longest * COMPOSED
+        limit = max_tokens * self._tokenizer.longest_token * COMPOSED
         if num_characters > limit:
             raise RequestError(
                 f"{name} has {num_characters} characters, limit is {limit}, which are more than "

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from onestem.batch.fields import MAX_MESSAGES
+from onestem.request import MAX_CHOICES, MAX_STOPS
+
 __all__ = [
     "BatchBody",
     "ChatBody",
@@ -37,10 +40,10 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=4096)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class StreamOptions(_Strict):
@@ -78,7 +81,7 @@ class _Sampling(_Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -91,7 +94,7 @@ class _Sampling(_Strict):
         ]
         | None
     ) = None
-    choices: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
+    choices: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
         None, description="Pick the most probable of these texts instead of sampling."
     )
     response_format: JsonSchemaFormat | PlainFormat | None = None

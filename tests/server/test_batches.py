@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -172,7 +173,9 @@ def done(server, batch_id: str) -> int:
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
-def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
+@contextmanager
+def three_of_thirty_answered(tmp_path, tiny_model):
+    """A server, its client, what holds it, and a batch of which three lines are answered."""
     few, held = {"max_model_len": 512, "kv_memory": "256KiB"}, Held()
     with (
         running(tmp_path, model=tiny_model, engine=few, change=held) as server,
@@ -181,6 +184,11 @@ def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
         batch_id = create(http, lines(30))["id"]
         held.let(3)
         wait_for(server, batch_id, 3)
+        yield server, http, held, batch_id
+
+
+def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
+    with three_of_thirty_answered(tmp_path, tiny_model) as (server, http, held, batch_id):
         assert http.post(f"/v1/batches/{batch_id}/cancel").json()["status"] == "cancelling"
         held.let(math.inf)
         batch = ended(http, batch_id)

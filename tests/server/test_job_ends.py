@@ -16,8 +16,7 @@ from onestem.server.errors import ApiError, EngineDownError, NoAnswerError
 from onestem.server.job_attempt import JobAttempt
 from onestem.server.job_files import keep_output
 from onestem.server.store import Store
-from tests.server.harness import Held, running
-from tests.server.test_batches import create, ended, lines, output, wait_for
+from tests.server.test_batches import create, ended, output, three_of_thirty_answered
 
 
 def line(name: str, **body) -> bytes:
@@ -48,14 +47,8 @@ def test_a_line_that_nests_too_deeply_is_that_lines_error(embedded):
 
 def test_a_job_that_fails_keeps_what_is_answered(tmp_path, tiny_model, monkeypatch):
     monkeypatch.setattr(jobs, "MOST_DEATHS", 1)
-    few, held = {"max_model_len": 512, "kv_memory": "256KiB"}, Held()
-    with (
-        running(tmp_path, model=tiny_model, engine=few, change=held) as server,
-        server.http() as http,
-    ):
-        batch_id = create(http, lines(30))["id"]
-        held.let(3)
-        wait_for(server, batch_id, 3)
+    scene = three_of_thirty_answered(tmp_path, tiny_model)
+    with scene as (server, http, held, batch_id):
         server.launcher.kill()
         held.forget()
         batch = ended(http, batch_id)
