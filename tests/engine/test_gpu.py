@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -59,6 +62,19 @@ def on_gpu(draw: Draw) -> Draw:
     return Draw(**{field.name: getattr(draw, field.name).cuda() for field in fields})
 
 
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """What waits for the GPU is an error, except waiting for an event."""
+    with warnings.catch_warnings():
+        # said by some versions of torch: the mode does not find everything
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("rows", [1, 9, 700])
 def test_large_draws_are_those_of_the_cpu(rows: int) -> None:
     """With all means, and at once, which waits for nothing."""
@@ -69,13 +85,34 @@ def test_large_draws_are_those_of_the_cpu(rows: int) -> None:
     weighed = (there.top_k >= logits.shape[1]).nonzero().flatten()
     assert torch.equal(draw_tokens(device_logits, there).cpu(), want)
     draw_at_once(device_logits, index, top, there, weighed)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         found, resolved = draw_at_once(device_logits, index, top, there, weighed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found[resolved].cpu(), want[resolved.cpu()])
     assert bool(resolved.all())
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_decode_steps_wait_for_sampled_ids_alone(tiny, temperature: float) -> None:
+    """Steps of a streak, with the work list made anew and own runs that grow by pages."""
+    assert graphs.LIST_STEPS < 24
+    prompts = shared_prompts()
+    requests = requests_for(prompts, max_tokens=60, temperature=temperature, seed=5)
+    want = answer(engine_on("cpu", tiny("llama"), impl="torch", page_size=4), requests)
+    engine, found = engine_on("cuda", tiny("llama"), page_size=4), {}
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(20):  # prompts, compilers, and the graph
+        engine.step()
+    streak = engine._streaks.present
+    with no_synchronisation():
+        for _ in range(24):
+            engine.step()
+    assert streak is not None
+    assert engine._streaks.present is streak
+    while engine.has_unfinished():
+        found |= {output.request_id: output for output in engine.step()}
+    for name, output in want.items():
+        assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
 
 
 def test_a_small_pool_sets_back(tiny) -> None:
