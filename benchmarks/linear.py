@@ -4,7 +4,7 @@
 
 Where pieces are faster, `onestem.models.linear` makes them. Random weights of several layers in
 turn, so that they come from memory as a model's do; variants take turns; medians. Written to
-benchmarks/results/linear-SHAPE-DTYPE.json.
+benchmarks/results/linear-SHAPE-DTYPE.json, with `--suffix` before `.json`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.5b", help="a directory of benchmarks/shapes")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", default="256,512,1024,1536,2048")
+    parser.add_argument("--suffix", default="", help="appended to the result file's name")
     options = parser.parse_args()
     config = json.loads((HERE / "shapes" / options.shape / "config.json").read_text())
     cases = [
@@ -42,13 +43,13 @@ def main() -> None:
     ]
     result = {
         "command": f"python -m benchmarks.linear --shape {options.shape} --dtype {options.dtype} "
-        f"--rows {options.rows}",
+        f"--rows {options.rows} --suffix={options.suffix}",
         "date": date.today().isoformat(),
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "cases": cases,
     }
-    path = HERE / "results" / f"linear-{options.shape}-{options.dtype}.json"
+    path = HERE / "results" / f"linear-{options.shape}-{options.dtype}{options.suffix}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

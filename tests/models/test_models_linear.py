@@ -134,7 +134,7 @@ def test_rows_are_padded_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
         return [linear.padded_rows(n, Layout.PACKED, torch.bfloat16) for n in rows]
 
     monkeypatch.setattr(linear, "_has_amx", lambda: True)
-    assert padded(0, 1, 2, 3, 9, 16, 17, 64, 65, 256) == [0, 1, 2, 4, 16, 16, 32, 64, 80, 256]
+    assert padded(0, 1, 2, 3, 9, 16, 17, 64, 65, 256) == [0, 1, 2, 4, 16, 16, 48, 64, 80, 256]
     assert padded(257, 288, 512, 513, 1024, 1025) == [288, 288, 512, 576, 1024, 1088]
     assert linear.padded_rows(9, Layout.PACKED, torch.float32) == 9
     assert linear.padded_rows(9, Layout.PLAIN, torch.bfloat16) == 9
