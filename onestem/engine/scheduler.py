@@ -188,14 +188,15 @@ class Scheduler:
         interactive = bool(decodes[False] or prompts[False])
         budget = self.budget.rows(len(decodes[not interactive]))  # beside them jobs may pause
         budget = self._fill_class(decodes[False], prompts[False], budget, jobs=False)
-        if decodes[False] or prompts[False] or self._interactive_waits():
+        if self._has_interactive():  # also who was admitted just now
             self._fill_jobs_beside(decodes, prompts[True], budget)
         else:
             self.num_paused = 0
             self._fill_class(decodes[True], prompts[True], budget, jobs=True)
 
-    def _interactive_waits(self) -> bool:
-        return bool(self.waiting) and not self.waiting[0].is_job
+    def _has_interactive(self) -> bool:
+        """Whether an interactive request runs, or waits for memory. They stand before jobs."""
+        return any(some and not some[0].is_job for some in (self.running, self.waiting))
 
     def _fill_jobs_beside(
         self, decodes: tuple[list[Sequence], list[Sequence]], prompts: list[Sequence], budget: int

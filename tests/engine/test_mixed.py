@@ -106,6 +106,32 @@ def test_a_job_computes_what_an_interactive_request_waits_for():
     assert engine.stats.processed_prompt_tokens == len(shared) + 2 + 1
 
 
+@pytest.mark.parametrize("room", [4, 64])  # with and without room for the job's next prompts
+def test_a_newcomers_first_step_is_its_own(room: int):
+    """Who arrives while a job has the engine to itself waits for one step of it, not for two."""
+    engine = fast(make_symbolic(num_pages=400, page_size=4, max_step_tokens=room))
+    engine.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
+    for _ in range(12):
+        engine.step()
+    assert any(sequence.decoding for sequence in engine.scheduler.running)
+    engine.add_request(request("a", [7, 6, 5], max_tokens=3, stream=True))
+    engine.step()
+    chunks = engine.scheduler._chunks
+    assert "a" in {chunk.sequence.state.request.request_id for chunk in chunks}
+    job_rows = sum(chunk.end - chunk.start for chunk in chunks if chunk.sequence.is_job)
+    assert job_rows <= engine.scheduler.job_share.limit == 1
+    assert len(drain(engine)) == 41
+
+
+def test_a_job_goes_on_beside_prompts_that_never_decode():
+    engine = fast(make_symbolic(num_pages=400, page_size=4, max_step_tokens=16))
+    engine.add_job("j", [request("j", [1, 2, 3], max_tokens=20)])
+    for i in range(40):
+        engine.add_request(request(i, [i % 8, 5], max_tokens=1))
+        engine.step()
+    assert engine.job_ids == []
+
+
 def test_jobs_run_one_after_the_other_and_can_be_removed():
     engine = make_symbolic(num_pages=8, page_size=4)
     engine.add_job("x", [request(f"x{i}", [i] * 4, max_tokens=9) for i in range(6)])
