@@ -35,9 +35,9 @@ class JobShare:
     def rows(self, interactive: int) -> int:
         """Rows for jobs in a step with so many interactive decodes; 0 in steps that measure how
         long it takes without them. Where interactive prompts are all, jobs have as many as decodes
-        bear, so that they go on."""
+        bear, and one at least: there is no decode by which the limit could rise again."""
         if interactive == 0:
-            return self.limit
+            return max(1, self.limit)
         size = interactive.bit_length()
         known = (size, True) in self._seconds or (size, False) in self._seconds
         return self.limit if known and self._steps % CYCLE >= SAMPLES else 0

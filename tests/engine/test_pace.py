@@ -44,6 +44,15 @@ def test_jobs_are_hardly_ever_tried_where_each_row_is_dear():
     assert 0 < len(slow) <= 0.01 * len(dear)
 
 
+def test_prompts_alone_never_stop_a_job():
+    share = JobShare(most=64)
+    assert share.rows(0) == share.limit == 1
+    run(share, lambda rows: 1.0)
+    assert share.rows(0) == share.limit == 64
+    run(share, lambda rows: float(rows), interactive=4, steps=100)
+    assert (share.limit, share.rows(0)) == (0, 1)
+
+
 def test_the_reference_is_measured_again_and_again():
     share = JobShare(most=64)
     without = [jobs == 0 for jobs, _ in run(share, lambda rows: 1.0, steps=10 * CYCLE)]
