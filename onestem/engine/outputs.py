@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import (
     CompletionOutput,
@@ -12,11 +14,23 @@ from onestem.request import (
     TokenLogprobs,
 )
 
-__all__ = ["aborted_output", "refused_output", "request_output"]
+__all__ = ["BROKEN", "aborted_output", "refused_output", "request_output"]
+
+BROKEN = "the engine failed at this answer: "
+
+log = logging.getLogger(__name__)
 
 
 def request_output(state: RequestState) -> RequestOutput:
-    """The request's answers as they stand."""
+    """The request's answers as they stand; an error if they cannot be put together."""
+    try:
+        return _output(state)
+    except Exception as error:
+        log.error("request %s: no output", state.request.request_id, exc_info=error)
+        return refused_output(state.request, f"{BROKEN}{type(error).__name__}: {error}")
+
+
+def _output(state: RequestState) -> RequestOutput:
     request, metrics = state.request, state.metrics
     metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
     return RequestOutput(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.inputs import LogitRow
 from onestem.engine.logprobs import logprobs_of
 from onestem.engine.masked import why_masked
+from onestem.engine.outputs import BROKEN
 from onestem.engine.sampler import MaskedRowError, NonFiniteLogitsError, Sampler
 from onestem.engine.sampling_row import SamplingRow
 from onestem.engine.scheduler import Chunk, Scheduler
@@ -24,6 +26,8 @@ from onestem.request import FinishReason, TokenLogprobs
 __all__ = ["Results"]
 
 NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
+
+log = logging.getLogger(__name__)
 
 
 class Results:
@@ -99,13 +103,20 @@ class Results:
             if sequence.finish_reason is not None:
                 continue
             self.touched[sequence.state] = None
-            if not math.isfinite(entry[target]):
-                sequence.stop_reason = NOT_FINITE
-                self.finish(sequence, "error")
-                continue
-            self._note_score(wanted[i], target, entry)
-            if sequence.score_only and wanted[i].index + 2 == len(sequence.tokens):
-                self.finish(sequence, "stop")
+            try:
+                self._take_score(wanted[i], target, entry)
+            except Exception as error:
+                self._end_broken(sequence, error)
+
+    def _take_score(self, row: LogitRow, target: int, entry: TokenLogprobs) -> None:
+        sequence = row.sequence
+        if not math.isfinite(entry[target]):
+            sequence.stop_reason = NOT_FINITE
+            self.finish(sequence, "error")
+            return
+        self._note_score(row, target, entry)
+        if sequence.score_only and row.index + 2 == len(sequence.tokens):
+            self.finish(sequence, "stop")
 
     def _num_alternatives(self, sequence: Sequence) -> int:
         params = sequence.state.request.params
@@ -145,8 +156,14 @@ class Results:
 
     def _take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Sample a token for each sequence from its row of the logits, and append it."""
+        rows = [self._row_or_end(sequence) for sequence in sequences]
+        good = [i for i, row in enumerate(rows) if row is not None]
+        if len(good) < len(rows):
+            if good:
+                self._take([sequences[i] for i in good], logits[good])
+            return
         try:
-            sampled = self._sampler.sample(logits, [self.row(sequence) for sequence in sequences])
+            sampled = self._sampler.sample(logits, [row for row in rows if row is not None])
         except (MaskedRowError, NonFiniteLogitsError) as error:
             self._sample_others(error, sequences, logits)
             return
@@ -184,6 +201,14 @@ class Results:
             state.sequences.append(child)
         # The parent last: its run may grow again once the others have branched off and ended.
         return [*state.sequences[1:], sequence]
+
+    def _row_or_end(self, sequence: Sequence) -> SamplingRow | None:
+        """`row`; None where there is none (a grammar's fault): the sequence has ended then."""
+        try:
+            return self.row(sequence)
+        except Exception as error:
+            self._end_broken(sequence, error)
+            return None
 
     def row(self, sequence: Sequence) -> SamplingRow:
         """What the sampler needs of a sequence; one object per sequence, brought up to date."""
@@ -224,14 +249,24 @@ class Results:
             metrics.first_token_time = time.monotonic()
         self._stats.output_tokens += 1
         self._scheduler.append(sequence, token)
+        try:
+            reason = self._note_sampled(sequence, token, entry)
+        except Exception as error:
+            self._end_broken(sequence, error)
+            return
+        if reason is not None:
+            self.finish(sequence, reason)
+
+    def _note_sampled(
+        self, sequence: Sequence, token: int, entry: TokenLogprobs | None
+    ) -> FinishReason | None:
+        """A token was appended; how the sequence ends with it."""
         if entry is not None:
             sequence.logprobs.append(entry)
             sequence.cumulative_logprob += entry[token]
         if sequence.grammar is not None:
             sequence.grammar.accept(token)
-        reason = self._ending(sequence, token)
-        if reason is not None:
-            self.finish(sequence, reason)
+        return self._ending(sequence, token)
 
     def take(self, sequence: Sequence, run: Run, token: int) -> bool:
         """`accept` of a token in a streak, which knows that the sequence's run goes on, and sees
@@ -245,8 +280,12 @@ class Results:
         self._stats.output_tokens += 1
         if sequence.detokenizer is None and not state.request.params.stop_token_ids:
             return False
-        if not self._is_stopped(sequence, token, may_stop=True):
-            return False
+        try:
+            if not self._is_stopped(sequence, token, may_stop=True):
+                return False
+        except Exception as error:
+            self._end_broken(sequence, error)
+            return True
         self.finish(sequence, "stop")
         return True
 
@@ -276,13 +315,31 @@ class Results:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence: its text is completed, its runs are let go."""
         sequence.finish_reason = reason
-        if reason in ("abort", "error") and not sequence.state.forked:
+        if self._tokenizer is not None:
+            try:
+                self._finish_text(sequence, self._tokenizer)
+            except Exception as error:
+                self._note_broken(sequence, error)
+        self._let_go(sequence)
+
+    def _end_broken(self, sequence: Sequence, error: Exception) -> None:
+        """Taking a sequence's result failed: that ends it, and nobody else."""
+        self._note_broken(sequence, error)
+        self._let_go(sequence)
+
+    def _note_broken(self, sequence: Sequence, error: Exception) -> None:
+        name = sequence.state.request.request_id
+        log.error("request %s: its result cannot be taken", name, exc_info=error)
+        sequence.finish_reason = "error"
+        sequence.stop_reason = f"{BROKEN}{type(error).__name__}: {error}"
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Of the runs of a sequence that has ended, and of its request after its last one."""
+        state, reason = sequence.state, sequence.finish_reason
+        assert reason is not None
+        if reason in ("abort", "error") and not state.forked:
             self._end_unforked(sequence, reason)
-        self.touched[sequence.state] = None
-        ended_by_text = sequence.detokenizer is not None and sequence.detokenizer.stop_reason
-        if self._tokenizer is not None and not ended_by_text:
-            self._finish_text(sequence, self._tokenizer)
-        state = sequence.state
+        self.touched[state] = None
         if state.finished:
             state.metrics.finished_time = time.monotonic()
         self._scheduler.finish(sequence)
@@ -301,6 +358,8 @@ class Results:
     def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
         """The rest of the text; all of it where nobody needed it before."""
         detokenizer = sequence.detokenizer
+        if detokenizer is not None and detokenizer.stop_reason is not None:
+            return
         if detokenizer is None:
             request = sequence.state.request
             detokenizer = IncrementalDetokenizer(

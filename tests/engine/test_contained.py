@@ -1,0 +1,145 @@
+"""An error while one sequence's result is taken ends that request, never the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from onestem import LLM, SamplingParams
+from onestem.engine import outputs
+from onestem.engine.detokenize import IncrementalDetokenizer
+from onestem.engine.grammar import GrammarState
+from onestem.engine.results import Results
+from onestem.request import Request
+from tests.engine.harness import assert_idle
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.models.tiny import VOCAB_SIZE, make_tiny
+
+JSON = {"response_format": {"type": "json_object"}}
+# Class, method, and the fields of the request that runs into it.
+FAULTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "stop strings": (IncrementalDetokenizer, "append", {"stop": ["never found"]}),
+    "stream": (IncrementalDetokenizer, "append", {"stream": True}),
+    "end of the text": (IncrementalDetokenizer, "finish", {}),
+    "mask": (GrammarState, "fill_mask", JSON),
+    "grammar": (GrammarState, "accept", JSON),
+    "log-probabilities": (Results, "_note_sampled", {"logprobs": 2}),
+    "prompt's log-probabilities": (Results, "_note_score", {"prompt_logprobs": 1}),
+    "choices": (Results, "_note_score", {"choices": ["yes", "no", "or else"]}),
+    "best choice": (outputs, "_best_choice", {"choices": ["yes", "no", "or else"]}),
+    "output": (outputs, "_completion", {"n": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = make_tiny("llama", tmp_path_factory.mktemp("contained") / "llama")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
+    return LLM(path, dtype="float32", kv_memory="8MiB", device="cpu")
+
+
+def request_of(llm: LLM, name: str, fields: dict[str, Any]) -> Request:
+    fields = {"max_tokens": 8, "seed": 3, **fields}
+    stream = fields.pop("stream", False)
+    ids = llm.tokenizer.encode("The quick brown fox: " + name[-1])
+    params = SamplingParams(**fields)
+    return Request(request_id=name, prompt_token_ids=ids, params=params, stream=stream)
+
+
+def run(llm: LLM, requests: list[Request], abort: str = "") -> dict[str, Any]:
+    engine = llm.engine
+    for request in requests:
+        engine.add_request(request)
+    found = {}
+    while engine.has_unfinished():
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+        engine.check()
+        if abort and (ended := engine.abort(abort)) is not None:
+            found[abort] = ended
+    assert_idle(engine)
+    return found
+
+
+def breaking(fault: Callable, is_victim: Callable[[Any], bool]) -> Callable:
+    def broken(*args: Any, **options: Any) -> Any:
+        if any(map(is_victim, args)):
+            raise ZeroDivisionError("a fault of ours")
+        return fault(*args, **options)
+
+    return broken
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_fault_is_one_requests(llm, monkeypatch, caplog, name, abort):
+    where, method, fields = FAULTS[name]
+    others = [request_of(llm, f"other-{i}", kind) for i, (*_, kind) in enumerate(FAULTS.values())]
+    undisturbed = run(llm, others)
+    victim = request_of(llm, "victim", fields)
+    mine = objects_of(llm, monkeypatch)
+
+    def is_victim(one: Any) -> bool:
+        return id(one) in mine or name_of(one) == "victim"
+
+    monkeypatch.setattr(where, method, breaking(getattr(where, method), is_victim))
+    with caplog.at_level(logging.ERROR):
+        found = run(llm, [*others[:5], victim, *others[5:]], "victim" if abort else "")
+    (end,) = {o.finish_reason for o in found["victim"].outputs}
+    if end == "error":
+        assert "ZeroDivisionError: a fault of ours" in found["victim"].outputs[0].stop_reason
+        assert "ZeroDivisionError" in caplog.text
+    assert end == "error" or abort
+    for other in others:
+        before, after = undisturbed[other.request_id], found[other.request_id]
+        assert [o.token_ids for o in after.outputs] == [o.token_ids for o in before.outputs]
+        assert [o.text for o in after.outputs] == [o.text for o in before.outputs]
+
+
+def name_of(one: Any) -> str | None:
+    """The request that an argument belongs to."""
+    one = getattr(one, "sequence", one)
+    state = getattr(one, "state", one)
+    return getattr(getattr(state, "request", None), "request_id", None)
+
+
+def objects_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ids of the victim's detokenizers and grammars, noted as they are made."""
+    mine: set[int] = set()
+    kept = []
+
+    def noted(make: Callable) -> Callable:
+        def sequence(state: Any, index: int) -> Any:
+            one = make(state, index)
+            if state.request.request_id == "victim":
+                kept.append(one)
+                mine.update({id(one.detokenizer), id(one.grammar)} - {id(None)})
+            return one
+
+        return sequence
+
+    opening, results = llm.engine._opening, llm.engine._results
+    monkeypatch.setattr(opening, "sequence", noted(opening.sequence))
+    monkeypatch.setattr(results, "_new_sequence", noted(results._new_sequence))
+    text = Results._finish_text
+
+    def finish_text(self: Results, sequence: Any, tokenizer: Any) -> None:
+        if name_of(sequence) == "victim" and sequence.detokenizer is None:
+            request = sequence.state.request
+            sequence.detokenizer = IncrementalDetokenizer(
+                tokenizer, request.params, request.prompt_token_ids
+            )
+            mine.add(id(sequence.detokenizer))
+        text(self, sequence, tokenizer)
+
+    monkeypatch.setattr(Results, "_finish_text", finish_text)
+    return mine
+
+
+def test_a_stop_string_inside_a_choice_is_refused(llm):
+    for fields in ({"stop": ["e"]}, {"stop_token_ids": [3]}, {"min_tokens": 2}, {"n": 2}):
+        with pytest.raises(ValueError, match="together with choices"):
+            SamplingParams(choices=["yes", "no"], **fields)
+    assert llm.generate("a", SamplingParams(choices=["yes", "no"]))[0].outputs[0].text
