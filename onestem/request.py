@@ -37,6 +37,19 @@ MAX_LOGPROBS = 100
 MAX_CHOICES = 1024  # each is a sequence, as each of n is
 MAX_STOPS = 64  # each is looked for behind every token
 
+# A choice is scored whole, as the model's own distribution has it: these would not change it.
+NEUTRAL_BESIDE_CHOICES: Mapping[str, object] = {
+    "n": 1,
+    "response_format": None,
+    "stop": (),
+    "stop_token_ids": (),
+    "min_tokens": 0,
+    "logit_bias": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
 
 def show(value: object) -> str:
     """`value` for an error message: its start, on one line."""
@@ -99,7 +112,9 @@ class SamplingParams:
         logprobs: for each sampled token, so many alternatives (0: only its own).
         prompt_logprobs: the same for the prompt's tokens (their first has none).
         logit_bias: token id -> number added to its logit, -100..100.
-        choices: pick the most probable of these texts, at most 1,024, instead of sampling.
+        choices: pick the most probable of these texts, at most 1,024, instead of sampling. What
+            steers sampling means nothing then: stop, min_tokens, penalties and bias are refused,
+            temperature, top_k, top_p, min_p and seed have no effect.
         response_format: OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`,
             `{"type": "json_object"}` or `{"type": "text"}`.
         skip_special_tokens: leave special tokens out of the text.
@@ -225,13 +240,10 @@ class SamplingParams:
         for text in choices:
             _check(isinstance(text, str) and text != "", "choices", text, "non-empty texts")
         _check(len(set(choices)) == len(choices), "choices", choices, "different texts")
-        _check(self.n == 1, "n", self.n, "1 together with choices")
-        _check(
-            self.response_format is None,
-            "response_format",
-            self.response_format,
-            "None together with choices",
-        )
+        for name, neutral in NEUTRAL_BESIDE_CHOICES.items():
+            value = getattr(self, name)
+            limit = f"{neutral or 'nothing'} together with choices"
+            _check(value in (None, neutral), name, value, limit)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
