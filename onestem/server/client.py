@@ -60,8 +60,10 @@ State = Literal["starting", "running", "stuck", "down", "stopped"]
 class _Entry:
     request: Request
     key: str
+    weight: float
     listener: Listener
     number: int | None = None  # of those that were sent to this engine
+    was_lost: bool = False  # an engine died while it had it
 
     @property
     def sent(self) -> bool:
@@ -214,19 +216,29 @@ class EngineClient:
         self.state, self.error, self.since = state, error, time.time()
 
     def _go_down(self, reason: str) -> None:
-        """Whoever the engine was answering gets an error; who has not begun keeps waiting."""
+        """Whoever the engine was answering is sent again, once: who was there twice when it died
+        gets an error. Who has not begun keeps waiting."""
         self._set_state("down", reason)
         log.error("engine_down", error=reason)
         self._stats_before, self._stats = dict(self.stats), {}
         self.num_running = self.num_waiting = 0
-        error = EngineDownError("the engine died while it answered: it is being started again")
-        for entry in [entry for entry in self._entries.values() if entry.sent]:
-            self._fail(entry, error)
         self._leaving.give_up()
-        self._questions.fail(error)
+        for entry in reversed([entry for entry in self._entries.values() if entry.sent]):
+            self._take_back(entry)
+        self._questions.fail(EngineDownError("the engine died: it is being started again"))
         for sink in list(self._jobs.values()):
             sink.on_down()
         self._jobs.clear()
+
+    def _take_back(self, entry: _Entry) -> None:
+        """Put a request of an engine that died to the front of its key's line, the first time."""
+        if entry.was_lost:
+            self._fail(entry, EngineDownError("the engine died twice while it answered this"))
+            return
+        entry.was_lost, entry.number = True, None
+        entry.listener.on_restart()
+        name = entry.request.request_id
+        self.turns.push(entry.key, entry.weight, name, entry, first=True)
 
     def _take_ready(self, ready: Ready) -> None:
         self.facts, self.pid = ready.facts, ready.pid
@@ -264,7 +276,7 @@ class EngineClient:
 
     def submit(self, request: Request, key: str, weight: float, listener: Listener) -> None:
         """Queue a request; `listener` gets its news."""
-        entry = _Entry(request, key, listener)
+        entry = _Entry(request, key, weight, listener)
         self._entries[request.request_id] = entry
         self.turns.push(key, weight, request.request_id, entry)
         self._pump()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from onestem.server.chunk_size import ChunkSize
-from onestem.server.errors import ApiError
+from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.messages import Delta, Piece
 
 __all__ = ["Inbox"]
@@ -27,8 +27,46 @@ class _Part:
     def on_delta(self, delta: Delta) -> None:
         self._inbox.add(self._number, delta)
 
+    def on_restart(self) -> None:
+        self._inbox.restart(self._number)
+
     def on_error(self, error: ApiError) -> None:
         self._inbox.fail(error)
+
+
+class _Heard:
+    """What of one sequence was handed out; and, once the engine says it again, what of that is
+    still to come."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._ids_to_come: list[int] = []
+        self._text_to_come = ""
+
+    def note(self, piece: Piece) -> None:
+        self._token_ids += piece.token_ids
+        self._texts.append(piece.text)
+
+    def restart(self) -> None:
+        self._ids_to_come, self._text_to_come = list(self._token_ids), "".join(self._texts)
+
+    @property
+    def comes_again(self) -> bool:
+        return bool(self._ids_to_come or self._text_to_come)
+
+    def cut(self, piece: Piece) -> bool:
+        """Leave what is new in a piece; False: it says something else than before."""
+        count = min(len(self._ids_to_come), len(piece.token_ids))
+        chars = min(len(self._text_to_come), len(piece.text))
+        same = self._ids_to_come[:count] == piece.token_ids[:count]
+        same &= self._text_to_come[:chars] == piece.text[:chars]
+        self._ids_to_come = self._ids_to_come[count:]
+        self._text_to_come = self._text_to_come[chars:]
+        del piece.token_ids[:count]
+        piece.text = piece.text[chars:]
+        piece.logprobs = piece.logprobs and piece.logprobs[count:]
+        return same and not (piece.finish_reason and self.comes_again)
 
 
 class Inbox:
@@ -50,6 +88,7 @@ class Inbox:
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._size = size or ChunkSize()
         self._begun: set[tuple[int, int]] = set()
+        self._heard: dict[tuple[int, int], _Heard] = {}
         self._news = asyncio.Event()
 
     def part(self, number: int) -> _Part:
@@ -57,6 +96,10 @@ class Inbox:
 
     def add_token(self, key: tuple[int, int], token_id: int, text: str) -> None:
         """A token of `key`, (part, sequence)."""
+        heard = self._heard.get(key)
+        if heard is not None and heard.comes_again:
+            self._add_piece(key, Piece(key[1], text, [token_id]))
+            return
         piece = self._pieces.get(key)
         if piece is None:
             piece = self._pieces[key] = Piece(key[1], text, [token_id])
@@ -69,15 +112,30 @@ class Inbox:
 
     def add(self, part: int, delta: Delta) -> None:
         for piece in delta.pieces:
-            key = (part, piece.index)
-            before = self._pieces.get(key)
-            if before is None:
-                self._pieces[key] = piece
-            else:
-                before.extend(piece)
+            self._add_piece((part, piece.index), piece)
         if delta.finished:
             self.ended[part] = delta
         self._news.set()
+
+    def _add_piece(self, key: tuple[int, int], piece: Piece) -> None:
+        heard = self._heard.get(key)
+        if heard is not None and heard.comes_again and not heard.cut(piece):
+            self.fail(EngineDownError("the engine died, and did not go on as it had begun"))
+            return
+        if not (piece.token_ids or piece.text or piece.finish_reason):
+            return
+        before = self._pieces.get(key)
+        if before is None:
+            self._pieces[key] = piece
+        else:
+            before.extend(piece)
+
+    def restart(self, part: int) -> None:
+        """A part is answered anew: what was handed out is not handed out again."""
+        self._pieces = {key: piece for key, piece in self._pieces.items() if key[0] != part}
+        for key, heard in self._heard.items():
+            if key[0] == part:
+                heard.restart()
 
     def fail(self, error: ApiError) -> None:
         """End the call, unless all of its answers are here."""
@@ -110,4 +168,7 @@ class Inbox:
     def take(self) -> dict[tuple[int, int], Piece]:
         """(part, sequence) -> what is new since the last time."""
         pieces, self._pieces = self._pieces, {}
+        if not self.complete:
+            for key, piece in pieces.items():
+                self._heard.setdefault(key, _Heard()).note(piece)
         return pieces

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Iterator
@@ -84,7 +85,11 @@ async def serve(settings: Settings) -> None:
     listener = bind(settings.host, settings.port)
     try:
         path = await asyncio.to_thread(find_model, settings.model)
-        launcher = EngineProcess({**settings.engine, "model": str(path)})
+        # One seed for all engines of this server: a request that is sent again is answered alike.
+        engine = {**settings.engine, "model": str(path)}
+        if engine.get("seed") is None:
+            engine["seed"] = secrets.randbits(63)
+        launcher = EngineProcess(engine)
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
         service = Service(settings, path, tokenizer, launcher)
         await service.start()

@@ -62,12 +62,15 @@ class Turns(Generic[T]):
             headers={"Retry-After": str(after)},
         )
 
-    def push(self, key: str, weight: float, name: str, item: T) -> None:
+    def push(self, key: str, weight: float, name: str, item: T, *, first: bool = False) -> None:
+        """Put an item at the end of its key's line, or at its front."""
         line = self._lines.setdefault(key, _Line(weight, self._now))
         line.weight = weight
         if not line.items:
             line.mark = max(line.mark, self._now)
         line.items[name] = item
+        if first:
+            line.items.move_to_end(name, last=False)
         self._length += 1
 
     def remove(self, key: str, name: str) -> T | None:

@@ -123,7 +123,7 @@ def test_a_servers_life(tmp_path, tiny_model):
 
 
 def check_kill_9(server: Server) -> None:
-    """Every request gets an answer or an error; the job's output is complete, without doubles."""
+    """Every request is answered; the job's output is complete, without doubles."""
     ends: dict[int, str] = {}
     batch = start_job(server, lines(40, ignore_eos=True, temperature=0))
     threads = [threading.Thread(target=ask, args=(server, i, ends)) for i in range(REQUESTS)]
@@ -134,7 +134,7 @@ def check_kill_9(server: Server) -> None:
         thread.join(WAIT)
     assert sorted(ends) == list(range(REQUESTS))
     assert set(ends.values()) <= {"whole", "engine_down"}
-    assert "engine_down" in ends.values()
+    assert "whole" in ends.values()
     server.engine_ready(2)
     finished = ended(server.http, batch)
     assert finished["status"] == "completed"
