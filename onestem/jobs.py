@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -10,16 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onestem.batch import JobSummary, Progress, SpooledPrompts, model_identity, run_job
-from onestem.batch.spool import Spool, write_spool
+from onestem.batch.first_lines import FirstLines
+from onestem.batch.spool import CompilePml, Spool, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import JobError
-from onestem.planner import plan_job
+from onestem.planner import Group, JobPlan, plan_job
 from onestem.pml import Library, to_markup
 
 if TYPE_CHECKING:
+    from onestem.engine.tokenizer import Tokenizer
     from onestem.llm import LLM
 
 __all__ = ["plan_file", "run_file", "schema_options"]
+
+# Of what a group shares, so much is shown; a token has a byte or more, a character at most four.
+WORDS_CHARACTERS = 60
+WORDS_TOKENS = 256
 
 
 def run_file(
@@ -29,7 +36,9 @@ def run_file(
     *,
     schemas: Sequence[Path] = (),
     force: bool = False,
+    keep_going: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
+    on_first_error: Callable[[str], object] | None = None,
 ) -> JobSummary:
     """Run or continue a job (see `onestem.batch.run_job`) on a model.
 
@@ -59,7 +68,9 @@ def run_file(
         compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
+        keep_going=keep_going,
         on_progress=on_progress,
+        on_first_error=on_first_error,
     )
 
 
@@ -85,15 +96,20 @@ def plan_file(
     levels: str,
     kv_memory: str | int,
     schemas: Sequence[Path] = (),
+    keep_going: bool = False,
+    on_progress: Callable[[Progress], object] | None = None,
+    on_first_error: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
     """Tokenise a job into `folder` and plan it; no weights are loaded. Of prompts in PML only what
     they have in common at their beginning counts as shared.
 
     Args:
         schemas: files of the PML schemas that lines may name.
+        keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
     Returns:
-        the plan's report (`PlanReport.to_dict`), with `failed_lines`.
+        the plan's report (`PlanReport.to_dict`), with `failed_lines`. Each of `largest_groups` is
+        an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
     """
     from onestem.engine.admission import check_request
     from onestem.engine.tokenizer import Tokenizer
@@ -104,6 +120,7 @@ def plan_file(
     config = ModelConfig.from_directory(path)
     device = pick_device("auto")
     bytes_per_token = config.kv_values_per_token * pick_dtype("auto", config, device).itemsize
+    kv_tokens = kv_memory_bytes(kv_memory, device) // bytes_per_token
     tokenizer = Tokenizer.from_directory(path)
     validate = partial(
         check_request,
@@ -111,11 +128,6 @@ def plan_file(
         vocab_size=config.vocab_size,
         tokenizer=tokenizer,
     )
-    library = None
-    if tokenizer is not None:
-        library = Library(tokenizer, max_positions=config.max_position_embeddings)
-        for file in schemas:
-            library.add(file)
     place = Workplace(folder / "plan.jsonl")
     with place.locked(), file_errors(folder):
         write_spool(
@@ -124,18 +136,70 @@ def plan_file(
             "plan",
             tokenizer=tokenizer,
             validate=validate,
-            on_chunk=lambda lines, size: None,
-            compile_pml=library.compile if library is not None else None,
+            on_chunk=partial(_tell_read, on_progress, source),
+            first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
+            compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         )
-        spool = Spool(place, "plan")
-        try:
-            indices = spool.is_request.nonzero()[0]
-            plan = plan_job(
-                SpooledPrompts(spool, indices),
-                output_lengths=spool.output_lengths(indices),
+        with contextlib.closing(Spool(place, "plan")) as spool:
+            planner = partial(
+                plan_job,
                 levels=levels,  # type: ignore[arg-type]
-                kv_budget_tokens=kv_memory_bytes(kv_memory, device) // bytes_per_token,
+                kv_budget_tokens=kv_tokens,
             )
-            return {**plan.report.to_dict(), "failed_lines": len(spool) - len(indices)}
-        finally:
-            spool.close()
+            return _report(spool, planner, tokenizer, bytes_per_token)
+
+
+def _tell_read(
+    on_progress: Callable[[Progress], object] | None, source: Path, num_lines: int, num_bytes: int
+) -> None:
+    if on_progress is not None:
+        on_progress(Progress(stage="read", done=num_bytes, total=os.path.getsize(source)))
+
+
+def _schema_compiler(
+    tokenizer: Tokenizer | None, schemas: Sequence[Path], max_positions: int
+) -> CompilePml | None:
+    if tokenizer is None:
+        return None
+    library = Library(tokenizer, max_positions=max_positions)
+    for file in schemas:
+        library.add(file)
+    return library.compile
+
+
+def _report(
+    spool: Spool,
+    planner: Callable[..., JobPlan],
+    tokenizer: Tokenizer | None,
+    bytes_per_token: int,
+) -> dict[str, Any]:
+    """Plan the good lines of a spool; what `plan_file` returns."""
+    indices = spool.is_request.nonzero()[0]
+    prompts = SpooledPrompts(spool, indices)
+    plan = planner(prompts, output_lengths=spool.output_lengths(indices))
+    return {
+        **plan.report.to_dict(),
+        "largest_groups": [
+            _described(group, prompts, tokenizer, bytes_per_token) for group in plan.largest_groups
+        ],
+        "failed_lines": len(spool) - len(indices),
+    }
+
+
+def _described(
+    group: Group, prompts: SpooledPrompts, tokenizer: Tokenizer | None, bytes_per_token: int
+) -> dict[str, Any]:
+    """A group as a person is told of it; without a tokenizer its text is None."""
+    first_ids = prompts[int(group.members[0])][: min(group.prefix_tokens, WORDS_TOKENS)].tolist()
+    return {
+        "requests": len(group.members),
+        "prefix_tokens": group.prefix_tokens,
+        "kv_bytes": group.prefix_tokens * bytes_per_token,
+        "text": None if tokenizer is None else _first_words(tokenizer.decode(first_ids)),
+    }
+
+
+def _first_words(text: str) -> str:
+    """The beginning of what a group shares, which may end inside a character."""
+    whole = text.rstrip("\ufffd")
+    return whole if len(whole) <= WORDS_CHARACTERS else whole[: WORDS_CHARACTERS - 1] + "…"

@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+from onestem.engine.tokenizer import Tokenizer
+from onestem.llm import pick_device, pick_dtype
+from onestem.models.config import ModelConfig
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import ENVIRONMENT, Command, onestem
@@ -102,15 +105,87 @@ def test_env():
     assert facts["versions"]["torch"]
 
 
+def plain_lines(count: int) -> list[dict]:
+    """What people write who do not know the format."""
+    return [{"id": i, "prompt": "a"} for i in range(count)]
+
+
+NO_CUSTOM_ID = (
+    "line 1: the line has no custom_id, expected "
+    '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": ...}}'
+)
+
+
 def test_plan_reports_before_anything_is_computed(model, tmp_path):
-    write_job(tmp_path / "in.jsonl", [*job_lines(12), {"custom_id": "bad"}])
-    report = json.loads(onestem("plan", tmp_path / "in.jsonl", "--model", model, "--json").stdout)
+    source = tmp_path / "in.jsonl"
+    write_job(source, [*job_lines(12), {"custom_id": "bad"}])
+    done = onestem("plan", source, "--model", model, "--json", "--quiet", code=1)
+    assert done.stderr == f"onestem: {source}, line 13: method is None, expected POST\n"
+    report = json.loads(done.stdout)
     assert report["requests"] == 12
     assert report["failed_lines"] == 1
     assert report["saving_all_levels"] >= report["saving_one_level"] > 0.5
     for name in ("groups", "logical_prompt_tokens", "planning_seconds"):
         assert name in report
-    assert "12 requests" in onestem("plan", tmp_path / "in.jsonl", "--model", model).stdout
+    write_job(source, job_lines(12))
+    done = onestem("plan", source, "--model", model)
+    assert "12 requests" in done.stdout
+    assert "reading (bytes)" in done.stderr
+
+
+def test_plan_shows_what_the_largest_groups_share(model, tmp_path):
+    source = tmp_path / "in.jsonl"
+    head = "\x1b[2J two\nlines, and many more words than anybody wants to see in a table."
+    lines = job_lines(5)
+    for i, line in enumerate(lines):
+        line["body"]["prompt"] = f"{head}{i}" if i < 3 else f"same{i}"
+    write_job(source, lines)
+    done = onestem("plan", source, "--model", model, "--quiet", "--json")
+    assert done.stderr == ""
+    large, small = json.loads(done.stdout)["largest_groups"]
+    tokenizer = Tokenizer.from_directory(model)
+    config = ModelConfig.from_directory(model)
+    kv_bytes = config.kv_values_per_token * pick_dtype("auto", config, pick_device("cpu")).itemsize
+    tokens = len(tokenizer.encode(head))
+    assert large == {
+        "requests": 3,
+        "prefix_tokens": tokens,
+        "kv_bytes": tokens * kv_bytes,
+        "text": head[:59] + "…",
+    }
+    assert (small["requests"], small["text"]) == (2, "same")
+    shown = onestem("plan", source, "--model", model, "--quiet").stdout
+    mebibytes = f"{large['kv_bytes'] / 2**20:.2f} MiB of KV memory"
+    text = r"'\x1b[2J two\nlines, and many more words than anybody wants to s…'"
+    assert f"  3 requests share {tokens} tokens ({mebibytes}): {text}\n" in shown
+
+
+@pytest.mark.parametrize("verb", ["batch", "plan"])
+def test_plain_lines_are_refused(model, tmp_path, verb):
+    source = tmp_path / "in.jsonl"
+    write_job(source, plain_lines(300))
+    output = ("-o", tmp_path / "out.jsonl") if verb == "batch" else ()
+    done = onestem(verb, source, *output, "--model", model, code=2)
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"onestem: {source}, {NO_CUSTOM_ID} (0 of the first 256 lines can be answered): "
+        "correct the lines, or go on with --keep-going\n"
+    )
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_plain_lines_with_keep_going(model, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_job(source, plain_lines(300))
+    args = ("--model", model, "--keep-going", "--quiet")
+    done = onestem("batch", source, "-o", output, *args, code=1)
+    assert done.stderr.splitlines() == [
+        f"onestem: {source}, {NO_CUSTOM_ID} (each such line has its reason in {output})",
+        f"{output}: complete: 300 lines, 300 failed",
+    ]
+    done = onestem("plan", source, *args, code=1)
+    assert done.stderr == f"onestem: {source}, {NO_CUSTOM_ID}\n"
+    assert "300 lines that cannot be answered" in done.stdout
 
 
 def test_bench_batch_gives_equal_tokens_in_every_mode(model):

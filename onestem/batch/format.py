@@ -135,24 +135,38 @@ def _check_surrogates(record: dict[str, Any], name: str) -> None:
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        message = f"{name} has an unpaired \\ud800-\\udfff escape"
+        message = (
+            f"{name} has an unpaired \\ud800-\\udfff escape, which is half a character: "
+            "write both halves, or leave it out"
+        )
         raise LineError("invalid_json_line", message) from error
 
 
 def _custom_id(record: Mapping[str, Any]) -> str:
     custom_id = record.get("custom_id")
     if custom_id is None:
-        raise LineError("missing_custom_id", "the line has no custom_id")
+        message = f"the line has no custom_id{_what_a_line_is(record)}"
+        raise LineError("missing_custom_id", message)
     if not isinstance(custom_id, str) or not custom_id:
         message = f"custom_id is {show(custom_id)}, expected non-empty text"
         raise LineError("invalid_custom_id", message)
     return custom_id
 
 
+def _what_a_line_is(record: Mapping[str, Any]) -> str:
+    """A batch line in short, for an error of a line that is a plain prompt or chat."""
+    for url, name in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+        if name in record and "body" not in record:
+            line = f'"custom_id": "1", "method": "POST", "url": "{url}", "body": {{"{name}": ...}}'
+            return f", expected {{{line}}}"
+    return ""
+
+
 def _kind(record: Mapping[str, Any]) -> Kind:
     for name in record:
         if name not in TOP_FIELDS:
-            raise LineError("unknown_field", f"unknown field beside body: {show(name)}")
+            message = f"unknown field beside body: {show(name)}{_what_a_line_is(record)}"
+            raise LineError("unknown_field", message)
     if record.get("method") != "POST":
         raise LineError("invalid_method", f"method is {show(record.get('method'))}, expected POST")
     url = record.get("url")

@@ -4,6 +4,7 @@
 
 1. Hash the input; take the lock; look whether OUT.jsonl or work on it is there already, and whose.
 2. First pass (`spool`): check and tokenise each line. Skipped where an earlier run has done it.
+   A job whose first lines are all bad ends here and leaves nothing (`first_lines`).
 3. Plan what has no result yet, hand it to the engine in that order, append each result to
    OUT.jsonl.partial as it comes (`journal`).
 4. Write the results in input order, rename that file to OUT.jsonl, remove the rest.
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from onestem.batch.first_lines import FirstLines
 from onestem.batch.interface import (
     IntArray,
     JobInterrupted,
@@ -83,7 +85,9 @@ def run_job(
     token_bytes: Callable[[int], bytes] | None = None,
     compile_pml: CompilePml | None = None,
     force: bool = False,
+    keep_going: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
+    on_first_error: Callable[[str], object] | None = None,
 ) -> JobSummary:
     """Run a job to its end, or go on with it.
 
@@ -101,7 +105,10 @@ def run_job(
             depends on (schemas) belongs to `options`.
         force: throw away an output, and work on it, that belongs to another job. This job's own
             work is always continued.
+        keep_going: go on where none of the first 256 lines can be answered.
         on_progress: called for each chunk read and each line written.
+        on_first_error: called in the first pass, at most once, with the first line that cannot be
+            answered and the reason, in one line.
 
     Raises:
         JobError: the job cannot start or go on; one line that says what to do.
@@ -122,6 +129,7 @@ def run_job(
         tokenizer=tokenizer, validate=validate, run=run, planner=planner,
         token_bytes=token_bytes, compile_pml=compile_pml,
         tell=on_progress or (lambda progress: None),
+        first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
     )  # fmt: skip
     with place.locked():
         try:
@@ -156,6 +164,7 @@ class _Job:
         token_bytes: Callable[[int], bytes] | None,
         compile_pml: CompilePml | None,
         tell: Callable[[Progress], object],
+        first_lines: FirstLines,
     ) -> None:
         self._source, self._place = source, place
         self._survey, self._identity = survey, identity
@@ -163,6 +172,7 @@ class _Job:
         self._run, self._planner = run, planner
         self._token_bytes, self._tell = token_bytes, tell
         self._compile_pml = compile_pml
+        self._first_lines = first_lines
         self._summary = JobSummary(output=place.output, total=survey.num_lines)
         self._counts = ResultCounts()
 
@@ -270,6 +280,7 @@ class _Job:
                 tokenizer=self._tokenizer,
                 validate=self._validate,
                 on_chunk=self._tell_read,
+                first_lines=self._first_lines,
                 compile_pml=self._compile_pml,
             )
             if sha256 != self._identity.input_sha256:

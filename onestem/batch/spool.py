@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onestem.batch.fields import Kind, Prompt
+from onestem.batch.first_lines import FirstLines
 from onestem.batch.format import BatchRequest, LineError, parse_line
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
@@ -265,6 +266,7 @@ def write_spool(
     tokenizer: Tokenizer | None,
     validate: Validate,
     on_chunk: Callable[[int, int], object],
+    first_lines: FirstLines,
     compile_pml: CompilePml | None = None,
 ) -> tuple[str, dict[str, int]]:
     """The first pass.
@@ -274,6 +276,7 @@ def write_spool(
         tokenizer: None: only prompts of token ids are good.
         validate: raises `RequestError` for a request that can never be answered.
         on_chunk: called after each chunk with the lines and the bytes read so far.
+        first_lines: sees all lines; it may refuse the job.
         compile_pml: None: lines with `pml` are refused.
 
     Returns:
@@ -289,8 +292,11 @@ def write_spool(
         writer = _Writer(ids, requests, table)
         first_pass = _FirstPass(job, tokenizer, validate, compile_pml)
         for chunk in _chunks(_lines(source, digest.update)):
-            writer.write(first_pass.read(chunk))
+            lines = first_pass.read(chunk)
+            first_lines.see([(line.number, line.error) for line in lines])
+            writer.write(lines)
             on_chunk(writer.num_lines, source.tell())
+        first_lines.end()
         for file in (ids, requests, table):
             file.flush()
             os.fsync(file.fileno())

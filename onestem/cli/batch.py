@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from onestem.batch import JobSummary, Progress
     from onestem.llm import LLM
 
-__all__ = ["JobProgress", "batch"]
+__all__ = ["JobProgress", "KeepGoing", "Quiet", "batch"]
+
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Go on if the first 256 lines all fail.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
 def batch(
@@ -43,16 +48,21 @@ def batch(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
 ) -> None:
     """Answer OpenAI batch lines; killed at any moment, the same command goes on.
 
     Lines that cannot be answered get an error object and the job goes on; the same command does
-    not try them again. While it runs, finished answers are in OUT.jsonl.partial and the rest of
-    its work in OUT.jsonl.work; both are gone when OUT.jsonl is complete. A continued job writes
-    the bytes of an uninterrupted one in float32, but for the last digits of log-probabilities.
-    Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run, 130
-    after Ctrl-C.
+    not try them again. The first such line and its reason are shown at once. If none of the first
+    256 lines can be answered, the job is refused and leaves no files (see --keep-going).
+
+    While it runs, finished answers are in OUT.jsonl.partial and the rest of its work in
+    OUT.jsonl.work; both are gone when OUT.jsonl is complete. A continued job writes the bytes of
+    an uninterrupted one in float32, but for the last digits of log-probabilities.
+
+    Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
+    refused, 130 after Ctrl-C.
     """
     from onestem.batch import JobInterrupted
     from onestem.jobs import run_file
@@ -80,7 +90,9 @@ def batch(
                 output,
                 schemas=schemas or (),
                 force=force,
+                keep_going=keep_going,
                 on_progress=progress,
+                on_first_error=lambda error: _tell_error(error, output),
             )
     except JobInterrupted as interrupted:
         print(f"onestem: {interrupted}", file=sys.stderr)
@@ -88,6 +100,10 @@ def batch(
     _report(llm, summary)
     print(summary.last_line(), file=sys.stderr)
     raise typer.Exit(summary.exit_code)
+
+
+def _tell_error(error: str, output: Path) -> None:
+    print(f"onestem: {error} (each such line has its reason in {output})", file=sys.stderr)
 
 
 def _report(llm: LLM, summary: JobSummary) -> None:
@@ -105,7 +121,7 @@ def _report(llm: LLM, summary: JobSummary) -> None:
 
 
 class JobProgress(AbstractContextManager["JobProgress"]):
-    """A progress bar on stderr, fed by `run_job`."""
+    """A progress bar on stderr, fed by `run_job` or `plan_file`."""
 
     def __init__(self, quiet: bool = False, label: str = "") -> None:
         from rich.console import Console
@@ -134,12 +150,8 @@ class JobProgress(AbstractContextManager["JobProgress"]):
         self._stage: str | None = None
         self._task: TaskID | None = None
 
-    def __enter__(self) -> JobProgress:
-        (self._bar or nullcontext()).__enter__()
-        return self
-
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
+        if self._bar is not None and self._stage is not None:
             self._bar.stop()
 
     def __call__(self, progress: Progress) -> None:
@@ -148,6 +160,7 @@ class JobProgress(AbstractContextManager["JobProgress"]):
         names = {"read": "reading (bytes)", "run": "answering", "write": "writing"}
         if progress.stage != self._stage:
             self._stage = progress.stage
+            self._bar.start()
             self._task = self._bar.add_task(
                 self._label + names[progress.stage], total=progress.total
             )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from onestem.cli import options
+from onestem.cli.batch import JobProgress, KeepGoing, Quiet
 
 __all__ = ["plan"]
 
@@ -26,8 +28,18 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Group and order a job's prompts; report what sharing saves. No weights are loaded."""
+    """Group and order a job's prompts; report what sharing saves. No weights are loaded.
+
+    The largest groups are shown with the first words that they share. The first line that cannot
+    be answered and its reason are shown at once. If none of the first 256 lines can be answered,
+    the job is refused (see --keep-going).
+
+    Exit code: 0 if every line can be answered, 1 if some cannot, 2 if the job could not be planned
+    or was refused.
+    """
     from onestem.errors import ConfigError, JobError
     from onestem.jobs import plan_file
 
@@ -35,7 +47,7 @@ def plan(
         raise ConfigError(f"levels is {levels!r}, expected one or all")
     if not input_file.is_file():
         raise JobError(f"{input_file} is no file")
-    with tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder:
+    with tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder, JobProgress(quiet) as bar:
         report = plan_file(
             input_file,
             Path(folder),
@@ -43,10 +55,18 @@ def plan(
             levels=levels,
             kv_memory=kv_memory,
             schemas=schemas or (),
+            keep_going=keep_going,
+            on_progress=bar,
+            on_first_error=lambda error: print(f"onestem: {error}", file=sys.stderr),
         )
     if as_json:
         typer.echo(json.dumps(report))
-        return
+    else:
+        _show(report)
+    raise typer.Exit(1 if report["failed_lines"] else 0)
+
+
+def _show(report: dict[str, Any]) -> None:
     typer.echo(
         f"{report['requests']} requests in {report['groups']} groups, "
         f"{report['failed_lines']} lines that cannot be answered"
@@ -56,6 +76,10 @@ def plan(
         computed = report[f"processed_tokens_{'one_level' if name == 'one' else 'all_levels'}"]
         saving = report["saving_one_level" if name == "one" else "saving_all_levels"]
         typer.echo(f"  sharing {level:9} computes {computed} of them, saves {100 * saving:.1f}%")
-    for members, prefix in report["largest_groups"]:
-        typer.echo(f"  {members} requests behind {prefix} tokens")
+    for group in report["largest_groups"]:
+        text = "" if group["text"] is None else f": {group['text']!r}"
+        typer.echo(
+            f"  {group['requests']} requests share {group['prefix_tokens']} tokens "
+            f"({group['kv_bytes'] / 2**20:.2f} MiB of KV memory){text}"
+        )
     typer.echo(f"planned in {report['planning_seconds']:.2f} s")

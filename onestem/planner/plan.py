@@ -52,6 +52,11 @@ class JobPlan:
     group_of: IntArray
     report: PlanReport
 
+    @property
+    def largest_groups(self) -> list[Group]:
+        """The ten shared groups with most members, as `report.largest_groups` counts them."""
+        return _largest(self.groups)
+
 
 def plan_job(
     prompts: Prompts,
@@ -134,11 +139,10 @@ def _groups(grouped: GroupedTree, order: IntArray) -> tuple[list[Group], IntArra
 
 def _report(tree: PrefixTree, flat: PrefixTree, groups: list[Group], seconds: float) -> PlanReport:
     logical = int(tree.lengths.sum())
-    shared = [(len(group.members), group.prefix_tokens) for group in groups if group.prefix_tokens]
     return PlanReport(
         requests=len(tree.home),
         groups=len(groups),
-        shared_groups=len(shared),
+        shared_groups=sum(group.prefix_tokens > 0 for group in groups),
         logical_prompt_tokens=logical,
         processed_tokens_one_level=flat.processed_tokens,
         processed_tokens_all_levels=tree.processed_tokens,
@@ -146,5 +150,10 @@ def _report(tree: PrefixTree, flat: PrefixTree, groups: list[Group], seconds: fl
         saving_all_levels=saving_ratio(tree.processed_tokens, logical),
         levels=tree.levels,
         planning_seconds=seconds,
-        largest_groups=sorted(shared, reverse=True)[:10],
+        largest_groups=[(len(group.members), group.prefix_tokens) for group in _largest(groups)],
     )
+
+
+def _largest(groups: list[Group]) -> list[Group]:
+    shared = [group for group in groups if group.prefix_tokens]
+    return sorted(shared, key=lambda g: (len(g.members), g.prefix_tokens), reverse=True)[:10]

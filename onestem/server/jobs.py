@@ -238,6 +238,7 @@ class Jobs:
             compile_pml=self._schemas.compiler(markups),
             token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
             on_progress=told,
+            keep_going=True,
         )
 
     def _note_progress(self, owner: str, batch_id: str, progress: Progress) -> None:

@@ -180,7 +180,8 @@ def test_line_that_is_too_long(tmp_path, monkeypatch):
 
 
 def test_a_duplicate_of_a_bad_line_is_one(tmp_path):
-    bad, again = run_lines(tmp_path, completion("a", wonder=1), completion("a"))
+    lines = [completion("a", wonder=1), completion("a")]
+    bad, again = run_lines(tmp_path, *lines, keep_going=True)
     assert bad["error"]["code"] == "invalid_request"
     assert again["error"]["code"] == "duplicate_custom_id"
 
@@ -407,7 +408,7 @@ def test_any_lines_give_one_result_each(tmp_path_factory, lines, end):
     source.write_bytes((end or b"\n").join(lines) + end)
     first = lines[0].removeprefix(b"\xef\xbb\xbf") if lines else b""
     expected = [i for i, raw in enumerate([first, *lines[1:]], 1) if raw.strip()]
-    summary = run_fake(source, output)
+    summary = run_fake(source, output, keep_going=True)
     found = [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
     assert [int(record["id"].split("_")[3]) for record in found] == expected
     assert all((record["response"] is None) != (record["error"] is None) for record in found)

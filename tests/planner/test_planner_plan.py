@@ -195,6 +195,16 @@ def test_report_is_json_able() -> None:
     assert values["planning_seconds"] > 0
 
 
+def test_the_largest_groups_come_first() -> None:
+    sizes = {1: 3, 2: 5, 3: 3, **dict.fromkeys(range(4, 12), 2)}
+    prompts = [[*document(g, 20 + g), 20000 + i] for g, size in sizes.items() for i in range(size)]
+    plan = plan_job([*prompts, [5, 6]])
+    largest = [(len(group.members), group.prefix_tokens) for group in plan.largest_groups]
+    assert largest == [(5, 22), (3, 23), (3, 21), *((2, tokens) for tokens in range(31, 24, -1))]
+    assert largest == plan.report.largest_groups
+    assert all(group in plan.groups for group in plan.largest_groups)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -112,6 +112,13 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
         server.check()
 
 
+def test_a_batch_of_bad_lines_alone_is_completed(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        batch = ended(http, create(http, b'{"id": 1, "prompt": "a"}\n' * 300)["id"])
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 300, "completed": 0, "failed": 300}
+
+
 def test_a_server_that_died_while_it_put_the_output_away(tmp_path, tiny_model):
     with running(tmp_path, model=tiny_model) as server, server.http() as http:
         batch = ended(http, create(http, lines(9))["id"])

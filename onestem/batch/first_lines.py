@@ -1,0 +1,55 @@
+"""What the first lines of a job say: why the first bad one is bad, and whether any is good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from onestem.errors import JobError, RequestError
+
+__all__ = ["FirstLines"]
+
+LIMIT = 256  # where so many first lines are all bad, the file is of another format
+
+
+class FirstLines:
+    """Watches the first pass: tells of the first bad line, refuses a job that begins with bad
+    lines alone. A refused job's error names that line, and nothing else is told.
+
+    Args:
+        path: the input, as its user named it.
+        keep_going: refuse nothing.
+        tell: called at most once, with the first bad line and what is wrong with it.
+    """
+
+    def __init__(
+        self, path: Path, *, keep_going: bool, tell: Callable[[str], object] | None
+    ) -> None:
+        self._path, self._tell = path, tell
+        self._accepted = keep_going
+        self._num_lines = 0
+        self._first: str | None = None
+
+    def see(self, lines: Sequence[tuple[int, RequestError | None]]) -> None:
+        """Line number and error (None: a good line) of each of the next lines.
+
+        Raises:
+            JobError: none of the first lines is good.
+        """
+        self._num_lines += len(lines)
+        self._accepted |= any(error is None for _, error in lines)
+        bad = (f"{self._path}, line {number}: {error}" for number, error in lines if error)
+        self._first = self._first or next(bad, None)
+        if self._num_lines >= LIMIT:
+            self.end()
+        if self._accepted and self._first and self._tell:
+            self._tell(self._first)
+            self._tell = None
+
+    def end(self) -> None:
+        """There are no more lines; raises `JobError` as `see` does."""
+        if self._first and not self._accepted:
+            raise JobError(
+                f"{self._first} (0 of the first {self._num_lines} lines can be answered): "
+                "correct the lines, or go on with --keep-going"
+            )
