@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onestem.batch import JobSummary, Progress, SpooledPrompts, model_identity, run_job
+from onestem.batch import (
+    EngineDiedError,
+    JobSummary,
+    Progress,
+    SpooledPrompts,
+    model_identity,
+    run_job,
+)
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.spool import CompilePml, Spool, write_spool
 from onestem.batch.workplace import Workplace, file_errors
-from onestem.errors import JobError
+from onestem.errors import JobError, OnestemError
 from onestem.planner import Group, JobPlan, plan_job
 from onestem.pml import Library, to_markup
+from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
     from onestem.engine.tokenizer import Tokenizer
     from onestem.llm import LLM
 
 __all__ = ["plan_file", "run_file", "schema_options"]
+
+log = logging.getLogger(__name__)
 
 # Of what a group shares, so much is shown; a token has a byte or more, a character at most four.
 WORDS_CHARACTERS = 60
@@ -54,7 +65,7 @@ def run_file(
         output,
         tokenizer=llm.tokenizer,
         validate=llm.engine.validate,
-        run=llm.engine.run,
+        run=partial(_run, llm),
         planner=partial(plan_job, kv_budget_tokens=llm.kv_tokens),
         model_identity=model_identity(llm.path),
         model_name=llm.name,
@@ -72,6 +83,26 @@ def run_file(
         on_progress=on_progress,
         on_first_error=on_first_error,
     )
+
+
+def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+    """The engine's own `run`; what ends it, other than a caller's mistake, is its death."""
+    there: set[str] = set()
+
+    def noted() -> Iterator[Request]:
+        for request in requests:
+            there.add(request.request_id)
+            yield request
+
+    try:
+        for output in llm.engine.run(noted()):
+            there.discard(output.request_id)
+            yield output
+    except OnestemError:
+        raise
+    except Exception as error:
+        log.error("the engine died", exc_info=error)
+        raise EngineDiedError(f"{type(error).__name__}: {error}", there) from error
 
 
 def _schema_options(llm: LLM) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from onestem.batch.identity import model_identity
 from onestem.batch.interface import (
+    EngineDiedError,
     JobInterrupted,
     JobSummary,
     Plan,
@@ -14,6 +15,7 @@ from onestem.batch.job import run_job
 from onestem.batch.spool import Tokenizer
 
 __all__ = [
+    "EngineDiedError",
     "JobInterrupted",
     "JobSummary",
     "Plan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from onestem.batch.spool import Spool
+from onestem.errors import JobError
 from onestem.request import Request, RequestOutput
 
 __all__ = [
+    "EngineDiedError",
     "IntArray",
     "JobInterrupted",
     "JobSummary",
@@ -51,7 +53,21 @@ class Planner(Protocol):
     def __call__(self, prompts: SpooledPrompts, /, *, output_lengths: IntArray | None) -> Plan: ...
 
 
-# Pulls requests as it has room, hands outputs back in any order.
+class EngineDiedError(JobError):
+    """The engine failed as a whole, and whoever uses it needs another one.
+
+    Attributes:
+        there: ids of the requests that it had.
+        num_settled: lines that became errors with it, as they were there before.
+    """
+
+    def __init__(self, message: str, there: Collection[str] = (), *, num_settled: int = 0) -> None:
+        super().__init__(message)
+        self.there = there
+        self.num_settled = num_settled
+
+
+# Pulls requests as it has room, hands outputs back in any order; raises `EngineDiedError`.
 Run = Callable[[Iterable[Request]], Iterable[RequestOutput]]
 
 

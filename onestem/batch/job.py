@@ -34,6 +34,7 @@ import numpy as np
 
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.interface import (
+    EngineDiedError,
     IntArray,
     JobInterrupted,
     JobSummary,
@@ -112,6 +113,8 @@ def run_job(
 
     Raises:
         JobError: the job cannot start or go on; one line that says what to do.
+        EngineDiedError: `run` did. The next run tries the lines that it had one at a time; a line
+            that is there again when the engine dies gets an error object.
         JobInterrupted: Ctrl-C.
     """
     began = time.perf_counter()
@@ -320,23 +323,49 @@ class _Job:
         return error_line(job, line.line_number, line.custom_id, code, message)
 
     def _write_answers(self, spool: Spool, journal: Journal) -> None:
+        """Lines that an engine had when it died come last, each alone."""
         missing = journal.missing
-        if len(missing) == 0:
-            return
-        outputs = self._run(self._requests(spool, missing))
-        try:
-            for output in outputs:
-                if output.finished and not _ended(output, "abort"):
-                    self._write_answer(spool, journal, output)
-        finally:
-            close = getattr(outputs, "close", None)
-            if close is not None:
-                close()
+        is_suspect = np.isin(spool.line_numbers[missing], list(self._place.read_suspects()))
+        parts = [missing[~is_suspect], *missing[is_suspect].reshape(-1, 1)]
+        for part in parts:
+            if len(part):
+                self._write_answers_of(part, spool, journal)
         if len(journal.missing):
             raise JobError(
                 f"the engine left {len(journal.missing)} of {len(spool)} lines of {self._source} "
                 "unanswered: the same command goes on with them"
             )
+
+    def _write_answers_of(self, indices: IntArray, spool: Spool, journal: Journal) -> None:
+        outputs = self._run(self._requests(spool, indices))
+        try:
+            for output in outputs:
+                if output.finished and not _ended(output, "abort"):
+                    self._write_answer(spool, journal, output)
+        except EngineDiedError as error:
+            there = [_line_number(request_id) for request_id in error.there]
+            raise self._note_death(spool, journal, frozenset(there), error) from error
+        finally:
+            close = getattr(outputs, "close", None)
+            if close is not None:
+                close()
+
+    def _note_death(
+        self, spool: Spool, journal: Journal, there: frozenset[int], error: EngineDiedError
+    ) -> EngineDiedError:
+        """Remember who was there when the engine died. For who was there before, that is all."""
+        suspects = self._place.read_suspects()
+        for line_number in sorted(there & suspects):
+            line = spool.spooled_request(spool.index_of(line_number))
+            message = f"the engine died twice while it answered this line: {error}"
+            journal.write(line.index, self._error(line, "engine_died", message), failed=True)
+        self._place.write_suspects(suspects | there)
+        return EngineDiedError(
+            f"the engine died while it answered {len(there)} lines of {self._source}: {error}: "
+            "the same command goes on, with these lines one at a time",
+            error.there,
+            num_settled=len(there & suspects),
+        )
 
     def _requests(self, spool: Spool, indices: IntArray) -> Iterator[Request]:
         """The requests at `indices` in planned order, made as they are pulled."""
@@ -365,9 +394,7 @@ class _Job:
         return self._summary.plan
 
     def _write_answer(self, spool: Spool, journal: Journal, output: RequestOutput) -> None:
-        name = split_result_id(output.request_id)
-        assert name is not None, f"an output for a request of nobody: {output.request_id}"
-        asked = spool.spooled_request(int(np.searchsorted(spool.line_numbers, name[1])))
+        asked = spool.spooled_request(spool.index_of(_line_number(output.request_id)))
         line, failed = self._answer(asked, output)
         journal.write(asked.index, line, failed=failed)
         self._summary.add(output)
@@ -409,6 +436,12 @@ class _Job:
         self._tell(
             Progress(stage="write", done=counts.done, total=counts.done, failed=counts.failed)
         )
+
+
+def _line_number(request_id: str) -> int:
+    name = split_result_id(request_id)
+    assert name is not None, f"a request of nobody: {request_id}"
+    return name[1]
 
 
 def _ended(output: RequestOutput, reason: str) -> bool:

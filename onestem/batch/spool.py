@@ -179,6 +179,10 @@ class Spool:
     def line_numbers(self) -> npt.NDArray[np.int64]:
         return self._table[:, LINE_NUMBER]
 
+    def index_of(self, line_number: int) -> int:
+        """Of a line that has a record."""
+        return int(np.searchsorted(self.line_numbers, line_number))
+
     @property
     def is_request(self) -> npt.NDArray[np.bool_]:
         """`[num_lines]` whether a line has a request in it."""

@@ -6,6 +6,7 @@ For `-o OUT.jsonl`:
     OUT.jsonl.work/lock             held (flock) by the one process that works on OUT.jsonl
     OUT.jsonl.work/manifest.json    which job this is; written when the spool is complete
     OUT.jsonl.work/{ids,lines,requests}   the spool (see `spool`)
+    OUT.jsonl.work/suspects         lines that an engine had when it died; they are tried alone
     OUT.jsonl.work/final            the answers in input order, renamed to OUT.jsonl
 
 All of them are gone once OUT.jsonl is complete.
@@ -101,6 +102,7 @@ class Workplace:
         self.ids = self.folder / "ids"
         self.lines = self.folder / "lines"
         self.requests = self.folder / "requests"
+        self.suspects = self.folder / "suspects"
         self.final = self.folder / "final"
 
     def check_output(self) -> None:
@@ -178,6 +180,16 @@ class Workplace:
         os.replace(draft, self.manifest)
         sync_folder(self.folder)
 
+    def read_suspects(self) -> frozenset[int]:
+        """Line numbers that an engine had when it died."""
+        try:
+            return frozenset(json.loads(self.suspects.read_bytes()))
+        except (FileNotFoundError, ValueError):  # none, or the disk was full: nobody is blamed
+            return frozenset()
+
+    def write_suspects(self, line_numbers: frozenset[int]) -> None:
+        self.suspects.write_text(json.dumps(sorted(line_numbers)))
+
     def publish(self) -> None:
         """`final` becomes the output, at once; a reader sees the old file or the whole new one."""
         os.replace(self.final, self.output)
@@ -192,7 +204,8 @@ class Workplace:
     def discard_spool(self) -> None:
         """Remove all but the answers and the lock."""
         draft = self.manifest.with_suffix(".draft")
-        for path in (self.final, self.ids, self.lines, self.requests, draft, self.manifest):
+        kept = (self.ids, self.lines, self.requests)
+        for path in (self.final, self.suspects, *kept, draft, self.manifest):
             path.unlink(missing_ok=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from onestem.batch import Progress
+from onestem.batch import EngineDiedError, Progress
 from onestem.errors import RequestError
 from onestem.request import Request, RequestOutput
 from onestem.server.client import EngineClient
@@ -43,7 +43,7 @@ class _Sink:
         self.inbox.put(count)
 
     def on_down(self) -> None:
-        self.inbox.put(EngineDownError("the engine died"))
+        self.inbox.put(EngineDiedError("the engine process ended"))
 
 
 class JobAttempt:
@@ -109,6 +109,8 @@ class JobAttempt:
                     continue
                 news = self._sink.inbox.get()
                 self.check()
+                if isinstance(news, EngineDiedError):
+                    raise EngineDiedError(str(news), list(names.values()))
                 if isinstance(news, Exception):
                     raise news
                 if isinstance(news, int):

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onestem.batch import JobSummary, Progress, run_job
+from onestem.batch import EngineDiedError, JobSummary, Progress, run_job
 from onestem.batch.fields import show
 from onestem.batch.format import KIND_OF_URL, LineError, read_object
 from onestem.errors import JobError, OnestemError
@@ -204,8 +204,9 @@ class Jobs:
         except StoppedError:
             if not self._stopping:
                 await self._cancelled(owner, batch_id)
-        except EngineDownError:
-            deaths[batch_id] = 1 if run.num_answered else deaths.get(batch_id, 0) + 1
+        except (EngineDownError, EngineDiedError) as error:
+            goes_on = run.num_answered or getattr(error, "num_settled", 0)
+            deaths[batch_id] = 1 if goes_on else deaths.get(batch_id, 0) + 1
             if deaths[batch_id] >= MOST_DEATHS:
                 why = f"the engine died {MOST_DEATHS} times without an answer of this job"
                 await self._failed(owner, batch_id, "engine_down", why)
