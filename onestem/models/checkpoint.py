@@ -23,6 +23,9 @@ Source = Callable[[str], Tensor]
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
 
+# Of weights as they are stored.
+DTYPES = ("BF16", "F16", "F32", "F64")
+
 
 def checkpoint_source(
     directory: Path, config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device
@@ -128,21 +131,30 @@ def _check_names(
 def _check_shapes(
     directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path], prefix: str
 ) -> None:
-    """Also of a head that a tied model carries needlessly: another shape is another model."""
+    """And dtypes; also of a head that a tied model carries needlessly: another shape is another
+    model."""
     names = config.tensor_names
     expected = {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
+    found = list(_tensors_in(files, expected, prefix))
     wrong = [
-        f"{name} is {list(found)}, expected {list(expected[name])}"
-        for name, found in _shapes_in(files, expected, prefix)
-        if found != expected[name]
+        f"{name} is {list(shape)}, expected {list(expected[name])}"
+        for name, shape, _ in found
+        if shape != expected[name]
     ]
     if wrong:
         raise WeightsError(f"{directory} holds tensors of other shapes: {_listed(wrong)}")
+    other = [f"{name} is {dtype}" for name, _, dtype in found if dtype not in DTYPES]
+    if other:
+        raise WeightsError(
+            f"{directory} holds weights that are not floating point: {_listed(other)}; expected "
+            f"{', '.join(DTYPES)}: quantized weights are not supported, use the model's original"
+        )
 
 
-def _shapes_in(
+def _tensors_in(
     files: Mapping[str, Path], names: Iterable[str], prefix: str
-) -> Iterable[tuple[str, tuple[int, ...]]]:
+) -> Iterable[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype (safetensors' name of it) of each tensor."""
     present = sorted((name for name in names if name in files), key=lambda name: str(files[name]))
     by_file: dict[Path, list[str]] = {}
     for name in present:
@@ -150,7 +162,8 @@ def _shapes_in(
     for file, held in by_file.items():
         with _opened(file) as handle:
             for name in held:
-                yield name, tuple(handle.get_slice(name.removeprefix(prefix)).get_shape())
+                part = handle.get_slice(name.removeprefix(prefix))
+                yield name, tuple(part.get_shape()), part.get_dtype()
 
 
 def _listed(names: list[str]) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from onestem.errors import ConfigError, RequestError
 from onestem.models.description import Alibi, Description, Learned, RopeScaling, Rotary, TensorNames
 from onestem.models.families import FAMILIES
 from onestem.models.fields import Fields, is_integer, read_json
+from onestem.request import SamplingParams
 
 __all__ = [
     "ARCHITECTURES",
@@ -84,7 +86,7 @@ class GenerationDefaults:
         directory = Path(path)
         generation = _generation_fields(directory)
         config = Fields(read_json(directory / "config.json"), directory / "config.json")
-        return GenerationDefaults(
+        defaults = GenerationDefaults(
             temperature=generation.optional_number("temperature"),
             top_k=generation.optional_integer("top_k"),
             top_p=generation.optional_number("top_p"),
@@ -92,6 +94,16 @@ class GenerationDefaults:
             repetition_penalty=generation.optional_number("repetition_penalty"),
             eos_token_ids=_eos_token_ids(config, generation),
         )
+        defaults.check(generation.source)
+        return defaults
+
+    def check(self, source: Path | str) -> None:
+        """Raise `ConfigError` for what no request could ask for either."""
+        values = {name: value for name, value in vars(self).items() if name != "eos_token_ids"}
+        try:
+            SamplingParams(**values)
+        except RequestError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
 
 def _generation_fields(directory: Path) -> Fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,11 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        if is_integer(value) or isinstance(value, float):
-            return float(value)
-        raise self.wrong(name, "a number")
+        if (is_integer(value) and abs(value) < 2**63) or isinstance(value, float):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+        raise self.wrong(name, "a finite number")
 
     def positive(self, name: str, default: int | None = None) -> int:
         value: Any = self.values.get(name)
@@ -98,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} does not exist: expected a Hugging Face model directory"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds {type(value).__name__}, expected a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -201,6 +202,9 @@ def test_what_is_not_computed_is_refused(
             ["high_freq_factor"],
         ),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
+        ({"rope_theta": math.nan}, ["rope_theta", "nan", "finite"]),
+        ({"rope_theta": -math.inf}, ["rope_theta", "-inf", "finite"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "finite"]),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -265,6 +269,23 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert GenerationDefaults.from_directory(tmp_path) == GenerationDefaults()
     _directory(tmp_path, LLAMA, {"temperature": "hot"})
     with pytest.raises(ConfigError, match="temperature is 'hot'"):
+        GenerationDefaults.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", -1, "from 0 to 100"),
+        ("top_p", 0, "above 0"),
+        ("min_p", 1.5, "from 0 to 1"),
+        ("top_k", -5, "at least -1"),
+        ("repetition_penalty", 0, "above 0"),
+        ("temperature", math.nan, "finite"),
+    ],
+)
+def test_defaults_that_no_request_could_ask_for(tmp_path, name, value, words) -> None:
+    _directory(tmp_path, LLAMA, {name: value})
+    with pytest.raises(ConfigError, match=rf"generation_config.json: {name} is .*{words}"):
         GenerationDefaults.from_directory(tmp_path)
 
 

@@ -69,6 +69,16 @@ def test_misshapen_tensors_are_named(llama: Path, tmp_path: Path) -> None:
         _answers(_edited(llama, tmp_path / "x", **wrong))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantized_weights_without_a_word_of_it_are_refused(
+    llama: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weight = load_file(llama / "model.safetensors")[name].to(dtype)
+    with pytest.raises(WeightsError, match=f"{name} is .*expected BF16, F16.*not supported"):
+        _answers(_edited(llama, tmp_path / "one", **{name: weight}))
+
+
 def test_old_rotary_buffers_are_ignored(llama: Path, tmp_path: Path) -> None:
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     assert torch.equal(_answers(_edited(llama, tmp_path / "x", **buffer)), _answers(llama))
