@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +17,7 @@ import torch
 
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.engine import Engine
+from onestem.engine.engine import Engine, check_counts
 from onestem.engine.runner import ShareMode
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
@@ -111,8 +113,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(self.path)
         if max_step_tokens is None:
             max_step_tokens = self.decoder.step_rows
-        if page_size < 1:
-            raise ConfigError(f"page_size is {page_size}, expected at least 1")
+        check_counts(page_size=page_size, max_step_tokens=max_step_tokens)
         beside = activation_bytes(self.config, self.dtype, max_step_tokens)
         memory = kv_memory_bytes(kv_memory, self.device, beside)
         num_pages = memory // (self.decoder.kv_bytes_per_token * page_size)
@@ -121,7 +122,7 @@ class LLM:
                 f"kv_memory is {memory} bytes, a page of {page_size} tokens takes "
                 f"{self.decoder.kv_bytes_per_token * page_size}: raise kv_memory"
             )
-        self.engine = Engine(
+        self._engine: Engine | None = Engine(
             self.decoder,
             self.tokenizer,
             GenerationDefaults.from_directory(self.path),
@@ -146,6 +147,36 @@ class LLM:
             ),
         )
 
+    # ----------------------------------------------------------------------------- life
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model.
+
+        Raises:
+            ConfigError: after `close`.
+        """
+        if self._engine is None:
+            raise ConfigError(f"the LLM of {self.name} is closed: make another")
+        return self._engine
+
+    def close(self) -> None:
+        """End what runs and let go of the model and of KV memory. Closing twice is fine."""
+        if self._engine is None:
+            return
+        self._engine.close()
+        self._engine = None
+        del self.decoder
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     # ----------------------------------------------------------------------------- offline
 
     def generate(
@@ -156,6 +187,10 @@ class LLM:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
         `sampling_params` is one for all or one each.
+
+        Raises:
+            RequestError: a prompt cannot be answered; of several, it says which (counted from 0).
+                Nothing is computed then.
         """
         many: list[Prompt]
         if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
@@ -170,16 +205,37 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template."""
+        """Answer one conversation or several, through the model's chat template.
+
+        Args:
+            add_generation_prompt: end each conversation with what begins an answer.
+            continue_final_message: go on inside the last message; then without
+                `add_generation_prompt`.
+            chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: as `generate`.
+        """
         if len(messages) == 0:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._need_tokenizer("chat")
-        ids: list[Sequence[int]] = [
-            tokenizer.apply_chat_template(list(conversation))  # type: ignore[arg-type]
-            for conversation in many
-        ]
+        ids: list[Sequence[int]] = []
+        for i, conversation in enumerate(many):
+            with _named("conversation", i, len(many)):
+                ids.append(
+                    tokenizer.apply_chat_template(
+                        list(conversation),  # type: ignore[arg-type]
+                        add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        fields=chat_template_kwargs,
+                    )
+                )
         return self._answer(ids, [None] * len(ids), sampling_params)
 
     # ----------------------------------------------------------------------------- modules
@@ -228,8 +284,7 @@ class LLM:
         each = _params_for(sampling_params, len(many))
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         requests = [self.pml_request(*one) for one in zip(compiled, each, texts, strict=True)]
-        for request in requests:
-            self.engine.validate(request)
+        self._validate(requests)
         for one in compiled:
             self.engine.prefetch_modules(self.schemas.alternatives(one))
         outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
@@ -273,8 +328,20 @@ class LLM:
     def tokenize(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         """Token ids of prompts; those that are ids already stay as they are."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._need_tokenizer("text").encode_batch(texts) if texts else ())
-        return [next(encoded) if isinstance(prompt, str) else _ids_of(prompt) for prompt in prompts]
+        tokenizer = self._need_tokenizer("text") if texts else None
+        try:
+            encoded = tokenizer.encode_batch(texts) if tokenizer is not None else []
+        except RequestError:
+            for i, prompt in enumerate(prompts):
+                with _named("prompt", i, len(prompts)):
+                    self._need_tokenizer("text").encode(prompt) if isinstance(prompt, str) else None
+            raise
+        found = iter(encoded)
+        ids: list[Sequence[int]] = []
+        for i, prompt in enumerate(prompts):
+            with _named("prompt", i, len(prompts)):
+                ids.append(next(found) if isinstance(prompt, str) else _ids_of(prompt))
+        return ids
 
     def _answer(
         self,
@@ -284,8 +351,7 @@ class LLM:
     ) -> list[RequestOutput]:
         each = _params_for(params, len(ids))
         requests = [self._request(i, t, p) for i, t, p in zip(ids, texts, each, strict=True)]
-        for request in requests:
-            self.engine.validate(request)
+        self._validate(requests)
         if not requests:
             return []
         plan = self.plan(ids, each)
@@ -294,6 +360,11 @@ class LLM:
         for output in self.engine.run(planned(requests, plan)):
             outputs[position[output.request_id]] = output
         return [output for output in outputs if output is not None]
+
+    def _validate(self, requests: Sequence[Request]) -> None:
+        for i, request in enumerate(requests):
+            with _named("prompt", i, len(requests)):
+                self.engine.validate(request)
 
     def _request(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> Request:
         self._count += 1
@@ -316,6 +387,17 @@ def planned(requests: Sequence[Request], plan: JobPlan) -> Iterator[Request]:
         yield dataclasses.replace(
             requests[index], group=group, group_prefix_tokens=plan.groups[group].prefix_tokens
         )
+
+
+@contextmanager
+def _named(what: str, index: int, count: int) -> Iterator[None]:
+    """An error of one of several says which."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"{what} {index}: {error}") from error
 
 
 def _imported(request: Request) -> tuple[str, ...]:
@@ -436,10 +518,13 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
 
 def kv_memory_bytes(size: str | int, device: torch.device, beside: int = 0) -> int:
     """Bytes of KV memory to take on a device; `beside`: what must stay free at least."""
-    if size != "auto":
-        return parse_memory(size)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        return max(0, min(int(0.9 * free), free - int(1.25 * beside)))
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(4 * GIB, ram // 4)
+    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram
+    if size != "auto":
+        wanted = parse_memory(size)
+        if wanted > there:
+            raise ConfigError(f"kv_memory is {size}, {device} has {there / GIB:.1f} GiB: lower it")
+        return wanted
+    if device.type == "cuda":
+        return max(0, min(int(0.9 * there), there - int(1.25 * beside)))
+    return min(4 * GIB, there // 4)

@@ -109,7 +109,9 @@ class SamplingParams:
         stop: strings that end the sequence, at most 64; cut from the text.
         stop_token_ids: further ids that end the sequence.
         ignore_eos: go on after an end-of-sequence token.
-        logprobs: for each sampled token, so many alternatives (0: only its own).
+        logprobs: for each sampled token its log-probability, and those of so many of the most
+            probable ones. They are the model's own: natural logarithms at temperature 1, before
+            penalties, bias, masks, top-k, top-p and min-p.
         prompt_logprobs: the same for the prompt's tokens (their first has none).
         logit_bias: token id -> number added to its logit, -100..100.
         choices: pick the most probable of these texts, at most 1,024, instead of sampling. What

@@ -93,6 +93,48 @@ def test_chat(llm):
     assert one[0].prompt_token_ids == llm.tokenizer.apply_chat_template(question)
 
 
+def test_chat_that_goes_on_and_variables_of_the_template(llm):
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "I am"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat(messages, params, **options)
+    assert llm.tokenizer.decode(output.prompt_token_ids).endswith("I am")
+    (same,) = llm.chat(messages, params, **options, chat_template_kwargs={"unused": 1})
+    assert same.outputs[0].token_ids == output.outputs[0].token_ids
+    with pytest.raises(RequestError, match="both set"):
+        llm.chat(messages, params, continue_final_message=True)
+
+
+def test_of_several_prompts_the_bad_one_is_named(llm):
+    """And nothing is computed."""
+    steps = llm.engine.stats.steps
+    good, limit = "a word", llm.engine.max_model_len
+    for bad, reason in (
+        ("x" * 9 * limit, f"prompt 1: prompt has .* tokens, limit is {limit - 1}"),
+        ("a\ud800", "prompt 1: a text has .* half a character"),
+        ([], "prompt 1: prompt is empty"),
+        ([VOCAB_SIZE], f"prompt 1: prompt has token id {VOCAB_SIZE}"),
+        ([1.5], "prompt 1: prompt is list .* expected text or token ids"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            llm.generate([good, bad, good])
+    with pytest.raises(RequestError, match=r"conversation 1: messages\[0\] is str"):
+        llm.chat([[{"role": "user", "content": "a"}], ["b"]])
+    with pytest.raises(RequestError, match=r"^prompt is empty"):
+        llm.generate([[]])
+    with pytest.raises(RequestError, match="half a character"):
+        llm.generate("a", SamplingParams(choices=["yes", "\ud800"]))
+    assert llm.engine.stats.steps == steps
+
+
+def test_a_closed_llm(model):
+    with LLM(model, **OPTIONS) as llm:
+        assert llm.generate("a", SamplingParams(max_tokens=1))[0].finished
+    llm.close()
+    with pytest.raises(ConfigError, match="is closed: make another"):
+        llm.generate("a")
+
+
 def test_answers_do_not_depend_on_company_or_order(llm):
     """Random numbers are a function of (seed, sequence, token index)."""
     prompts = ["a b c d", "a b c e", "z"]
@@ -210,6 +252,10 @@ def test_bad_options_are_one_line_each(model, tmp_path):
         ({"model": model, "kv_memory": 10}, "raise kv_memory"),
         ({"model": model, "kv_memory": 2e9}, "memory size is 2000000000.0"),
         ({"model": model, "page_size": 0}, "page_size is 0"),
+        ({"model": model, "page_size": 1.5}, r"page_size is 1\.5, expected an integer"),
+        ({"model": model, "max_step_tokens": "8"}, "max_step_tokens is '8'"),
+        ({"model": model, "max_model_len": 2.5}, r"max_model_len is 2\.5"),
+        ({"model": model, "kv_memory": "999TiB"}, "kv_memory is 999TiB, cpu has .* GiB: lower it"),
         ({"model": model, "device": "meta"}, "device is 'meta'"),
         ({"model": model, "impl": "magic"}, "'magic'"),
     ):

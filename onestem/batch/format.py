@@ -10,6 +10,7 @@ object are refused, since only one of their values could be honoured.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -92,7 +93,10 @@ def read_object(raw: bytes, name: str = "the line", depth: int = LINE_DEPTH) -> 
     except RecursionError as error:
         raise _too_deep(name, depth) from error
     except ValueError as error:
-        raise LineError("invalid_json_line", f"{name} is not JSON: {error}") from error
+        reason = str(error)
+        if reason.startswith("Exceeds the limit"):  # Python's own, which names a function of it
+            reason = f"an integer has over {sys.get_int_max_str_digits()} digits"
+        raise LineError("invalid_json_line", f"{name} is not JSON: {reason}") from error
     if not isinstance(record, dict):
         raise LineError("invalid_json_line", f"{name} is {show(record)}, expected an object")
     if text.count("[") + text.count("{") > depth and _is_deeper(record, depth):

@@ -38,7 +38,7 @@ from onestem.ops import AttentionImpl, resolve
 from onestem.pml import EncodedSegment, Segment
 from onestem.request import FinishReason, Request, RequestOutput
 
-__all__ = ["Engine", "EngineStats"]
+__all__ = ["Engine", "EngineStats", "check_counts"]
 
 # A step that can only wait for a grammar ends after this, to see who else has come.
 GATE_SECONDS = 0.02
@@ -80,13 +80,7 @@ class Engine:
     ) -> None:
         if share not in ("full", "storage", "off", "no-attention"):
             raise ConfigError(f"share is {share!r}, expected full, storage, off or no-attention")
-        for name, value in (
-            ("page_size", page_size),
-            ("num_pages", num_pages),
-            ("max_step_tokens", max_step_tokens),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}, expected at least 1")
+        check_counts(page_size=page_size, num_pages=num_pages, max_step_tokens=max_step_tokens)
         if max_step_seconds is not None and not max_step_seconds > 0:
             raise ConfigError(f"max_step_seconds is {max_step_seconds}, expected above 0, or None")
         self.decoder = decoder
@@ -519,6 +513,15 @@ class Engine:
         self._results.score(inputs.wanted, logits)
         self._results.sample(inputs.wanted, logits)
 
+    # ----------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Let go of threads and files; the engine cannot be used any more."""
+        if self.tiers is not None:
+            self.tiers.close()
+        if self._grammars is not None:
+            self._grammars.close()
+
     # ----------------------------------------------------------------------------- books
 
     def check(self) -> None:
@@ -528,6 +531,13 @@ class Engine:
     def reset_stats(self) -> None:
         self.stats.reset()
         self.scheduler.num_set_backs = 0
+
+
+def check_counts(**counts: object) -> None:
+    """Raise `ConfigError` for options that are not whole numbers of at least 1."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
 
 
 def _refuse_unsupported(check: Callable[..., object], request: Request) -> None:
@@ -561,6 +571,7 @@ def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:
         # Where memory is what limits, a round figure: the next start finds a little more or less
         # free, and a job that goes on must find the same limit.
         return limit if limit <= capacity else capacity - capacity % 1024 or capacity
+    check_counts(max_model_len=asked)
     if asked < 2 or asked > limit:
         raise ConfigError(
             f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)"

@@ -182,6 +182,11 @@ class GrammarCompiler:
         """A new sequence's state in a grammar of `prepare`; waits until it is compiled."""
         return GrammarState(grammar.result(), self.vocab_size, self.stop_token_ids)
 
+    def close(self) -> None:
+        """End the threads; what is being compiled is not waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _entry(
         self, schema: dict[str, Any], strict: bool
     ) -> tuple[str, Future[xgrammar.CompiledGrammar], bool]:

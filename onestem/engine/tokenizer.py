@@ -22,10 +22,13 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import TemplateError
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 
@@ -48,6 +51,23 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # Decoders of which each token's text is its own, whatever follows it.
 _LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
+
+
+# What `transformers` takes beside a template's own variables.
+_NOT_TEMPLATE_FIELDS = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+        "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+    )
+)  # fmt: skip
+
+
+class Ending(NamedTuple):
+    """How a rendered conversation ends."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class Tokenizer:
@@ -128,8 +148,13 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """`encode` of many texts, on all cores and without Python's lock."""
-        encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        """`encode` of many texts, on all cores and without Python's lock.
+
+        Raises:
+            RequestError: a text holds half of a surrogate pair.
+        """
+        with _whole_characters(texts):
+            encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         bodies = [
             self._unforged(self._text, text, encoding.ids)
             for text, encoding in zip(texts, encoded, strict=True)
@@ -144,10 +169,12 @@ class Tokenizer:
         For prompts rendered elsewhere from a template. The beginning-of-sequence token is not
         doubled if the text has it.
         """
-        return self._begun(self._control.encode(text, add_special_tokens=False).ids)
+        with _whole_characters([text]):
+            return self._begun(self._control.encode(text, add_special_tokens=False).ids)
 
     def _text_ids(self, text: str) -> list[int]:
-        ids = self._text.encode(text, add_special_tokens=False).ids
+        with _whole_characters([text]):
+            ids = self._text.encode(text, add_special_tokens=False).ids
         return self._unforged(self._text, text, ids)
 
     def _unforged(self, backend: Backend, text: str, ids: list[int]) -> list[int]:
@@ -188,9 +215,19 @@ class Tokenizer:
         return bool(self._hugging_face.chat_template)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        fields: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation, as the model's template writes it.
+
+        Args:
+            add_generation_prompt: end with what begins an answer.
+            continue_final_message: end inside the last message, which the answer goes on from.
+            fields: further variables of the template (vLLM's `chat_template_kwargs`).
 
         Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined
         by newlines. A control token that the template writes is one; its name inside a message is
@@ -210,11 +247,13 @@ class Tokenizer:
             RequestError: no template, a malformed message, or the template refuses.
         """
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        if self._special_names is None or not _mentions(plain, self._special_names):
-            return self.encode_control(self._render(plain, add_generation_prompt))
+        ending = Ending(add_generation_prompt, continue_final_message)
+        fields = _template_fields(fields)
+        if self._special_names is None or not _mentions([plain, fields], self._special_names):
+            return self.encode_control(self._render(plain, ending, fields))
         with self._lock:
             marker = self._marker
-        rendered = self._render(marker.mark(plain), add_generation_prompt)
+        rendered = self._render(marker.mark(plain), ending, marker.mark(fields))
         text, literal = marker.unmark(rendered)
         ids = marker.backend.encode(text, add_special_tokens=False).ids
         ids = self._unforged(marker.backend, text, ids) if literal else ids
@@ -225,9 +264,11 @@ class Tokenizer:
     ) -> str:
         """The conversation's text, to show; its tokens are `apply_chat_template`'s."""
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        return self._render(plain, add_generation_prompt)
+        return self._render(plain, Ending(add_generation_prompt), {})
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], ending: Ending, fields: Mapping[str, Any]
+    ) -> str:
         if not self.has_chat_template:
             raise RequestError(
                 "the model's tokenizer has no chat template, expected one for messages: send a "
@@ -235,14 +276,19 @@ class Tokenizer:
             )
         if not messages:
             raise RequestError("messages is empty, expected at least one message")
-        from jinja2 import TemplateError
-
+        if ending.add_generation_prompt and ending.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message are both set: an answer either "
+                "begins or goes on, so set one of them"
+            )
         try:
             rendered: str = self._hugging_face.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tokenize=False, **ending._asdict(), **fields
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        except Exception as error:  # a template is a program: it can do anything wrong
+            reason = " ".join(str(error).split()) or "it fails"
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise RequestError(f"the chat template refuses the messages: {kind}{reason}") from error
         return rendered
 
     @cached_property
@@ -411,7 +457,41 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
+@contextmanager
+def _whole_characters(texts: Sequence[str]) -> Iterator[None]:
+    """The library raises a bare TypeError for text that has no UTF-8."""
+    try:
+        yield
+    except TypeError as error:
+        for text in texts:
+            _check_whole(text)
+        raise RequestError(f"a text cannot be tokenised: {error}") from error
+
+
+def _check_whole(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!r} at character {error.start}"
+        raise RequestError(
+            f"a text has {found}, which is half a character: give both surrogates, or none"
+        ) from error
+
+
 # --- messages ----------------------------------------------------------------------------------
+
+
+def _template_fields(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables for a template that are not arguments of the library that renders it."""
+    if not isinstance(fields, Mapping | None):
+        raise RequestError(f"chat_template_kwargs is {type(fields).__name__}, expected a mapping")
+    taken = sorted(_NOT_TEMPLATE_FIELDS.intersection(fields or ()))
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave it "
+            "out"
+        )
+    return dict(fields or {})
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

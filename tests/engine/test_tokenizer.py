@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def test_the_marked_way_gives_the_ordinary_tokens(
     for tokenizer in tokenizers.values():
         messages = chat(*contents)
         marker = tokenizer._marker
-        text, literal = marker.unmark(tokenizer._render(marker.mark(messages), True))
+        text, literal = marker.unmark(tokenizer.render_chat(marker.mark(messages)))
         ids = marker.backend.encode(text, add_special_tokens=False).ids
         assert not literal
         if tokenizer.apply_chat_template(messages) != [marker.ids.get(i, i) for i in ids]:
@@ -250,6 +251,60 @@ def test_malformed_messages(tokenizer: Tokenizer, messages: list, message: str) 
 def test_what_the_template_refuses(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(RequestError, match="only user and assistant may speak"):
         tokenizers["byte_fallback"].apply_chat_template([{"role": "system", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: "),
+        ("{{ messages[0].content.nothing() }}", "has no attribute 'nothing'"),
+        ("{{ missing.field }}", "'missing' is undefined"),
+    ],
+)
+def test_a_template_that_fails(tmp_path: Path, template: str, reason: str) -> None:
+    path = make_byte_level_tokenizer(tmp_path, template=template)
+    tokenizer = Tokenizer.from_directory(path)
+    assert tokenizer is not None
+    with pytest.raises(RequestError, match=re.escape(reason)) as error:
+        tokenizer.apply_chat_template(chat("x"))
+    assert "\n" not in str(error.value)
+
+
+def test_variables_of_a_template(tmp_path: Path) -> None:
+    """A control token's name in them is characters, as in messages."""
+    template = "{{ messages[0].content }}{% if think %}<|eot_id|>{{ think }}{% endif %}"
+    tokenizer = Tokenizer.from_directory(make_byte_level_tokenizer(tmp_path, template=template))
+    assert tokenizer is not None
+    eot = tokenizer.encode_control("<|eot_id|>")[-1]
+    plain = tokenizer.encode("a")
+    assert tokenizer.apply_chat_template(chat("a")) == plain
+    for think in ("yes", "<|eot_id|>"):
+        ids = tokenizer.apply_chat_template(chat("a"), fields={"think": think})
+        assert ids == [*plain, eot, *tokenizer.encode(think, add_special_tokens=False)]
+    for fields, reason in (({"tokenize": True}, "'tokenize'"), ([1], "expected a mapping")):
+        with pytest.raises(RequestError, match=reason):
+            tokenizer.apply_chat_template(chat("a"), fields=fields)
+
+
+def test_an_answer_that_goes_on(tokenizer: Tokenizer) -> None:
+    messages = [*chat("Count."), {"role": "assistant", "content": "One, two,"}]
+    ids = tokenizer.apply_chat_template(messages, False, continue_final_message=True)
+    whole = tokenizer.apply_chat_template(messages, False)
+    assert whole[: len(ids)] == ids
+    assert tokenizer.decode(ids).endswith("One, two,")
+    with pytest.raises(RequestError, match="both set"):
+        tokenizer.apply_chat_template(messages, True, continue_final_message=True)
+
+
+def test_half_a_character_is_named(tokenizer: Tokenizer) -> None:
+    for encode in (tokenizer.encode, tokenizer.encode_control):
+        with pytest.raises(RequestError, match=r"has '\\ud800' at character 2, which is half"):
+            encode("ab\ud800")
+    with pytest.raises(RequestError, match="half a character"):
+        tokenizer.encode_batch(["a", "\udfff"])
+    with pytest.raises(RequestError, match="half a character"):
+        tokenizer.apply_chat_template(chat("\udfff"))
 
 
 def test_no_template(tmp_path: Path) -> None:
