@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -235,14 +236,16 @@ class Engine:
     def add_job(self, job_id: str, requests: Iterable[Request]) -> None:
         """Queue a job behind those that are here: its requests (in planned order, read as there is
         room) run in what interactive requests leave free. One that can never be answered comes back
-        from `step` as an error.
+        from `step` as an error. An exception of the iterator comes out of `step`, and the next step
+        reads on.
 
         Raises:
             RequestError: the engine has a job of this name that has not ended.
         """
         self._jobs.unfinished(self._queue.job_ids)
         self._jobs.add(job_id)
-        self._queue.add_job(job_id, filter(None, (self._of_job(job_id, r) for r in requests)))
+        # Not a generator, which would end with the first error that it passes on.
+        self._queue.add_job(job_id, filter(None, map(partial(self._of_job, job_id), requests)))
 
     def _of_job(self, job_id: str, request: Request) -> Request | None:
         try:

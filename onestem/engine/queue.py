@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from onestem.request import Request
@@ -168,20 +169,20 @@ class HybridQueue:
 
     def add_job(self, job_id: str, requests: Iterable[Request]) -> None:
         """Queue a job's requests, in planned order; they are read as there is room for them."""
-        self._jobs[job_id] = PlannedQueue(self._as_job(requests), self._gate)
+        numbers: dict[int, int] = {}
+        # Not a generator, which would end with the first error of `requests`.
+        self._jobs[job_id] = PlannedQueue(map(partial(self._as_job, numbers), requests), self._gate)
 
     def remove_job(self, job_id: str) -> bool:
         """Forget what of a job is not admitted; False if there is none of this name."""
         return self._jobs.pop(job_id, None) is not None
 
-    def _as_job(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Groups of different jobs are different groups."""
-        numbers: dict[int, int] = {}
-        for request in requests:
-            group = request.group
-            if group is not None:
-                group = numbers.setdefault(group, next(self._numbers))
-            yield dataclasses.replace(request, group=group, priority="job")
+    def _as_job(self, numbers: dict[int, int], request: Request) -> Request:
+        """Groups of different jobs are different groups: `numbers` of one job's own."""
+        group = request.group
+        if group is not None:
+            group = numbers.setdefault(group, next(self._numbers))
+        return dataclasses.replace(request, group=group, priority="job")
 
     def peek(self) -> Request | None:
         request = self.interactive.peek()

@@ -476,8 +476,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         """Jobs wait behind interactive requests, what was never admitted behind what was."""
-        place = _place(sequence)
-        self.waiting.insert(sum(_place(other) <= place for other in self.waiting), sequence)
+        insort(self.waiting, sequence, key=_place)
 
     def _attach(self, sequence: Sequence) -> bool:
         tokens = sequence.ids()[: sequence.num_to_compute].copy()

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from onestem.engine import scheduler
 from onestem.errors import RequestError
 from onestem.request import Reuse
 from tests.engine.harness import assert_idle
@@ -423,3 +424,68 @@ def test_sequences_that_have_not_parted_fail_together():
     engine._runner.compute = lambda inputs, ids: torch.full((1, VOCAB), float("nan"))
     output = drain(engine)["a"]
     assert [one.finish_reason for one in output.outputs] == ["error"] * 3
+
+
+class Unreliable:
+    """Requests of a job, of which some cannot be read at the first attempt."""
+
+    def __init__(self, requests: list, failing: set[int]) -> None:
+        self._requests, self._failing = requests, failing
+        self._at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._at in self._failing:
+            self._failing.remove(self._at)
+            raise OSError("the file cannot be read now")
+        if self._at == len(self._requests):
+            raise StopIteration
+        self._at += 1
+        return self._requests[self._at - 1]
+
+
+def test_a_job_whose_iterator_raises_goes_on_where_that_can():
+    engine = make_symbolic(num_pages=40, page_size=4)
+    job = [request(f"j{i}", [i % 8] * 5, max_tokens=4) for i in range(12)]
+    engine.add_job("j", Unreliable(grouped(random.Random(0), job), {0, 3, 4, 11}))
+    engine.add_request(request("a", [1, 2, 3], max_tokens=9))
+    outputs: dict = {}
+    errors = 0
+    unfinished = True
+    while unfinished:
+        try:
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+            unfinished = engine.has_unfinished()
+        except OSError:
+            errors += 1
+        engine.check()
+    assert len(outputs) == 13
+    assert errors == 4
+    assert engine.job_ids == []
+    assert_idle(engine)
+    for one in [*job, request("a", [1, 2, 3], max_tokens=9)]:
+        same_as_alone(one, outputs[one.request_id], engine.max_model_len)
+
+
+def test_many_choices_wait_in_order_without_a_look_at_each(monkeypatch):
+    """A place in the line is found by halving it."""
+    looks = 0
+
+    def counted(sequence):
+        nonlocal looks
+        looks += 1
+        return place(sequence)
+
+    place = scheduler._place
+    monkeypatch.setattr(scheduler, "_place", counted)
+    engine = make_symbolic(num_pages=400, page_size=4)
+    sequences = [
+        engine._opening.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
+        for i in range(1024)
+    ]
+    for sequence in sequences:
+        engine.scheduler._wait(sequence)
+    assert list(engine.scheduler.waiting) == sequences
+    assert looks <= 1024 * 12
