@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from onestem.cli import main
 from onestem.engine.tokenizer import Tokenizer
 from onestem.llm import pick_device, pick_dtype
 from onestem.models.config import ModelConfig
@@ -318,3 +319,47 @@ def test_the_reference_is_what_help_says():
         capture_output=True, text=True, check=True, cwd=root, env=CPU,
     )  # fmt: skip
     assert done.stdout.strip() == (root / "docs" / "cli.md").read_text().strip(), "run scripts/docs"
+
+
+TWICE = """
+import os, signal, sys, threading
+from onestem.cli import app
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+def while_it_ends():  # the interpreter waits for this thread
+    threading.main_thread().join()
+    interrupt()
+    threading.Event().wait()
+
+def command():
+    if sys.argv[1] == "end":
+        threading.Thread(target=while_it_ends).start()
+    try:
+        interrupt()
+    finally:
+        if sys.argv[1] == "cleanup":
+            interrupt()
+
+app.app = command
+app.main()
+"""
+
+
+@pytest.mark.parametrize("when", ["cleanup", "end"])
+def test_ctrl_c_again_ends_it_with_one_line(when):
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, when], capture_output=True, text=True, env=CPU, check=False
+    )
+    assert done.returncode == 130
+    assert done.stderr == "onestem: ended at once\n"
+
+
+def test_ctrl_c_is_the_callers_again_after_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["onestem", "--version"])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        main()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capsys.readouterr().out.startswith("onestem ")

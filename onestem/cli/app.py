@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Annotated
 
@@ -12,6 +14,8 @@ from onestem.cli import batch, bench, env, generate, plan, pml, serve, tune
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +49,19 @@ def _root(
 
 
 def main() -> None:
-    """Run the command; a caller's mistake is one line on stderr and exit code 2."""
+    """Run the command; a caller's mistake is one line on stderr and exit code 2. Ctrl-C is exit
+    code 130, and pressed again it ends the process at once."""
+    before = signal.signal(signal.SIGINT, _interrupt)
+    try:
+        _run()
+    except SystemExit as ended:
+        # The end of the interpreter may take seconds, and an interrupt there is a traceback.
+        again = ended.code == INTERRUPTED
+        signal.signal(signal.SIGINT, _end_at_once if again else before)
+        raise
+
+
+def _run() -> None:
     try:
         app()
     except OnestemError as error:
@@ -53,3 +69,15 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _interrupt(*_: object) -> None:
+    signal.signal(signal.SIGINT, _end_at_once)
+    raise KeyboardInterrupt
+
+
+def _end_at_once(*_: object) -> None:
+    os.write(2, b"onestem: ended at once\n")
+    os._exit(INTERRUPTED)

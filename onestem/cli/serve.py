@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from onestem.cli import options
+from onestem.errors import ConfigError
 
 __all__ = ["serve"]
 
@@ -16,9 +17,25 @@ MIB = 1 << 20
 
 
 def serve(
-    model: options.Model = "embedded",
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model directory, hub name (owner/name), or 'embedded' (default: embedded)."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = 8000,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="Host that requests may name: a name, .NAME for its subdomains, * for any (may be "
+            "repeated; default: localhost for a loopback --host, else any).",
+        ),
+    ] = None,
     app: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,6 +86,10 @@ def serve(
         ),
     ] = 120.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str | None,
+        typer.Option(help="text for people, json for programs (default: text on a terminal)."),
+    ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kv_memory: options.KvMemory = "auto",
@@ -98,20 +119,18 @@ def serve(
 ) -> None:
     """Serve a model: chats, completions, files, batches, prefixes, PML; a page at /.
 
-    The openai client works with base_url=http://HOST:PORT/v1. Logs are JSON lines on stderr.
+    The openai client works with base_url=http://HOST:PORT/v1. Logs are lines on stderr.
     SIGTERM or Ctrl-C ends it: running answers end, batches are put down and go on with the next
     start.
     """
-    from onestem.errors import ConfigError
+    model = _one_model(name, model)
+    _set_up_logs(log_level, log_format, model)
     from onestem.llm import parse_memory
-    from onestem.server.logs import LEVELS, set_up
     from onestem.server.prefixes import read_app
     from onestem.server.run import serve as run
     from onestem.server.settings import Settings, default_state
     from onestem.server.tenants import Keys, read_key_file
 
-    if log_level not in LEVELS:
-        raise ConfigError(f"log-level is {log_level!r}, expected {', '.join(LEVELS)}")
     engine: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -145,6 +164,24 @@ def serve(
         grace=grace,
         stream_interval=stream_interval,
         engine_timeout=engine_timeout,
+        allowed_hosts=allowed_hosts or (),
     )
-    set_up(log_level)
     asyncio.run(run(settings))
+
+
+def _one_model(name: str | None, option: str | None) -> str:
+    if name is not None and option is not None and name != option:
+        raise ConfigError(f"the model is {name!r}, and --model is {option!r}: give one of them")
+    return name or option or "embedded"
+
+
+def _set_up_logs(level: str, style: str | None, model: str) -> None:
+    from onestem.server.logs import FORMATS, LEVELS, default_format, log, set_up
+
+    style = style or default_format()
+    for option, value, known in (("level", level, LEVELS), ("format", style, FORMATS)):
+        if value not in known:
+            raise ConfigError(f"log-{option} is {value!r}, expected {', '.join(known)}")
+    set_up(level, style)
+    if style == "text":  # the imports take seconds; a program has no need to know
+        log.info("starting", model=model)

@@ -20,6 +20,7 @@ from onestem.server import files
 from onestem.server.bodies import read_json
 from onestem.server.completions import answer
 from onestem.server.errors import ApiError, as_api_error, error_response
+from onestem.server.foreign import ForeignCalls, check_media_type, hosts_of
 from onestem.server.limits import read_limited
 from onestem.server.logs import log
 from onestem.server.openapi import ERRORS, answers, document, json_body
@@ -71,6 +72,7 @@ open_routes = APIRouter(responses=ERRORS)
 
 
 async def _json(request: Request, service: Service) -> Json:
+    check_media_type(request, "application/json")
     raw = await read_limited(request, service.settings.max_body_bytes)
     return await service.parsed(raw, read_json)
 
@@ -288,6 +290,8 @@ def make_app(service: Service) -> FastAPI:
     """The application of a service that has started, or will have when requests come."""
     app = FastAPI(title="Onestem", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    hosts = hosts_of(service.settings.host, service.settings.allowed_hosts)
+    app.add_middleware(ForeignCalls, hosts=hosts, refuse=_errored)
     app.include_router(api)
     app.include_router(open_routes)
     app.include_router(page_routes)

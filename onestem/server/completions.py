@@ -24,6 +24,7 @@ from onestem.server.bodies import Asked, read_body
 from onestem.server.calls import Call
 from onestem.server.client import ANSWER_SECONDS
 from onestem.server.errors import ApiError, NoAnswerError, too_late
+from onestem.server.foreign import check_media_type
 from onestem.server.lengths import BoundedTokenizer
 from onestem.server.limits import read_limited
 from onestem.server.prefixes import APP_OWNER, Prefix, messages_of
@@ -43,6 +44,7 @@ CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
 async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
     """Answer a call, whole or as a stream."""
     arrived = time.monotonic()
+    check_media_type(http, "application/json")
     raw = await read_limited(http, service.settings.max_body_bytes)
     asked = await service.parsed(raw, partial(read_body, kind))
     service.check_model(asked.model)

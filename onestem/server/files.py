@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from onestem.batch.fields import show
 from onestem.server.errors import ApiError
+from onestem.server.foreign import check_media_type
 from onestem.server.limits import limited
 from onestem.server.store import Row, Store
 from onestem.server.tenants import Tenant
@@ -52,8 +53,7 @@ def describe(row: Row) -> dict[str, Any]:
 
 async def upload(request: Request, tenant: Tenant, store: Store, limit: int) -> Row:
     """Store the file of a multipart body."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise ApiError(400, "the body is not multipart/form-data with file and purpose")
+    check_media_type(request, "multipart/form-data")
     try:
         bounded = await limited(request, limit)
         form = await bounded.form(max_files=1, max_fields=4)

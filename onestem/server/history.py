@@ -13,6 +13,7 @@ from onestem.server.calls import Call
 __all__ = ["History", "latencies"]
 
 SECONDS = 300
+RATE_SECONDS = 5  # that rates are taken over: what a step or a report counts at once is no peak
 TRAILING_SECONDS = 10.0
 MOST_CALLS = 100
 COUNTERS = {
@@ -47,12 +48,19 @@ def latencies(call: Call, metrics: RequestMetrics) -> tuple[float | None, float 
 
 
 class History:
-    """Samples once a second; `note` as calls end."""
+    """Samples once a second; `note` as calls end.
 
-    def __init__(self, token_text: TokenText) -> None:
+    Args:
+        token_text: of a token, where there is a tokenizer.
+        clock: seconds.
+    """
+
+    def __init__(self, token_text: TokenText, clock: Callable[[], float] = time.monotonic) -> None:
         self._token_text = token_text
+        self._clock = clock
         self._rows: deque[dict[str, float | None]] = deque(maxlen=SECONDS)
-        self._last: Mapping[str, float] = {}
+        self._counts: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=RATE_SECONDS)
+        self._counts.append((clock(), {}))
         self._latencies: deque[tuple[float, float | None, float | None]] = deque(maxlen=4096)
         self.calls: deque[dict[str, Any]] = deque(maxlen=MOST_CALLS)
         self.totals = dict.fromkeys(TOTALS, 0)
@@ -63,16 +71,24 @@ class History:
         """A second has passed."""
         row: dict[str, float | None] = {"time": time.time(), "running": running}
         row |= {"waiting": waiting, "kv_used_tokens": kv_used}
-        for name, counter in COUNTERS.items():
-            row[name] = stats.get(counter, 0) - self._last.get(counter, 0)
-        self._last = dict(stats)
+        row |= self._rates(stats)
         first, each = self._trailing()
         row |= {"ttft_p50": _quantile(first, 0.5), "ttft_p99": _quantile(first, 0.99)}
         row |= {"tpot_p50": _quantile(each, 0.5), "tpot_p99": _quantile(each, 0.99)}
         self._rows.append(row)
 
+    def _rates(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Per second, by the clock: a second that was asked for may be longer."""
+        now = self._clock()
+        then, before = self._counts[0]
+        self._counts.append((now, dict(stats)))
+        return {
+            name: (stats.get(counter, 0) - before.get(counter, 0)) / (now - then)
+            for name, counter in COUNTERS.items()
+        }
+
     def _trailing(self) -> tuple[list[float], list[float]]:
-        since = time.monotonic() - TRAILING_SECONDS
+        since = self._clock() - TRAILING_SECONDS
         recent = [entry for entry in self._latencies if entry[0] >= since]
         first = sorted(entry[1] for entry in recent if entry[1] is not None)
         each = sorted(entry[2] for entry in recent if entry[2] is not None)
@@ -100,7 +116,7 @@ class History:
         self, call: Call, part: int, metrics: RequestMetrics, reuse: Any, seconds: float
     ) -> None:
         first, each = latencies(call, metrics)
-        self._latencies.append((time.monotonic(), first, each))
+        self._latencies.append((self._clock(), first, each))
         for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
             self.totals[name] += getattr(metrics, f"num_{name}")
         self.calls.appendleft(

@@ -18,6 +18,7 @@ class Listener(Protocol):
     def on_restart(self) -> None:
         """The engine died: what it said of the request will be said again, from its beginning."""
         ...
+
     def on_error(self, error: ApiError) -> None: ...
 
 

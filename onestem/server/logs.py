@@ -1,4 +1,5 @@
-"""Logs: one JSON object a line on stderr. No prompt and no answer is ever in them below `debug`."""
+"""Logs: a line for each event on stderr, JSON for programs or text for people. No prompt and no
+answer is ever in them below `debug`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import logging
 import sys
 from typing import Any
 
-__all__ = ["LEVELS", "log", "set_up"]
+from onestem.server.log_lines import line_of
+
+__all__ = ["FORMATS", "LEVELS", "default_format", "log", "set_up"]
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -29,6 +32,27 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class _TextFormatter(logging.Formatter):
+    """The time, the level where something is wrong, and what a person wants to know."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        text = record.message if fields is None else line_of(record.message, fields)
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{record.asctime} {level}{text}"
+
+
+FORMATS: dict[str, type[logging.Formatter]] = {"json": _JsonFormatter, "text": _TextFormatter}
+
+
+def default_format() -> str:
+    """Text where a person sees it, JSON where a program does."""
+    return "text" if sys.stderr.isatty() else "json"
 
 
 class _Log:
@@ -56,10 +80,10 @@ class _Log:
 log = _Log()
 
 
-def set_up(level: str) -> None:
-    """All logs of this process, uvicorn's too, as JSON lines on stderr."""
+def set_up(level: str, style: str = "json") -> None:
+    """All logs of this process, uvicorn's too, as lines on stderr; `style`: of `FORMATS`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter())
+    handler.setFormatter(FORMATS[style]())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -17,8 +17,10 @@ from onestem.errors import ConfigError
 from onestem.llm import find_model
 from onestem.server.app import make_app
 from onestem.server.garbage import collecting_less
+from onestem.server.half_open import HalfOpenProtocol
 from onestem.server.logs import log
 from onestem.server.process import EngineProcess
+from onestem.server.progress import say_listening, say_loading
 from onestem.server.service import Service
 from onestem.server.settings import Settings
 
@@ -52,7 +54,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
             make_app(service),
-            http="h11",  # httptools takes endless headers
+            http=HalfOpenProtocol,  # of h11: httptools takes endless headers
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -75,16 +77,47 @@ class HttpServer(uvicorn.Server):
         self._service.begin_to_stop()
 
 
+class _Signals:
+    """The first signal calls `stop`; a second one ends the process at once."""
+
+    def __init__(self, stop: Callable[[], object]) -> None:
+        self.stop = stop
+        self._told = False
+
+    def heed(self, number: signal.Signals) -> None:
+        asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._told:
+            log.warning("ended_at_once")
+            os._exit(128 + number)
+        self._told = True
+        self.stop()
+
+
 async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
         ConfigError, RequestError: what is wrong with the options.
+        KeyboardInterrupt: SIGINT came before requests were taken.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    signals = _Signals(task.cancel)
+    signals.heed(signal.SIGINT)
+    try:
+        await _start(settings, signals)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _start(settings: Settings, signals: _Signals) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores are the engine's
     listener = bind(settings.host, settings.port)
     try:
         path = await asyncio.to_thread(find_model, settings.model)
+        say_loading(settings, path)
         # One seed for all engines of this server: a request that is sent again is answered alike.
         engine = {**settings.engine, "model": str(path)}
         if engine.get("seed") is None:
@@ -94,20 +127,18 @@ async def serve(settings: Settings) -> None:
         service = Service(settings, path, tokenizer, launcher)
         await service.start()
         with collecting_less():
-            await _serve(service, listener)
+            await _serve(service, listener, signals)
     finally:
         listener.close()
 
 
-async def _serve(service: Service, listener: socket.socket) -> None:
+async def _serve(service: Service, listener: socket.socket, signals: _Signals) -> None:
     server = HttpServer(service)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.begin_to_stop)
+    signals.stop = server.begin_to_stop
+    signals.heed(signal.SIGTERM)
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
     listener.listen(BACKLOG)  # who reads that we listen may connect at once
-    log.info("listening", url=f"http://{shown}:{port}", model=service.settings.names[0])
+    say_listening(service, host, port)
     jobs_end = asyncio.create_task(_put_jobs_down(service))
     try:
         await server.serve(sockets=[listener])

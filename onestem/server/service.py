@@ -26,6 +26,7 @@ from onestem.server.logs import log
 from onestem.server.metrics import Metrics
 from onestem.server.prefixes import Prefixes
 from onestem.server.process import Launcher
+from onestem.server.progress import say_loaded, say_prefixes
 from onestem.server.schemas import Schemas
 from onestem.server.settings import Settings
 from onestem.server.state import SnapshotCache
@@ -90,8 +91,11 @@ class Service:
         try:
             self.schemas.load(self.settings.schemas)
             self.prefixes.load(self.settings.apps)
+            began = time.monotonic()
             await self.client.start()
+            say_loaded(self, time.monotonic() - began)
             await self.prefixes.until_ready()
+            say_prefixes(self)
         except BaseException:
             await self.client.stop()
             self.store.close()
@@ -104,6 +108,7 @@ class Service:
         error; jobs are put down by `stop`."""
         if not self.stopping.is_set():
             self.stopping.set()
+            log.info("stopping", grace=self.settings.grace)
             late = EngineDownError("the server is stopping: try again later")
             loop = asyncio.get_running_loop()
             loop.call_later(self.settings.grace, self.client.fail_all, late)

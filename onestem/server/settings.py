@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onestem.errors import ConfigError
+from onestem.server.foreign import hosts_of
 from onestem.server.tenants import Keys
 
 __all__ = ["Settings", "default_state"]
@@ -37,6 +38,7 @@ class Settings:
         engine_timeout: seconds without a sign of an engine that has work, until it is started
             again; 0: never.
         stream_interval: least tokens of a stream's chunk (see `chunk_size`).
+        allowed_hosts: what it may be called; none: as fits `host` (see `foreign`).
     """
 
     model: str = "embedded"
@@ -55,6 +57,7 @@ class Settings:
     grace: float = 30.0
     stream_interval: int = 1
     engine_timeout: float = 120.0
+    allowed_hosts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -69,6 +72,7 @@ class Settings:
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}")
+        hosts_of(self.host, self.allowed_hosts)
 
     @property
     def names(self) -> Sequence[str]:

@@ -11,9 +11,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "disconnected", "event"]
+__all__ = ["COMMENT", "DONE", "EventStream", "disconnected", "event"]
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = "comment"  # name in a request's `state` of what may be written between two events
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
@@ -54,6 +55,7 @@ class EventStream(Response):
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.get("state", {})[COMMENT] = b":\n\n"
         sender = asyncio.create_task(self._send_all(send))
         watcher = asyncio.create_task(disconnected(receive))
         try:

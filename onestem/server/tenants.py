@@ -64,16 +64,15 @@ class Keys:
         return bool(self._keys)
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Whose an `Authorization` header is; raises a 401 if it is nobody's.
+        """Whose the bearer's key of an `Authorization` header is; raises a 401 if nobody's."""
+        return self._holder(_bearers(authorization)) if self._keys else EVERYBODY
 
-        Each key is compared, in constant time, whatever the others gave.
-        """
-        if not self._keys:
-            return EVERYBODY
-        given = _digest(_presented(authorization))
+    def _holder(self, given: bytes) -> Tenant:
+        """Each key is compared, in constant time, whatever the others gave."""
+        digest = _digest(given)
         found: Tenant | None = None
         for key in self._keys:
-            if hmac.compare_digest(given, key.digest):
+            if hmac.compare_digest(digest, key.digest):
                 found = key.tenant
         if found is None:
             raise ApiError(
@@ -85,12 +84,12 @@ class Keys:
         return found
 
     def operator(self, authorization: str | None) -> None:
-        """Raise unless the header has the operator's key (a browser may send it as password)."""
+        """Raise unless the header has the operator's key, which a browser sends as a password."""
         if not self._keys:
             return
         ask = {"WWW-Authenticate": 'Basic realm="onestem operator", charset="UTF-8"'}
         try:
-            tenant = self.tenant(authorization)
+            tenant = self._holder(_bearers(authorization) or _password(authorization))
         except ApiError as error:
             error.headers = ask
             raise
@@ -106,18 +105,24 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _presented(authorization: str | None) -> bytes:
-    """The key in a header: a bearer's token, or the password of HTTP Basic."""
+def _bearers(authorization: str | None) -> bytes:
+    """The key in a header; b"" if there is none."""
     scheme, _, value = (authorization or "").partition(" ")
-    value = value.strip()
-    if scheme.lower() == "bearer":
-        return value.encode("utf-8", "surrogateescape")
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value, validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            return b""
-    return b""
+    return value.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+
+
+def _password(authorization: str | None) -> bytes:
+    """That of HTTP Basic, as a browser sends it; b"" if there is none.
+
+    Whoever takes it must change nothing: a browser sends it along whatever page asks.
+    """
+    scheme, _, value = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
 
 
 def read_key_file(path: Path) -> Keys:

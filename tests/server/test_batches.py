@@ -312,9 +312,8 @@ def test_bad_uploads(tmp_path, tiny_model):
         for answer, param in (
             (http.post("/v1/files", files=file), "purpose"),
             (http.post("/v1/files", files=file, data={"purpose": "fine-tune"}), "purpose"),
-            (http.post("/v1/files", data={"purpose": "batch"}), None),
+            (http.post("/v1/files", files={"purpose": (None, "batch")}), "file"),
             (http.post("/v1/files", files=file, data={"purpose": "batch", "x": "y"}), "x"),
-            (http.post("/v1/files", content=b"x"), None),
         ):
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == param

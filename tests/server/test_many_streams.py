@@ -42,7 +42,8 @@ class Reader:
         prompt = [7, *range(10, 40), 3 + self.number // 25, 3 + self.number % 25]
         body = {"prompt": prompt, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
         raw = json.dumps({**body, "return_token_ids": True, "seed": self.number}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         return head.encode() + raw
 
     async def run(self, others: asyncio.Event) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -118,8 +120,24 @@ def test_a_servers_life(tmp_path, tiny_model):
     """kill -9 of the engine under load; then SIGTERM while a stream and a job run."""
     state = tmp_path / "state"
     with served(state, tiny_model) as server:
+        check_start(server, tiny_model)
         check_kill_9(server)
         check_sigterm(server, state)
+
+
+def check_start(server: Server, model: Path) -> None:
+    """What is told while it starts."""
+    server.command.until(lambda: len(server.events()) >= 7, WAIT)
+    found, loading, ready, loaded, listening, addresses, example = server.events()[:7]
+    assert (found["event"], found["path"]) == ("model_found", str(model))
+    weights = (model / "model.safetensors").stat().st_size
+    assert (loading["event"], loading["weights_bytes"]) == ("loading", weights)
+    assert (ready["event"], ready["restarts"]) == ("engine_ready", 0)
+    kv = server.http.get("/internal/state").json()["kv"]
+    assert (loaded["event"], loaded["kv_tokens"]) == ("loaded", kv["total_tokens"])
+    assert listening["event"] == "listening"
+    assert (addresses["page"], addresses["api"]) == (f"{server.url}/", f"{server.url}/v1")
+    assert example["command"].startswith(f"curl {server.url}/v1/chat/completions -H")
 
 
 def check_kill_9(server: Server) -> None:
@@ -166,6 +184,58 @@ def check_sigterm(server: Server, state: Path) -> None:
     assert status in ("validating", "in_progress")
 
 
+def test_what_a_person_sees(tmp_path, tiny_model):
+    """How to ask, each request, and the end; told twice to end, it does so at once."""
+    prefix = tmp_path / "prefix.txt"
+    prefix.write_text("You are kind. " * 3)
+    command = Command(
+        "serve", tiny_model, "--model", tiny_model, "--port", 0, "--state", tmp_path / "state",
+        "--kv-memory", "2MiB", "--max-model-len", 1024, "--device", "cpu", "--dtype", "float32",
+        "--app", f"kind={prefix}", "--log-format", "text", "--host", "0.0.0.0",
+    )  # fmt: skip
+
+    def lines() -> list[str]:
+        """Without their times."""
+        return [line[20:] for line in command.stderr.splitlines(keepends=True) if line[-1] == "\n"]
+
+    def wait_for(start: str) -> str:
+        command.until(lambda: any(line.startswith(start) for line in lines()), WAIT)
+        return next(line for line in lines() if line.startswith(start))
+
+    try:
+        curl, url, _, header, _, body = shlex.split(wait_for("try: ").removeprefix("try: "))
+        starts = [line.split(" ")[0] for line in lines()]
+        assert starts == [
+            "starting,", "model", "loading", "engine", "KV", "prefixes", "listening", "page", "try:"
+        ]  # fmt: skip
+        name, _, value = header.partition(": ")
+        assert curl == "curl"
+        assert httpx.post(url, content=body, headers={name: value}).status_code == 200
+        assert wait_for("POST /v1/chat/completions length: ").split(", ")[1] == "40 answered"
+        check_second_signal(command, url, lambda: wait_for("stopping: "))
+    finally:
+        command.send(signal.SIGKILL)
+        command.wait(WAIT)
+
+
+def check_second_signal(command: Command, url: str, wait: Callable[[], object]) -> None:
+    """While a body is awaited, which holds the first one up."""
+    host, port = url.split("/")[2].split(":")
+    with socket.create_connection((host, int(port)), WAIT) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100")
+        command.send(signal.SIGINT)
+        wait()
+        command.send(signal.SIGINT)
+        done = command.wait(WAIT)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1][20:] == "warning: ended at once"
+    assert "Traceback" not in done.stderr
+
+
 LAUNCH = """
 import asyncio, sys
 from onestem.server.process import EngineProcess
@@ -197,6 +267,10 @@ def test_the_engine_ends_with_the_server():
         (["--api-key-file", "/no/such/file"], "cannot read the key file"),
         (["--app", "x"], "expected NAME=FILE"),
         (["--log-level", "loud"], "expected debug"),
+        (["--log-format", "x"], "expected json, text"),
+        (["--allowed-hosts", "http://a"], "expected a name without port"),
+        (["a", "--model", "b"], "the model is 'a', and --model is 'b'"),
+        (["/no/such/model"], "no directory"),
         (["--max-queue", "0"], "max_queue"),
         (["--host", "300.1.1.1"], "cannot listen"),
         (["--model", "/no/such/model"], "no directory"),

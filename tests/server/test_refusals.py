@@ -10,6 +10,7 @@ import pytest
 from onestem.server import limits
 
 PML = '<prompt schema="nobody">Hello</prompt>'
+JSON = {"Content-Type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
 
 # (endpoint, field, value): each alone, beside what the endpoint needs.
@@ -119,7 +120,7 @@ def test_wrong_methods_are_405(embedded):
 )  # fmt: skip
 def test_bodies_that_are_no_json_object(embedded, body):
     with embedded.http() as http:
-        answer = http.post("/v1/completions", content=body)
+        answer = http.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
 
@@ -128,7 +129,7 @@ def test_bodies_that_are_no_json_object(embedded, body):
 def test_bodies_that_nest_too_deeply(embedded, depth):
     body = b'{"prompt": "A", "metadata": ' + b'{"a":' * (depth - 1) + b"1" + b"}" * depth
     with embedded.http() as http:
-        answer = http.post("/v1/completions", content=body)
+        answer = http.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
     assert "limit is 64" in answer.json()["error"]["message"]
@@ -137,7 +138,7 @@ def test_bodies_that_nest_too_deeply(embedded, depth):
 def test_a_body_as_deep_as_allowed(embedded):
     deep = b'{"prompt": "A", "max_tokens": 1, "metadata": ' + b'{"a":' * 63 + b"1" + b"}" * 64
     with embedded.http() as http:
-        assert http.post("/v1/completions", content=deep).status_code == 200
+        assert http.post("/v1/completions", content=deep, headers=JSON).status_code == 200
 
 
 def test_a_prompt_that_is_too_long(embedded):
@@ -151,8 +152,8 @@ def test_a_prompt_that_is_too_long(embedded):
 def test_a_body_that_is_too_long(embedded):
     limit = embedded.settings.max_body_bytes
     with embedded.http() as http:
-        declared = http.post("/v1/completions", content=b" " * (limit + 1))
-        chunked = http.post("/v1/completions", content=iter([b" " * (1 << 20)] * 9))
+        declared = http.post("/v1/completions", content=b" " * (limit + 1), headers=JSON)
+        chunked = http.post("/v1/completions", content=iter([b" " * (1 << 20)] * 9), headers=JSON)
     for answer in (declared, chunked):
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
@@ -163,7 +164,8 @@ def test_a_body_that_does_not_come(embedded, monkeypatch):
     host, port = embedded.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
         connection.settimeout(30)
         answer = connection.recv(1 << 16)

@@ -34,7 +34,8 @@ def send(server, **body) -> socket.socket:
     raw = json.dumps({"prompt": [7] * 20, "ignore_eos": True, **body}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     connection.sendall(head.encode() + raw)
     return connection
 

@@ -67,8 +67,21 @@ def test_the_page_is_the_operators(keyed):
         assert http.get("/internal/state").status_code == 200
         basic = http.get("/internal/state", headers={"Authorization": f"Basic {password}"})
         assert basic.status_code == 200
+        metrics = http.get("/metrics", headers={"Authorization": f"Basic {password}"})
+        assert metrics.status_code == 200
     with keyed.http() as http:
         assert http.get("/").headers["www-authenticate"].startswith("Basic")
+
+
+def test_what_a_browser_sends_along_with_any_request_opens_no_route_of_the_api(keyed):
+    password = base64.b64encode(f"me:{BOSS}".encode()).decode()
+    with keyed.http() as http:
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
+            headers = {"Authorization": f"Basic {password}"}
+            answer = http.request(method, path, headers=headers, json={"prompt": "a"})
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "Authorization: Bearer KEY" in answer.json()["error"]["message"]
 
 
 def test_neither_keys_prompts_ever_match_the_others_runs(keyed):

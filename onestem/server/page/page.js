@@ -53,7 +53,7 @@ function tiles() {
   const { totals, queue, kv } = state;
   const last = (name) => history.columns[name]?.at(-1);
   return [
-    [short(last("output_tokens")), "tokens answered in the last second"],
+    [short(last("output_tokens")), "tokens answered per second, over five seconds"],
     [short(queue.running), "sequences running"],
     [`${short(queue.waiting)}`, `waiting, of ${short(queue.limit)} at most`],
     [seconds(last("ttft_p50")), "to the first token, median"],

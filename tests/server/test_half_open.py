@@ -1,0 +1,113 @@
+"""Clients that end their sending and wait, and clients that are gone."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+from http.client import HTTPResponse
+
+import pytest
+
+from tests.server.harness import WAIT, Held, running
+
+BODY = {"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+
+
+def request(version: str = "1.1", **body) -> bytes:
+    raw = json.dumps({**BODY, **body}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), WAIT)
+
+
+def read(connection: socket.socket) -> bytes:
+    """All that comes until the other end has closed."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def text_of(answer: HTTPResponse) -> str:
+    """Of a completion, whole or streamed."""
+    raw = answer.read().decode()
+    if answer.headers["content-type"] == "application/json":
+        return json.loads(raw)["choices"][0]["text"]
+    events = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data")]
+    assert events.pop() == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+@pytest.fixture
+def held(tmp_path, tiny_model):
+    """A server whose engine waits until it is told to go on."""
+    change = Held()
+    with running(tmp_path, model=tiny_model, change=change) as server:
+        yield server, change
+        change.let(math.inf)
+        server.check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_ends_its_sending_gets_the_answer(held, stream):
+    server, change = held
+    with connect(server) as connection:
+        connection.sendall(request(stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        # What it is asked whether it is there with: only then the engine goes on.
+        asked = b"\r\n:\n\n\r\n" if stream else b"HTTP/1.1 100 Continue\r\n\r\n"
+        begun = b""
+        while asked not in begun:
+            begun += (part := connection.recv(1))
+            assert part, begun
+        assert begun.count(b"HTTP/1.1 ") == 1
+        change.let(math.inf)
+        rest = read(connection)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(begun + rest)
+        theirs.shutdown(socket.SHUT_WR)
+        answer = HTTPResponse(ours)
+        answer.begin()
+        with server.http() as http:
+            whole = http.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+        assert (answer.status, text_of(answer)) == (200, whole)
+
+
+def test_a_quick_answer_and_what_was_asked_behind_it(embedded):
+    asked = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(embedded) as connection:
+        connection.sendall(asked * 3)
+        connection.shutdown(socket.SHUT_WR)
+        assert read(connection).count(b"HTTP/1.1 200 OK\r\n") == 3
+
+
+@pytest.mark.parametrize("sent", [b"", request()[:-1], request()[:30]])
+def test_an_incomplete_request_gets_no_answer(embedded, sent):
+    with connect(embedded) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        assert read(connection) == b""
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ["close", "reset", "half, then reset"])
+def test_who_is_gone_ends_its_request(held, version, stream, end):
+    server, _ = held
+    client = server.service.client
+    connection = connect(server)
+    connection.sendall(request(version, stream=stream))
+    server.until(lambda: client._entries)
+    if stream:  # closing with bytes that were not read would be a reset
+        assert connection.recv(1 << 16).endswith(b"\r\n\r\n")
+    if end.startswith("half"):
+        connection.shutdown(socket.SHUT_WR)
+    if end.endswith("reset"):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    # The engine stands still: nothing but the end of the connection lets go of the request.
+    server.until(lambda: not client._entries)
