@@ -80,14 +80,17 @@ class Results:
             chunk.sequence.state.metrics.num_computed_tokens += rows
             self._stats.processed_prompt_tokens += rows
 
+    def note_sampled(self, count: int) -> None:
+        """So many tokens of a streak are sampled, and not shown yet."""
+        self._stats.output_tokens += count
+
     def append_many(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Tokens of a streak, seen by nobody so far."""
+        """Tokens of a streak, seen by nobody so far; they are counted already."""
         run = sequence.run
         assert run is not None
         sequence.tokens.extend(token_ids)
         run.tokens.extend(token_ids)
         sequence.state.metrics.num_output_tokens += len(token_ids)
-        self._stats.output_tokens += len(token_ids)
 
     def score(self, wanted: list[LogitRow], logits: Tensor) -> None:
         """Note the log-probabilities of given tokens."""

@@ -274,7 +274,9 @@ class Streak:
         self._tokens.append(ids)
         self._last_ids[:count] = ids[:count]
         stops = rows & self._heeds_eos[:count] & np.isin(ids[:count], self._eos)
-        ended = self._show(np.flatnonzero(rows & self._watched[:count] & ~stops), ids)
+        shown = rows & self._watched[:count] & ~stops
+        self._host.note_sampled(int(rows.sum() - shown.sum()))
+        ended = self._show(np.flatnonzero(shown), ids)
         for row in np.flatnonzero(stops | (rows & flight.last)).tolist():
             if row not in ended:
                 self._flush(row)

@@ -25,6 +25,7 @@ class StreakHost:
         take: takes a further token of a sequence whose every token is shown, and tells whether its
             text or stop ids end it.
         append: takes sampled tokens, seen by nobody so far, that do not end a sequence.
+        note_sampled: counts sampled tokens that are not shown to `take`.
         finish: ends a sequence.
         num_left: tokens that a sequence may still sample.
         may_sit: whether a sequence whose prompt was computed may have a row.
@@ -42,6 +43,7 @@ class StreakHost:
     accept: Callable[[Sequence, int], None]
     take: Callable[[Sequence, Run, int], bool]
     append: Callable[[Sequence, list[int]], None]
+    note_sampled: Callable[[int], None]
     finish: Callable[[Sequence, FinishReason], None]
     num_left: Callable[[Sequence], int]
     may_sit: Callable[[Sequence], bool]

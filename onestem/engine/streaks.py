@@ -59,6 +59,7 @@ class Streaks:
             accept=results.accept,
             take=results.take,
             append=results.append_many,
+            note_sampled=results.note_sampled,
             finish=results.finish,
             num_left=results.num_left,
             may_sit=self._may_sit,

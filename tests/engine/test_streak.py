@@ -476,3 +476,19 @@ def test_keys_that_one_read_spares_are_counted(share: str, spared: int, streaks_
     assert readers == [4, 4, 3, 3, 3, 1, 1, 1, 1]
     expected = len(prefix) * sum(count - 1 for count in readers)
     assert engine.stats.shared_read_tokens == spared * expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sampled_tokens_are_counted_as_they_come(tiny, stream):
+    """Also those of requests that nobody watches, which are handed over many at a time."""
+    engine = make_engine(tiny("llama"))
+    prompts = shared_prompts()[:3]
+    for one in requests_for(prompts, max_tokens=20):
+        engine.add_request(replace(one, stream=stream))
+    before = 0
+    while engine.has_unfinished():
+        engine.step()
+        after = engine.stats.output_tokens
+        assert after - before <= len(prompts)
+        before = after
+    assert before == 20 * len(prompts)
