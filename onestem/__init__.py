@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from onestem.threads import spin_shortly
+
+spin_shortly()
+
 __version__ = "0.1.0"
 __all__ = ["LLM", "OnestemError", "RequestOutput", "SamplingParams", "__version__"]
 

@@ -27,6 +27,7 @@ from onestem.planner import JobPlan, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
 from onestem.request import Request, RequestOutput, SamplingParams
+from onestem.threads import usable_cores
 
 __all__ = [
     "EMBEDDED",
@@ -37,6 +38,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "planned",
+    "set_threads",
 ]
 
 EMBEDDED = "embedded"
@@ -71,6 +73,8 @@ class LLM:
         max_step_ms: about what a step may take, in milliseconds (what a new request may have to
             wait for); None: as it takes, for the largest throughput.
         impl: attention implementation, `auto` for the fastest there is.
+        threads: threads that compute on a CPU, for all of the process; None: PyTorch's number, but
+            no more than the cores that affinity and a container's limit leave.
         random_weights: make the weights up (a directory with only a config will do).
         seed: where seeds of requests without one come from.
         module_host_memory: bytes of host memory for modules of prompts in PML that KV memory has
@@ -95,12 +99,14 @@ class LLM:
         max_step_tokens: int | None = None,
         max_step_ms: float | None = None,
         impl: str = "auto",
+        threads: int | None = None,
         random_weights: bool = False,
         seed: int | None = None,
         module_host_memory: str | int = 0,
         module_disk: str | os.PathLike[str] | None = None,
         module_disk_memory: str | int = "16GiB",
     ) -> None:
+        set_threads(threads)
         self.name = str(model)
         self.path = find_model(model)
         self.random_weights = random_weights
@@ -514,6 +520,15 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
     heads = config.num_q_heads + config.num_kv_heads
     wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
     return rows * wide * dtype.itemsize + 2 * LOGIT_ROWS * config.vocab_size * 4
+
+
+def set_threads(threads: int | None) -> None:
+    """Settle how many threads compute on a CPU (see `LLM`)."""
+    if threads is not None:
+        check_counts(threads=threads)
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
+        torch.set_num_threads(usable_cores())
 
 
 def kv_memory_bytes(size: str | int, device: torch.device, beside: int = 0) -> int:

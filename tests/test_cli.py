@@ -330,8 +330,8 @@ def interrupt():
 
 def while_it_ends():  # the interpreter waits for this thread
     threading.main_thread().join()
-    interrupt()
-    threading.Event().wait()
+    while not threading.Event().wait(0.01):  # one that comes before the wait begins is not seen
+        interrupt()
 
 def command():
     if sys.argv[1] == "end":

@@ -13,7 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 
 # From the bottom up; a module may import from its own layer's package and from lower layers.
 LAYERS = [
-    ("errors",),
+    (
+        "errors",
+        "threads",
+    ),
     ("pml",),
     ("request",),
     ("tree",),
@@ -30,6 +33,7 @@ LAYERS = [
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 NO_TORCH = [
     "errors",
+    "threads",
     "request",
     "tree",
     "pml",

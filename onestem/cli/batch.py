@@ -38,6 +38,7 @@ def batch(
     max_step_tokens: options.MaxStepTokens = None,
     page_size: options.PageSize = 16,
     share: options.Share = "full",
+    threads: options.Threads = None,
     random_weights: options.RandomWeights = False,
     schemas: Annotated[
         list[Path] | None,
@@ -80,6 +81,7 @@ def batch(
         share=share,
         page_size=page_size,
         max_step_tokens=max_step_tokens,
+        threads=threads,
         random_weights=random_weights,
     )
     try:

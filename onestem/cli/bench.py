@@ -55,6 +55,7 @@ def batch(
     page_size: options.PageSize = 16,
     max_step_tokens: options.MaxStepTokens = None,
     impl: options.Impl = "auto",
+    threads: options.Threads = None,
     random_weights: options.RandomWeights = False,
     seed: Annotated[int, typer.Option(help="Seed of prompts, order and sampling.")] = 0,
     warm_up: Annotated[
@@ -86,6 +87,7 @@ def batch(
         page_size=page_size,
         max_step_tokens=max_step_tokens,
         impl=impl,
+        threads=threads,
         random_weights=random_weights,
         seed=seed,
     )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from typing import Annotated, Any
 
 import typer
+
+from onestem.cli import options
 
 __all__ = ["env"]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xgrammar", "triton")
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
-    """Show devices, chosen implementations and versions."""
-    facts = _facts()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    threads: options.Threads = None,
+) -> None:
+    """Show devices, threads, chosen implementations and versions."""
+    facts = _facts(threads)
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -28,15 +34,17 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")
             typer.echo(f"{key}: {value}")
 
 
-def _facts() -> dict[str, Any]:
+def _facts(threads: int | None) -> dict[str, Any]:
     import torch
 
     from onestem import __version__
-    from onestem.llm import kv_memory_bytes
+    from onestem.llm import kv_memory_bytes, set_threads
     from onestem.models.linear import choose_layout
     from onestem.ops import available, resolve
     from onestem.ops.cpu import status
+    from onestem.threads import spinning, usable_cores
 
+    set_threads(threads)
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return {
@@ -44,7 +52,9 @@ def _facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {
+            "cores": f"{os.cpu_count()}, {usable_cores()} of them for this process",
             "threads": torch.get_num_threads(),
+            "waiting threads spin": spinning(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "extension": status(),
             "bf16 matrix instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),

@@ -40,6 +40,7 @@ def generate(
     kv_memory: options.KvMemory = "auto",
     max_model_len: options.MaxModelLen = None,
     share: options.Share = "full",
+    threads: options.Threads = None,
     random_weights: options.RandomWeights = False,
 ) -> None:
     """Answer prompts; several, and the n answers of each, share what they have in common."""
@@ -64,6 +65,7 @@ def generate(
         kv_memory=kv_memory,
         max_model_len=max_model_len,
         share=share,
+        threads=threads,
         random_weights=random_weights,
     )
     if chat:

@@ -21,6 +21,7 @@ __all__ = [
     "RandomWeights",
     "Seed",
     "Share",
+    "Threads",
     "load_llm",
 ]
 
@@ -45,6 +46,10 @@ PageSize = Annotated[int, typer.Option(help="Tokens in a page of KV memory.")]
 Share = Annotated[str, typer.Option(help="full, storage or off (the last two for measuring).")]
 Impl = Annotated[
     str, typer.Option("--attention", help="Attention implementation: auto, torch or reference.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads on a CPU (default: the cores that affinity and cgroups leave)."),
 ]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Make weights up: a config is enough.")

@@ -114,6 +114,7 @@ def serve(
     page_size: options.PageSize = 16,
     share: options.Share = "full",
     impl: options.Impl = "auto",
+    threads: options.Threads = None,
     random_weights: options.RandomWeights = False,
     seed: options.Seed = None,
 ) -> None:
@@ -144,6 +145,7 @@ def serve(
         "page_size": page_size,
         "share": share,
         "impl": impl,
+        "threads": threads,
         "random_weights": random_weights,
         "seed": seed,
     }

@@ -1,0 +1,96 @@
+"""How many threads compute on a CPU, and how they wait for each other. Imports no torch.
+
+A layer has some ten parallel regions, each with a barrier at its end. The OpenMP runtime of GCC,
+which PyTorch's CPU builds bring along, spins there for a millisecond before a thread sleeps. Where
+cores are shared with another program, a thread that spins burns the time in which the other one
+could run. With one busy process per core a request then takes nine times as long instead of two. A
+short spin loses nothing where cores are free (`benchmarks/busy.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["SPIN_ROUNDS", "spinning", "spin_shortly", "usable_cores"]
+
+SPIN_ROUNDS = 10_000  # some tens of microseconds; the runtime's own default is 300,000
+VARIABLE = "GOMP_SPINCOUNT"
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def spin_shortly() -> None:
+    """Have OpenMP threads sleep soon. The runtime reads this once, when torch loads it, so it must
+    be called before torch is imported. What the user has set stays."""
+    if not _is_given() and "torch" not in sys.modules:
+        os.environ[VARIABLE] = str(SPIN_ROUNDS)
+
+
+def _is_given() -> bool:
+    return VARIABLE in os.environ or "OMP_WAIT_POLICY" in os.environ
+
+
+def spinning() -> str:
+    """How threads wait, for a person."""
+    if policy := os.environ.get("OMP_WAIT_POLICY"):
+        return f"OMP_WAIT_POLICY={policy}"
+    if rounds := os.environ.get(VARIABLE):
+        return f"{VARIABLE}={rounds}"
+    return (
+        "as long as the OpenMP runtime likes, which is slow on shared cores: import onestem before "
+        f"torch, or set {VARIABLE}={SPIN_ROUNDS}"
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and what its control groups (a container's
+    limit) leave; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, int(min(allowed or 1, _quota())))
+
+
+def _quota() -> float:
+    """Cores' worth of time that control groups grant; infinite where they do not limit it."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return float("inf")
+    found = [float("inf")]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += [_quota_v2(folder) for folder in _upwards(CGROUPS, path)]
+        elif "cpu" in controllers.split(","):
+            found += [_quota_v1(folder) for folder in _upwards(CGROUPS / "cpu", path)]
+    return min(found)
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    """A group's folder and those above it: each may limit it. In a container the path may be that
+    outside, so the root counts in any case."""
+    inside = root / path.lstrip("/")
+    return [folder for folder in (inside, *inside.parents) if folder.is_relative_to(root)]
+
+
+def _quota_v2(folder: Path) -> float:
+    return _ratio(_words(folder / "cpu.max"))
+
+
+def _quota_v1(folder: Path) -> float:
+    return _ratio(_words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us"))
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+def _ratio(words: list[str]) -> float:
+    """Of quota and period in microseconds; `max` and -1 are no limit."""
+    if len(words) != 2 or not words[0].isdecimal() or int(words[1]) == 0:
+        return float("inf")
+    return int(words[0]) / int(words[1])
