@@ -110,18 +110,18 @@ struct SiluMulCall {
   int64_t width;
 };
 
-// Of every token of a row of logits: its weight exp((logit - top) / temperature) in units of 2^-bits,
-// rounded down, and its bucket (0: the most probable ones).
-struct WeighCall {
+// A race among the tokens of a row whose logit is at least `least` (`csrc/sampling.h`). Those that
+// may be ahead of `bound` are handed to `consider`, which raises both.
+struct RaceCall {
   const float* logits;
   int64_t count;
-  double temperature;
-  int32_t bits;  // at most 52
-  int64_t* weights;
-  int32_t* buckets;
+  uint32_t seed_low, seed_high, sequence, token;
+  float heat;  // 1 / temperature
+  const float *least, *bound;
+  void (*consider)(void* context, int64_t id);
+  void* context;
 };
-constexpr int32_t kDrawBuckets = 1024;
-constexpr double kDrawBucketsPerUnit = 32;  // of (top - logit) / temperature
+constexpr int32_t kLeadingGroups = 1024;
 
 // What work costs, in nanoseconds of one core, for a KV head: reading a byte of K or V; multiplying
 // one query head with one element in a thin item; converting an element for a wide one; multiplying
@@ -147,7 +147,16 @@ struct KernelsOf {
 
 struct Kernels {
   KernelsOf of[kNumDtypes];
-  void (*weigh_tokens)(const WeighCall&);
+  bool (*race)(const RaceCall&);
+  float (*top_logit)(const float* logits, int64_t count);
+  double (*sum_of_exp)(const float* logits, int64_t count, float top);
+  int64_t (*weigh)(const float* logits, int64_t count, float top, float heat, int32_t* weights);
+  int64_t (*weight_before)(const float* logits, const int32_t* weights, int64_t count, float logit,
+                           int64_t id);
+  int64_t (*count_before)(const float* logits, int64_t count, float logit, int64_t id);
+  void (*group_tops)(const float* logits, int64_t count, float* tops);
+  int64_t (*tokens_from)(const float* logits, int64_t count, float least, int64_t room,
+                         int32_t* ids);
 };
 
 // Query heads that a thin item multiplies at most with a KV head.

@@ -6,9 +6,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "draw.h"
 #include "driver.h"
 #include "isa.h"
+#include "sampling.h"
 #include "threads.h"
 
 #ifdef ONESTEM_EMULATED
@@ -141,22 +141,42 @@ void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t ou
             [&](int64_t begin, int64_t end) { run(call, begin, end); });
 }
 
-void draw_tokens(const std::string& isa, uintptr_t logits, int64_t rows, int64_t count, int32_t bits,
-                 uintptr_t temperature, uintptr_t top_k, uintptr_t top_p, uintptr_t min_p,
-                 uintptr_t uniform, uintptr_t ids, int32_t threads) {
-  const DrawCall call{pointer<float>(logits),
-                      count,
-                      bits,
-                      pointer<double>(temperature),
-                      pointer<double>(top_p),
-                      pointer<double>(min_p),
-                      pointer<double>(uniform),
-                      pointer<int64_t>(top_k),
-                      pointer<int64_t>(ids)};
+// Runs a call over rows in pieces; each row's logits are read some times.
+template <class Call, class Run>
+void over_logits(const std::string& isa, const Call& call, int64_t rows, int32_t threads, Run run) {
   const Kernels& kernels = kernels_of(isa);
   nb::gil_scoped_release released;
-  over_rows(rows, rows * count * 16, threads,
-            [&](int64_t begin, int64_t end) { draw(call, kernels, begin, end); });
+  over_rows(rows, rows * call.count * 16, threads,
+            [&](int64_t begin, int64_t end) { run(call, kernels, begin, end); });
+}
+
+void draw_rows(const std::string& isa, uintptr_t logits, int64_t rows, int64_t count,
+               uintptr_t settings, uint32_t steps, uintptr_t ids, uintptr_t status,
+               int32_t threads) {
+  const DrawCall call{pointer<float>(logits), count, pointer<SamplingRow>(settings), steps,
+                      pointer<int64_t>(ids), pointer<int32_t>(status)};
+  over_logits(isa, call, rows, threads, draw_tokens);
+}
+
+void log_sums_of(const std::string& isa, uintptr_t logits, int64_t count, uintptr_t index,
+                 int64_t rows, uintptr_t sums, int32_t threads) {
+  const LogSumCall call{pointer<float>(logits), count, pointer<int64_t>(index),
+                        pointer<double>(sums)};
+  over_logits(isa, call, rows, threads, log_sums);
+}
+
+void leading_of(const std::string& isa, uintptr_t logits, int64_t count, uintptr_t index,
+                int64_t rows, int64_t most, uintptr_t values, uintptr_t ids, int32_t threads) {
+  const LeadingCall call{pointer<float>(logits), count,           pointer<int64_t>(index), most,
+                         pointer<float>(values), pointer<int64_t>(ids)};
+  over_logits(isa, call, rows, threads, leading_tokens);
+}
+
+void ranks_of(const std::string& isa, uintptr_t logits, int64_t count, uintptr_t index,
+              int64_t rows, uintptr_t ids, uintptr_t ranks, int32_t threads) {
+  const RankCall call{pointer<float>(logits), count, pointer<int64_t>(index),
+                      pointer<int64_t>(ids), pointer<int64_t>(ranks)};
+  over_logits(isa, call, rows, threads, token_ranks);
 }
 
 }  // namespace
@@ -175,7 +195,10 @@ NB_MODULE(ONESTEM_MODULE, m) {
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);
-  m.def("draw_tokens", draw_tokens);
+  m.def("draw_tokens", draw_rows);
+  m.def("log_sums", log_sums_of);
+  m.def("leading_tokens", leading_of);
+  m.def("token_ranks", ranks_of);
 #ifdef ONESTEM_EMULATED
   add_instructions(m);
 #endif

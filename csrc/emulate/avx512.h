@@ -14,6 +14,7 @@ namespace emulated {
 typedef int32_t v16si __attribute__((vector_size(64)));
 typedef uint32_t v16su __attribute__((vector_size(64)));
 typedef uint16_t v16hu __attribute__((vector_size(32)));
+typedef uint64_t v8lu __attribute__((vector_size(64)));
 
 // What the processor would answer with an exception, or what this file does not know.
 [[noreturn]] inline void fault(const std::string& what) {
@@ -29,6 +30,7 @@ inline __m512 whole(__m256 low, __m256 high) { return __builtin_bit_cast(__m512,
 inline v16si ints(__m512i x) { return __builtin_bit_cast(v16si, x); }
 inline v16su words(__m512i x) { return __builtin_bit_cast(v16su, x); }
 inline v16su words(__m512 x) { return __builtin_bit_cast(v16su, x); }
+inline v8lu pairs(__m512i x) { return __builtin_bit_cast(v8lu, x); }
 template <class Vector>
 inline __m512i integers(Vector x) {
   return __builtin_bit_cast(__m512i, x);
@@ -107,6 +109,43 @@ inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int ta
   return emulated::integers(result);
 }
 
+// 64-bit lanes.
+inline __m512i _mm512_set1_epi64(long long x) {
+  return emulated::integers(emulated::v8lu{} + static_cast<uint64_t>(x));
+}
+inline __m512i _mm512_add_epi64(__m512i a, __m512i b) {
+  return emulated::integers(emulated::pairs(a) + emulated::pairs(b));
+}
+inline __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
+  return emulated::integers((emulated::pairs(a) & 0xffffffffu) * (emulated::pairs(b) & 0xffffffffu));
+}
+inline __m512i _mm512_slli_epi64(__m512i x, unsigned count) {
+  return count > 63 ? __m512i{} : emulated::integers(emulated::pairs(x) << count);
+}
+inline __m512i _mm512_srli_epi64(__m512i x, unsigned count) {
+  return count > 63 ? __m512i{} : emulated::integers(emulated::pairs(x) >> count);
+}
+inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+  const emulated::v8lu x = emulated::pairs(a), y = emulated::pairs(b);
+  return emulated::integers(emulated::v8lu{x[0], y[0], x[2], y[2], x[4], y[4], x[6], y[6]});
+}
+inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+  const emulated::v8lu x = emulated::pairs(a), y = emulated::pairs(b);
+  return emulated::integers(emulated::v8lu{x[1], y[1], x[3], y[3], x[5], y[5], x[7], y[7]});
+}
+
+// Towards zero; what an int32 does not hold becomes the lowest one.
+inline __m512i _mm512_cvttps_epi32(__m512 x) {
+  const emulated::Halves h = emulated::halves(x);
+  return emulated::integers(emulated::whole(_mm256_castsi256_ps(_mm256_cvttps_epi32(h.low)),
+                                            _mm256_castsi256_ps(_mm256_cvttps_epi32(h.high))));
+}
+inline __m512 _mm512_cvtepu32_ps(__m512i x) {
+  __m512 out;
+  for (int i = 0; i < 16; ++i) out[i] = static_cast<float>(emulated::words(x)[i]);
+  return out;
+}
+
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   const emulated::Halves x = emulated::halves(a), y = emulated::halves(b), z = emulated::halves(c);
   return emulated::whole(_mm256_fmadd_ps(x.low, y.low, z.low),
@@ -170,6 +209,7 @@ inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
     case _CMP_UNORD_Q: return emulated::mask_of(unordered);
     case _CMP_NEQ_UQ: return emulated::mask_of(unordered | (a != b));
     case _CMP_NLT_UQ: return emulated::mask_of(unordered | (a >= b));
+    case _CMP_GT_OQ: return emulated::mask_of(a > b);
     default: emulated::fault("VCMPPS with predicate " + std::to_string(predicate));
   }
 }

@@ -11,7 +11,7 @@
 #include "kernels/wide.h"
 #include "kernels/thin.h"
 #include "kernels/layers.h"
-#include "kernels/draw.h"
+#include "kernels/sampling.h"
 
 namespace onestem::ONESTEM_ISA {
 
@@ -36,7 +36,14 @@ size_t wide_scratch(int32_t dim) {
 // `FewProducts`: of wide items with at most one vector of lanes.
 template <class T, class Products, class FewProducts = Products>
 void fill(Kernels& kernels, Dtype dtype, Rates rates) {
-  kernels.weigh_tokens = weigh_tokens;
+  kernels.race = race;
+  kernels.top_logit = top_logit;
+  kernels.sum_of_exp = sum_of_exp;
+  kernels.weigh = weigh;
+  kernels.weight_before = weight_before;
+  kernels.count_before = count_before;
+  kernels.group_tops = group_tops;
+  kernels.tokens_from = tokens_from;
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;

@@ -78,6 +78,45 @@ inline vf visible(vf score, vi first, vi end, int32_t t) {
   return _mm256_blendv_ps(all(-__builtin_inff()), score, _mm256_castsi256_ps(seen));
 }
 
+// Lanes by a condition: all bits of a lane, or none.
+struct Mask {
+  __m256 lanes;
+};
+inline Mask all_lanes() { return {_mm256_castsi256_ps(all(-1))}; }
+inline Mask first_lanes(int32_t n) {
+  const vi lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(all(n), lane))};
+}
+inline Mask both(Mask a, Mask b) { return {_mm256_and_ps(a.lanes, b.lanes)}; }
+inline Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.lanes, b.lanes)}; }
+inline uint32_t lane_bits(Mask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m.lanes)); }
+inline Mask not_below(vf a, vf b) { return {_mm256_cmp_ps(a, b, _CMP_NLT_UQ)}; }
+inline Mask above(vf a, vf b) { return {_mm256_cmp_ps(a, b, _CMP_GT_OQ)}; }
+inline vf chosen(Mask m, vf x, vf other) { return _mm256_blendv_ps(other, x, m.lanes); }
+inline vi chosen(Mask m, vi x, vi other) {
+  return _mm256_blendv_epi8(other, x, _mm256_castps_si256(m.lanes));
+}
+
+// Integers, and 32-bit words in 64-bit lanes.
+inline void store(int32_t* p, vi x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+inline vi truncate(vf x) { return _mm256_cvttps_epi32(x); }
+inline vi float_bits(vf x) { return _mm256_castps_si256(x); }
+inline vf unsigned_to_float(vi x) {  // both halves are exact, and their sum is rounded once
+  const vf high = to_float(_mm256_srli_epi32(x, 16));
+  return fma(high, all(65536.0f), to_float(_mm256_and_si256(x, all(0xffff))));
+}
+inline vi all_wide(uint32_t x) { return _mm256_set1_epi64x(x); }
+inline vi add_wide(vi a, vi b) { return _mm256_add_epi64(a, b); }
+inline vi multiply_wide(vi a, vi b) { return _mm256_mul_epu32(a, b); }
+inline vi high_words(vi x) { return _mm256_srli_epi64(x, 32); }
+inline vi low_words(vi x) { return _mm256_and_si256(x, all_wide(0xffffffffu)); }
+inline vi xor3(vi a, vi b, vi c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+inline vi pair_words(vi low, vi high) {
+  return _mm256_blend_epi32(_mm256_slli_epi64(high, 32), low, 0x55);
+}
+inline vi even_pairs(vi a, vi b) { return _mm256_unpacklo_epi64(a, b); }
+inline vi odd_pairs(vi a, vi b) { return _mm256_unpackhi_epi64(a, b); }
+
 inline float sum(vf x) {
   __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
   half += _mm_movehl_ps(half, half);

@@ -85,6 +85,35 @@ inline vf visible(vf score, vi first, vi end, int32_t t) {
   return _mm512_mask_mov_ps(all(-__builtin_inff()), seen, score);
 }
 
+// Lanes by a condition.
+using Mask = __mmask16;
+inline Mask all_lanes() { return 0xffff; }
+inline Mask first_lanes(int32_t n) { return static_cast<Mask>((1u << n) - 1); }
+inline Mask both(Mask a, Mask b) { return a & b; }
+inline Mask either(Mask a, Mask b) { return a | b; }
+inline uint32_t lane_bits(Mask m) { return m; }
+inline Mask not_below(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }
+inline Mask above(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline vf chosen(Mask m, vf x, vf other) { return _mm512_mask_mov_ps(other, m, x); }
+inline vi chosen(Mask m, vi x, vi other) { return _mm512_mask_mov_epi32(other, m, x); }
+
+// Integers, and 32-bit words in 64-bit lanes.
+inline void store(int32_t* p, vi x) { _mm512_storeu_si512(p, x); }
+inline vi truncate(vf x) { return _mm512_cvttps_epi32(x); }
+inline vi float_bits(vf x) { return _mm512_castps_si512(x); }
+inline vf unsigned_to_float(vi x) { return _mm512_cvtepu32_ps(x); }
+inline vi all_wide(uint32_t x) { return _mm512_set1_epi64(x); }
+inline vi add_wide(vi a, vi b) { return _mm512_add_epi64(a, b); }
+inline vi multiply_wide(vi a, vi b) { return _mm512_mul_epu32(a, b); }
+inline vi high_words(vi x) { return _mm512_srli_epi64(x, 32); }
+inline vi low_words(vi x) { return _mm512_and_si512(x, all_wide(0xffffffffu)); }
+inline vi xor3(vi a, vi b, vi c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+inline vi pair_words(vi low, vi high) {
+  return _mm512_mask_mov_epi32(_mm512_slli_epi64(high, 32), 0x5555, low);
+}
+inline vi even_pairs(vi a, vi b) { return _mm512_unpacklo_epi64(a, b); }
+inline vi odd_pairs(vi a, vi b) { return _mm512_unpackhi_epi64(a, b); }
+
 inline float sum(vf x) { return _mm512_reduce_add_ps(x); }
 inline float top_of(vf x) { return _mm512_reduce_max_ps(x); }
 

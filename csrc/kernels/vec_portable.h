@@ -109,6 +109,53 @@ inline vf visible(vf score, vi first, vi end, int32_t t) {
   return seen ? score : all(-__builtin_inff());
 }
 
+// Lanes by a condition: all bits of a lane, or none.
+typedef uint64_t vw __attribute__((vector_size(32)));
+typedef uint32_t vu __attribute__((vector_size(32)));
+struct Mask {
+  vi lanes;
+};
+inline Mask all_lanes() { return {vi{} - 1}; }
+inline Mask first_lanes(int32_t n) { return {vi{0, 1, 2, 3, 4, 5, 6, 7} < all(n)}; }
+inline Mask both(Mask a, Mask b) { return {a.lanes & b.lanes}; }
+inline Mask either(Mask a, Mask b) { return {a.lanes | b.lanes}; }
+inline uint32_t lane_bits(Mask m) {
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(m.lanes[i] & 1) << i;
+  return bits;
+}
+inline Mask not_below(vf a, vf b) { return {~(a < b)}; }
+inline Mask above(vf a, vf b) { return {a > b}; }
+inline vf chosen(Mask m, vf x, vf other) { return m.lanes ? x : other; }
+inline vi chosen(Mask m, vi x, vi other) { return m.lanes ? x : other; }
+
+// Integers, and 32-bit words in 64-bit lanes.
+inline vw wide(vi x) { return __builtin_bit_cast(vw, x); }
+inline vi narrow_lanes(vw x) { return __builtin_bit_cast(vi, x); }
+inline void store(int32_t* p, vi x) { __builtin_memcpy(p, &x, sizeof x); }
+inline vi truncate(vf x) { return __builtin_convertvector(x, vi); }
+inline vi float_bits(vf x) { return bits_of(x); }
+inline vf unsigned_to_float(vi x) {
+  return __builtin_convertvector(__builtin_bit_cast(vu, x), vf);
+}
+inline vi all_wide(uint32_t x) { return narrow_lanes(vw{} + x); }
+inline vi add_wide(vi a, vi b) { return narrow_lanes(wide(a) + wide(b)); }
+inline vi multiply_wide(vi a, vi b) {
+  return narrow_lanes((wide(a) & 0xffffffffu) * (wide(b) & 0xffffffffu));
+}
+inline vi high_words(vi x) { return narrow_lanes(wide(x) >> 32); }
+inline vi low_words(vi x) { return narrow_lanes(wide(x) & 0xffffffffu); }
+inline vi xor3(vi a, vi b, vi c) { return a ^ b ^ c; }
+inline vi pair_words(vi low, vi high) {
+  return narrow_lanes((wide(low) & 0xffffffffu) | wide(high) << 32);
+}
+inline vi even_pairs(vi a, vi b) {
+  return narrow_lanes(vw{wide(a)[0], wide(b)[0], wide(a)[2], wide(b)[2]});
+}
+inline vi odd_pairs(vi a, vi b) {
+  return narrow_lanes(vw{wide(a)[1], wide(b)[1], wide(a)[3], wide(b)[3]});
+}
+
 inline float sum(vf x) {
   return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }

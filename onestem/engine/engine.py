@@ -114,7 +114,7 @@ class Engine:
         )
         self._jobs = Jobs()
         self._refused: list[RequestOutput] = []  # requests of jobs that can never be answered
-        self._sampler = Sampler(decoder.config.vocab_size, defaults)
+        self._sampler = Sampler(decoder.config.vocab_size, defaults, decoder.device)
         self._grammars = (
             GrammarCompiler(tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None)
             if tokenizer
@@ -146,7 +146,6 @@ class Engine:
             self._sampler,
             self._results,
             self.stats,
-            device=decoder.device,
             eos_token_ids=defaults.eos_token_ids,
             share=share != "storage",
         )

@@ -17,13 +17,16 @@ def masking_fields(params: SamplingParams) -> list[str]:
         "stop_token_ids": early and bool(params.stop_token_ids),
         "min_tokens": early,
     }
-    found = [name for name, is_there in present.items() if is_there]
-    return found or ["repetition_penalty"]  # which can make every logit overflow
+    return [name for name, is_there in present.items() if is_there]
 
 
-def why_masked(params: SamplingParams) -> str:
-    """The `stop_reason` of such a sequence: the fields at fault, and the way out."""
-    *others, last = masking_fields(params)
+def why_masked(params: SamplingParams) -> str | None:
+    """The `stop_reason` of such a sequence: the fields at fault, and the way out. None: it has no
+    such fields, and the logits are to blame."""
+    fields = masking_fields(params)
+    if not fields:
+        return None
+    *others, last = fields
     if not others:
         return f"{_FORBIDDEN}{last} forbids all of them: loosen it"
     names = f"{', '.join(others)} and {last}"

@@ -15,7 +15,7 @@ from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.grammar import GrammarCompiler, GrammarState
 from onestem.engine.modules import PmlPrompt
 from onestem.engine.queue import Gate
-from onestem.engine.random import derive_seed
+from onestem.engine.seeds import derive_seed
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import OnestemError

@@ -12,15 +12,15 @@ from torch import Tensor
 from onestem.cache import Run
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.inputs import LogitRow
-from onestem.engine.logprobs import logprobs_of
 from onestem.engine.masked import why_masked
 from onestem.engine.outputs import BROKEN
-from onestem.engine.sampler import MaskedRowError, NonFiniteLogitsError, Sampler
+from onestem.engine.sampler import Sampler
 from onestem.engine.sampling_row import SamplingRow
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.stats import EngineStats
 from onestem.engine.tokenizer import Tokenizer
+from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
 from onestem.request import FinishReason, TokenLogprobs
 
 __all__ = ["Results"]
@@ -84,10 +84,15 @@ class Results:
         """So many tokens of a streak are sampled, and not shown yet."""
         self._stats.output_tokens += count
 
-    def append_many(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Tokens of a streak, seen by nobody so far; they are counted already."""
+    def append_many(
+        self, sequence: Sequence, token_ids: list[int], entries: list[TokenLogprobs]
+    ) -> None:
+        """Tokens of a streak, seen by nobody so far, with their log-probabilities where they are
+        wanted; they are counted already."""
         run = sequence.run
         assert run is not None
+        for token, entry in zip(token_ids, entries, strict=bool(entries)):
+            _note_logprobs(sequence, token, entry)
         sequence.tokens.extend(token_ids)
         run.tokens.extend(token_ids)
         sequence.state.metrics.num_output_tokens += len(token_ids)
@@ -98,10 +103,9 @@ class Results:
         if not rows:
             return
         targets = [wanted[i].sequence.tokens[wanted[i].index + 1] for i in rows]
-        most = max(self._num_alternatives(wanted[i].sequence) for i in rows)
-        for i, target, entry in zip(
-            rows, targets, logprobs_of(logits[rows], targets, most), strict=True
-        ):
+        counts = [self._num_alternatives(wanted[i].sequence) for i in rows]
+        entries = self._sampler.logprobs(logits, rows, targets, counts)
+        for i, target, entry in zip(rows, targets, entries, strict=True):
             sequence = wanted[i].sequence
             if sequence.finish_reason is not None:
                 continue
@@ -128,14 +132,12 @@ class Results:
         return params.prompt_logprobs or 0
 
     def _note_score(self, row: LogitRow, target: int, entry: TokenLogprobs) -> None:
-        most = self._num_alternatives(row.sequence)
-        kept = {t: p for rank, (t, p) in enumerate(entry.items()) if rank < most or t == target}
         known = row.index + 1 in row.sequence.scores  # computed again after a set-back
         row.sequence.scores[row.index + 1] = entry[target]
         if not row.sequence.score_only:
-            row.sequence.state.prompt_logprobs[row.index + 1] = kept
+            row.sequence.state.prompt_logprobs[row.index + 1] = entry
         elif not known:
-            row.sequence.logprobs.append(kept)
+            row.sequence.logprobs.append(entry)
 
     def sample(self, wanted: list[LogitRow], logits: Tensor) -> None:
         """Sample behind the rows that want it."""
@@ -165,33 +167,24 @@ class Results:
             if good:
                 self._take([sequences[i] for i in good], logits[good])
             return
-        try:
-            sampled = self._sampler.sample(logits, [row for row in rows if row is not None])
-        except (MaskedRowError, NonFiniteLogitsError) as error:
-            self._sample_others(error, sequences, logits)
-            return
-        for sequence, token, entry in zip(
-            sequences, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            self.accept(sequence, token, entry)
+        sampled = self._sampler.sample(logits, [row for row in rows if row is not None])
+        for i, sequence in enumerate(sequences):
+            if sampled.status[i] != STATUS_OK:
+                self.end_without_token(sequence, int(sampled.status[i]))
+            else:
+                self.accept(sequence, int(sampled.ids[i]), sampled.entry(i))
 
-    def _sample_others(
-        self,
-        error: MaskedRowError | NonFiniteLogitsError,
-        sequences: list[Sequence],
-        logits: Tensor,
-    ) -> None:
-        """Sequences that cannot be continued (a grammar at its end before min_tokens, weights that
-        overflow) end with an error; the others sample."""
-        bad = set(error.rows)
-        good = [row for row in range(len(sequences)) if row not in bad]
-        masked = isinstance(error, MaskedRowError)
-        for row in error.rows:
-            params = sequences[row].state.request.params
-            sequences[row].stop_reason = why_masked(params) if masked else NOT_FINITE
-            self.finish(sequences[row], "error")
-        if good:
-            self._take([sequences[row] for row in good], logits[good])
+    def end_without_token(self, sequence: Sequence, status: int) -> None:
+        """No token can follow: a grammar at its end before min_tokens, weights that overflow."""
+        params = sequence.state.request.params
+        reason = why_masked(params) if status == STATUS_MASKED else None
+        if reason is None and params.repetition_penalty not in (None, 1):
+            reason = (
+                f"the logits overflow with repetition_penalty {params.repetition_penalty}: "
+                "bring it nearer to 1"
+            )
+        sequence.stop_reason = reason or NOT_FINITE
+        self.finish(sequence, "error")
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """A request's n sequences, which part at its prompt's end."""
@@ -223,15 +216,11 @@ class Results:
                 params=params,
                 seed=sequence.state.seed,
                 sequence_index=sequence.index,
-                token_index=0,
                 prompt_token_ids=sequence.state.request.prompt_token_ids,
-                output_token_ids=(),
+                output_token_ids=lambda: sequence.output_ids,
                 stop_ids=frozenset((*eos, *params.stop_token_ids)),
-                reads_output=self._sampler.reads_output(params),
             )
         row.token_index = sequence.num_output
-        if row.reads_output:
-            row.output_token_ids = sequence.output_ids
         if sequence.grammar is not None:
             row.allowed_mask = sequence.grammar.fill_mask()
         return row
@@ -265,13 +254,12 @@ class Results:
     ) -> FinishReason | None:
         """A token was appended; how the sequence ends with it."""
         if entry is not None:
-            sequence.logprobs.append(entry)
-            sequence.cumulative_logprob += entry[token]
+            _note_logprobs(sequence, token, entry)
         if sequence.grammar is not None:
             sequence.grammar.accept(token)
         return self._ending(sequence, token)
 
-    def take(self, sequence: Sequence, run: Run, token: int) -> bool:
+    def take(self, sequence: Sequence, run: Run, token: int, entry: TokenLogprobs | None) -> bool:
         """`accept` of a token in a streak, which knows that the sequence's run goes on, and sees
         for itself which ids and lengths end it. Whether it has ended here."""
         state = sequence.state
@@ -281,10 +269,14 @@ class Results:
         run.computed += 1
         state.metrics.num_output_tokens += 1
         self._stats.output_tokens += 1
-        if sequence.detokenizer is None and not state.request.params.stop_token_ids:
+        if entry is not None:
+            _note_logprobs(sequence, token, entry)
+        params = state.request.params
+        if sequence.detokenizer is None and not params.stop_token_ids:
             return False
         try:
-            if not self._is_stopped(sequence, token, may_stop=True):
+            may_stop = sequence.num_output >= params.min_tokens
+            if not self._is_stopped(sequence, token, may_stop=may_stop):
                 return False
         except Exception as error:
             self._end_broken(sequence, error)
@@ -340,6 +332,8 @@ class Results:
         """Of the runs of a sequence that has ended, and of its request after its last one."""
         state, reason = sequence.state, sequence.finish_reason
         assert reason is not None
+        if sequence.sampling is not None:
+            self._sampler.release(sequence.sampling)
         if reason in ("abort", "error") and not state.forked:
             self._end_unforked(sequence, reason)
         self.touched[state] = None
@@ -383,3 +377,8 @@ class Results:
     def _ends(self, sequence: Sequence, token: int) -> bool:
         params = sequence.state.request.params
         return token in params.stop_token_ids or (not params.ignore_eos and token in self._eos)
+
+
+def _note_logprobs(sequence: Sequence, token: int, entry: TokenLogprobs) -> None:
+    sequence.logprobs.append(entry)
+    sequence.cumulative_logprob += entry[token]

@@ -1,8 +1,8 @@
-"""What the sampler is told of one row of a step."""
+"""What the sampler is told of one sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,13 @@ from onestem.request import SamplingParams
 __all__ = ["SamplingRow", "SamplingSettings"]
 
 
-@dataclass(slots=True)
+def _nothing() -> Sequence[int]:
+    return ()
+
+
+@dataclass(slots=True, eq=False)
 class SamplingRow:
-    """One sequence that samples in this step. The engine may keep it and update what changed.
+    """One sequence that samples. The engine keeps it from the first token to the last.
 
     Attributes:
         params: the request's; the same object at every step (what it means is cached by identity).
@@ -24,13 +28,13 @@ class SamplingRow:
         sequence_index: which of the request's n sequences.
         token_index: how many tokens it has sampled so far.
         prompt_token_ids: of the request; the same object at every step, never changed.
-        output_token_ids: sampled so far. A list, `array`, or numpy array; both are read only where
-            a penalty is set.
+        output_token_ids: gives the ids sampled so far; asked where a penalty is set.
         stop_ids: ids that may not be sampled before `params.min_tokens` (end of sequence unless
             `ignore_eos`, and `stop_token_ids`).
-        reads_output: whether `output_token_ids` is to be kept up to date (`Sampler.reads_output`).
-        allowed_mask: from the grammar: bool `[vocab]`, or bits packed in int32
-            `[ceil(vocab / 32)]`, lowest bit first; what a mask does not reach is forbidden.
+        allowed_mask: from the grammar: bits packed in int32 `[ceil(vocab / 32)]`, lowest bit first;
+            what a mask does not reach is forbidden.
+        place, record: the sampler's own: of its state of penalties (-1: none), and all that does
+            not change, as the device knows it.
     """
 
     params: SamplingParams
@@ -38,10 +42,11 @@ class SamplingRow:
     sequence_index: int = 0
     token_index: int = 0
     prompt_token_ids: Sequence[int] | NDArray[np.integer] = ()
-    output_token_ids: Sequence[int] | NDArray[np.integer] = ()
+    output_token_ids: Callable[[], Sequence[int] | NDArray[np.integer]] = _nothing
     stop_ids: Collection[int] = ()
     allowed_mask: Tensor | None = None
-    reads_output: bool = False
+    place: int = -1
+    record: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class SamplingSettings:
     """`SamplingParams` with the model's defaults filled in and the neutral values named."""
 
     temperature: float
-    top_k: int  # vocab size where off
+    top_k: int  # 0 where off
     top_p: float
     min_p: float
     repetition_penalty: float
@@ -61,9 +66,6 @@ class SamplingSettings:
     logprobs: int | None
 
     @property
-    def counts_output(self) -> bool:
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def changes_logits(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.counts_output or len(self.bias_ids) > 0
+    def penalised(self) -> bool:
+        counts = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return counts or self.repetition_penalty != 1.0

@@ -20,13 +20,15 @@ import numpy as np
 from torch import Tensor
 
 from onestem.engine.advance import Advance, Change, longer
-from onestem.engine.drawing import Drawing, Pending
+from onestem.engine.drawing import Drawing
 from onestem.engine.runner import Runner
+from onestem.engine.sampled import Pending, Sampled
 from onestem.engine.scheduler import Chunk
 from onestem.engine.sequence import Sequence
 from onestem.engine.streak_host import StreakHost
+from onestem.ops.sampling import STATUS_OK
 
-__all__ = ["Streak", "fits_streak"]
+__all__ = ["Streak"]
 
 # A streak ends when so many of its rows, and more than this share of them, are empty.
 EMPTY_ROWS, EMPTY_SHARE = 4, 0.125
@@ -53,16 +55,6 @@ class _Flight:
     pending: Pending
 
 
-def fits_streak(sequence: Sequence) -> bool:
-    """Whether a sequence's next sample needs nothing that the host learns from the last one."""
-    params = sequence.state.request.params
-    return (
-        sequence.grammar is None
-        and params.logprobs is None
-        and sequence.num_output >= params.min_tokens
-    )
-
-
 class Streak:
     """Steps of sequences that have sampled a token behind all that is computed of them.
 
@@ -86,7 +78,6 @@ class Streak:
         prompts: list[Sequence],
     ) -> None:
         self.closed = False
-        self.unsure = False  # it ended because a row's sample was not sure
         self.num_steps = 0
         self.num_joined = 0
         self.shared_read_tokens = 0
@@ -100,7 +91,7 @@ class Streak:
         self._left = np.array([host.num_left(s) for s in self.sequences])  # not yet launched
         self._watched, self._heeds_eos = _watched(self.sequences), _heeds_eos(self.sequences)
         self._eos = np.array(sorted(host.eos_token_ids), np.int64)
-        self._tokens: list[np.ndarray] = []  # ids of each committed step, by row
+        self._sampled: list[Sampled] = []  # of each committed step, by row
         self._flushed = np.zeros(len(self.sequences), np.int64)
         self._flights: list[_Flight] = []
         self._last_ids = np.array([s.tokens[-1] for s in self.sequences], np.int64)
@@ -235,7 +226,7 @@ class Streak:
         self._left[rows] = [self._num_left(sequence) for sequence in joined]
         self._watched[rows], self._heeds_eos[rows] = _watched(joined), _heeds_eos(joined)
         # What is in flight was launched before them.
-        self._flushed[rows] = len(self._tokens) + len(self._flights)
+        self._flushed[rows] = len(self._sampled) + len(self._flights)
         self._last_ids[rows] = [sequence.tokens[-1] for sequence in joined]
         self._place.update(zip(joined, rows, strict=True))
         self._host.put(self._drawing, rows, joined, 1)
@@ -261,29 +252,28 @@ class Streak:
     def _commit(self) -> None:
         """Take the oldest step in flight; it stays in flight until its ids are here."""
         flight = self._flights[0]
-        ids, unsure = flight.pending.take()
+        sampled = flight.pending.take()
         self._flights.pop(0)
         count = len(flight.rows)
-        rows = flight.rows & self._live[:count]
-        if bool(unsure[count:].any()) or bool((unsure[:count] & rows).any()):
-            # The scheduler's next step computes these rows again, and samples with all its means.
-            self._flights.clear()
-            self._closing = self.unsure = True
-            return
+        ids = sampled.ids[:count]
         self._note_time(flight)
-        self._tokens.append(ids)
-        self._last_ids[:count] = ids[:count]
-        stops = rows & self._heeds_eos[:count] & np.isin(ids[:count], self._eos)
+        live = flight.rows & self._live[:count]
+        none = live & (sampled.status[:count] != STATUS_OK)
+        ended = self._end_without_token(np.flatnonzero(none), sampled)
+        rows = live & ~none
+        self._sampled.append(sampled)
+        self._last_ids[:count] = ids
+        stops = rows & self._heeds_eos[:count] & np.isin(ids, self._eos)
         shown = rows & self._watched[:count] & ~stops
         self._host.note_sampled(int(rows.sum() - shown.sum()))
-        ended = self._show(np.flatnonzero(shown), ids)
+        ended += self._show(np.flatnonzero(shown), sampled)
         for row in np.flatnonzero(stops | (rows & flight.last)).tolist():
             if row not in ended:
                 self._flush(row)
                 self._host.finish(self.sequences[row], "stop" if stops[row] else "length")
                 ended.append(row)
-        self._leave(ended + self._accept_joined(flight, ids[count:].tolist()))
-        if len(self._tokens) >= FLUSH_STEPS:
+        self._leave(ended + self._accept_joined(flight, sampled))
+        if len(self._sampled) >= FLUSH_STEPS:
             self._flush_all()
 
     def _note_time(self, flight: _Flight) -> None:
@@ -291,21 +281,33 @@ class Streak:
         if flight.num_prompt_rows:
             self._host.note_prompts(flight.num_prompt_rows, self._committed_at - before)
 
-    def _show(self, rows: np.ndarray, ids: np.ndarray) -> list[int]:
+    def _end_without_token(self, rows: np.ndarray, sampled: Sampled) -> list[int]:
+        """Rows that no token can follow."""
+        for row in rows.tolist():
+            self._flush(row)
+            self._host.end_without_token(self.sequences[row], int(sampled.status[row]))
+        return rows.tolist()
+
+    def _show(self, rows: np.ndarray, sampled: Sampled) -> list[int]:
         """Show the step's tokens of these rows to the engine; which of them end with it."""
         sequences, runs, take = self.sequences, self._advance.rows.runs, self._host.take
-        tokens = ids.tolist()
+        tokens, entry = sampled.ids.tolist(), sampled.entry
         # First: what an interrupt leaves out is computed again, and never taken twice.
-        self._flushed[rows] = len(self._tokens)
-        return [row for row in rows.tolist() if take(sequences[row], runs[row], tokens[row])]
+        self._flushed[rows] = len(self._sampled)
+        return [
+            row for row in rows.tolist() if take(sequences[row], runs[row], tokens[row], entry(row))
+        ]
 
-    def _accept_joined(self, flight: _Flight, tokens: list[int]) -> list[int]:
+    def _accept_joined(self, flight: _Flight, sampled: Sampled) -> list[int]:
         """First tokens of newcomers; rows of those that end with them."""
         ended: list[int] = []
-        for sequence, token in zip(flight.joined, tokens, strict=True):
+        for row, sequence in enumerate(flight.joined, len(flight.rows)):
             if sequence.finish_reason is not None:
                 continue
-            self._host.accept(sequence, token)
+            if sampled.status[row] != STATUS_OK:
+                self._host.end_without_token(sequence, int(sampled.status[row]))
+            else:
+                self._host.accept(sequence, int(sampled.ids[row]), sampled.entry(row))
             if sequence.finish_reason is not None and sequence in self._place:
                 ended.append(self._place[sequence])
         return ended
@@ -329,19 +331,20 @@ class Streak:
 
     def _flush(self, row: int) -> None:
         """Hand a row's committed tokens to its sequence, which has none of them yet."""
-        first, self._flushed[row] = self._flushed[row], len(self._tokens)
-        ids = [int(ids[row]) for ids in self._tokens[first:]]
-        if not ids:
+        first, self._flushed[row] = self._flushed[row], len(self._sampled)
+        steps = self._sampled[first:]
+        if not steps:
             return
-        self._advance.rows.runs[row].computed += len(ids)
-        self._host.append(self.sequences[row], ids)
+        entries = [entry for step in steps if (entry := step.entry(row)) is not None]
+        self._advance.rows.runs[row].computed += len(steps)
+        self._host.append(self.sequences[row], [int(step.ids[row]) for step in steps], entries)
 
     def _flush_all(self) -> None:
-        ahead = self._flushed > len(self._tokens)  # newcomers whose first decode is in flight
+        ahead = self._flushed > len(self._sampled)  # newcomers whose first decode is in flight
         for row in np.flatnonzero(self._live & ~ahead).tolist():
             self._flush(row)
-        self._flushed = np.where(ahead, self._flushed - len(self._tokens), 0)
-        self._tokens.clear()
+        self._flushed = np.where(ahead, self._flushed - len(self._sampled), 0)
+        self._sampled.clear()
 
     def _end(self) -> None:
         if not self.closed:

@@ -11,7 +11,7 @@ from onestem.engine.drawing import Drawing
 from onestem.engine.inputs import StepInputs
 from onestem.engine.scheduler import Chunk
 from onestem.engine.sequence import Sequence
-from onestem.request import FinishReason
+from onestem.request import FinishReason, TokenLogprobs
 
 __all__ = ["StreakHost"]
 
@@ -21,7 +21,8 @@ class StreakHost:
     """The engine, as a streak knows it.
 
     Attributes:
-        accept: takes a newcomer's first token.
+        accept: takes a newcomer's first token, with its log-probabilities where they are wanted.
+        end_without_token: ends a sequence that no token can follow.
         take: takes a further token of a sequence whose every token is shown, and tells whether its
             text or stop ids end it.
         append: takes sampled tokens, seen by nobody so far, that do not end a sequence.
@@ -40,9 +41,10 @@ class StreakHost:
         depth: steps in flight at most; 2 hides the host's work behind the device's.
     """
 
-    accept: Callable[[Sequence, int], None]
-    take: Callable[[Sequence, Run, int], bool]
-    append: Callable[[Sequence, list[int]], None]
+    accept: Callable[[Sequence, int, TokenLogprobs | None], None]
+    end_without_token: Callable[[Sequence, int], None]
+    take: Callable[[Sequence, Run, int, TokenLogprobs | None], bool]
+    append: Callable[[Sequence, list[int], list[TokenLogprobs]], None]
     note_sampled: Callable[[int], None]
     finish: Callable[[Sequence, FinishReason], None]
     num_left: Callable[[Sequence], int]

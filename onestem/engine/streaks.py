@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from onestem.cache import PrefixCache, Run
 from onestem.engine.advance import Advance
 from onestem.engine.drawing import Drawing
@@ -18,15 +16,12 @@ from onestem.engine.sampler import Sampler
 from onestem.engine.scheduler import Chunk, Scheduler
 from onestem.engine.sequence import Sequence
 from onestem.engine.stats import EngineStats
-from onestem.engine.streak import Streak, fits_streak
+from onestem.engine.streak import Streak
 from onestem.engine.streak_host import StreakHost
 from onestem.request import Request
 
 __all__ = ["Streaks"]
 
-# Steps that the scheduler makes after a row of a streak needed more of the sampler.
-STEPS_AFTER_UNSURE = 16
-MOST_STEPS_AFTER_UNSURE = 1024
 # Steps of a streak in which jobs run beside interactive requests, and in which they pause.
 MIXED_STEPS = 16
 REFERENCE_STEPS = 6
@@ -49,7 +44,6 @@ class Streaks:
         results: Results,
         stats: EngineStats,
         *,
-        device: torch.device,
         eos_token_ids: tuple[int, ...],
         share: bool,
     ) -> None:
@@ -57,6 +51,7 @@ class Streaks:
         self.runner = runner
         self.host = StreakHost(
             accept=results.accept,
+            end_without_token=results.end_without_token,
             take=results.take,
             append=results.append_many,
             note_sampled=results.note_sampled,
@@ -78,17 +73,12 @@ class Streaks:
         self._sampler = sampler
         self._results = results
         self._stats = stats
-        self._device = device
         self._head_before: object = None  # who waited first when the streak began
         self._num_jobs = 0  # its rows that are jobs'
-        self._sure_from = 0  # the scheduler's step from which streaks are tried again
-        self._pause = STEPS_AFTER_UNSURE
 
     def begin(self) -> None:
         """Go on without the scheduler, if all who run fit: they have sampled behind their last
         step, or their prompts are being computed and may go on in a streak."""
-        if self._sure_from > self._scheduler.step:
-            return
         head = self._scheduler.head()
         if head is not None and not self._must_wait() and not self._may_join(head):
             return
@@ -97,9 +87,7 @@ class Streaks:
             return
         advance = self._advance(found[0])
         rows = advance.rows.sequences
-        drawing = self._sampler.drawing(list(map(self._results.row, rows)), self._device)
-        if drawing is None:
-            return
+        drawing = Drawing(self._sampler, list(map(self._results.row, rows)))
         self._num_jobs = sum(sequence.is_job for sequence in rows)
         self._head_before = head
         self.present = Streak(advance, self.runner, drawing, self.host, prompts=found[1])
@@ -164,7 +152,7 @@ class Streaks:
     def _fits(self, sequence: Sequence, run: Run) -> bool:
         return (
             sequence.finish_reason is None
-            and fits_streak(sequence)
+            and sequence.grammar is None
             and sequence.run is run
             and run.end == len(sequence.tokens)
             and self._cache.may_grow(run)
@@ -208,11 +196,9 @@ class Streaks:
             and request.pml is None
             and request.score_from is None
             and params.n == 1
-            and params.min_tokens == 0
             and not params.choices
             and not _ends_in_common(request)
-            and params.logprobs is params.prompt_logprobs is params.response_format is None
-            and self._sampler.draws(params)
+            and params.prompt_logprobs is params.response_format is None
         )
 
     def _leaves_ends(self, sequence: Sequence) -> bool:
@@ -262,7 +248,7 @@ class Streaks:
         rows = [self._results.row(sequence) for sequence in sequences]
         for row in rows:
             row.token_index = index
-        self._sampler.join(drawing, places, rows)
+        drawing.put(places, rows)
 
     # ----------------------------------------------------------------------------- a step
 
@@ -312,18 +298,9 @@ class Streaks:
             self._scheduler.note_decodes(interactive, self._num_jobs, seconds)
 
     def _note_closed(self) -> None:
-        """A closed streak is let go. After one that began with an unsure row they are tried ever
-        more rarely: its rows will be unsure again."""
-        streak = self.present
-        if streak is None or not streak.closed:
-            return
-        if streak.unsure:
-            self._scheduler.retake()  # newcomers may have lost their first sample
-            short = streak.num_steps < STEPS_AFTER_UNSURE
-            longer = min(2 * self._pause, MOST_STEPS_AFTER_UNSURE)
-            self._pause = longer if short else STEPS_AFTER_UNSURE
-            self._sure_from = self._scheduler.step + self._pause
-        self.present = None
+        """A closed streak is let go."""
+        if self.present is not None and self.present.closed:
+            self.present = None
 
 
 def _ends_in_common(request: Request) -> bool:

@@ -7,6 +7,7 @@ from onestem.ops.dispatch import (
     available,
     resolve,
     resolve_layers,
+    resolve_sampling,
 )
 from onestem.ops.kv import allocate_pages, read_kv, slot_index, write_kv
 from onestem.ops.layers import Angles, Heads, LayerOps, TorchLayers, add_layer_norm
@@ -31,6 +32,7 @@ __all__ = [
     "read_kv",
     "resolve",
     "resolve_layers",
+    "resolve_sampling",
     "slot_index",
     "windowed",
     "write_kv",

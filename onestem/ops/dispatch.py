@@ -11,10 +11,11 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.checks import check_scores, check_shapes
-from onestem.ops.cpu import CpuAttention, CpuLayers, is_built, native
+from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, native
 from onestem.ops.layers import LayerOps, TorchLayers
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
+from onestem.ops.sampling import Sampling, TorchSampling
 from onestem.ops.state import State
 from onestem.ops.torch_impl import TorchAttention
 
@@ -25,6 +26,7 @@ __all__ = [
     "available",
     "resolve",
     "resolve_layers",
+    "resolve_sampling",
 ]
 
 
@@ -123,6 +125,17 @@ def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
     if torch.device(device).type == "cpu" and is_built():
         return CpuLayers()
     return TorchLayers()
+
+
+def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:
+    """What samples on a device: its kernels, or else PyTorch."""
+    if torch.device(device).type == "cuda" and find_spec("triton") is not None:
+        from onestem.ops.triton.sampling import TritonSampling
+
+        return TritonSampling()
+    if torch.device(device).type == "cpu" and is_built():
+        return CpuSampling()
+    return TorchSampling()
 
 
 def attention(

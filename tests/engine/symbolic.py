@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from onestem.engine.engine import Engine
-from onestem.engine.logprobs import logprobs_of
 from onestem.engine.sampler import Sampler
 from onestem.engine.sampling_row import SamplingRow
 from onestem.models.config import GenerationDefaults
@@ -111,14 +110,19 @@ def _completion(one: Request, index: int, prefix: int, limit: int) -> Completion
         output.logprobs, output.cumulative_logprob = [], 0.0
     for token_index in range(most):
         row = SamplingRow(
-            params, params.seed or 0, index, token_index, one.prompt_token_ids, output.token_ids
-        )
-        sampled = sampler.sample(torch.from_numpy(_logits(prefix)[None]), [row])
-        output.token_ids += sampled.token_ids
-        if params.logprobs is not None:
-            output.logprobs += sampled.logprobs
-            output.cumulative_logprob += sampled.token_logprob[0]
-        prefix = _behind(prefix, sampled.token_ids[0])
+            params, params.seed or 0, index, token_index, one.prompt_token_ids,
+            lambda: output.token_ids, params.stop_token_ids,
+        )  # fmt: skip
+        sampled = sampler.sample(torch.from_numpy(_logits(prefix)[None].copy()), [row])
+        token, entry = int(sampled.ids[0]), sampled.entry(0)
+        output.token_ids.append(token)
+        if entry is not None:
+            output.logprobs.append(entry)
+            output.cumulative_logprob += entry[token]
+        prefix = _behind(prefix, token)
+        if token in params.stop_token_ids and token_index >= params.min_tokens:
+            output.finish_reason, output.stop_reason = "stop", token
+            break
     return output
 
 
@@ -127,10 +131,13 @@ def _prompt_logprobs(one: Request, prefixes: list[int]) -> list | None:
     if count is None and one.score_from is None:
         return None
     first = 1 if count is not None else max(1, one.score_from or 0)
+    sampler = Sampler(VOCAB)
     return [
         None
         if i < first
-        else logprobs_of(torch.from_numpy(_logits(prefixes[i])[None]), [token], count or 0)[0]
+        else sampler.logprobs(
+            torch.from_numpy(_logits(prefixes[i])[None]), [0], [token], [count or 0]
+        )[0]
         for i, token in enumerate(one.prompt_token_ids)
     ]
 

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from onestem import LLM, SamplingParams
 from onestem.engine import outputs
 from onestem.engine.detokenize import IncrementalDetokenizer
 from onestem.engine.grammar import GrammarState
 from onestem.engine.results import Results
+from onestem.engine.sampler import Sampler
 from onestem.request import Request
 from tests.engine.harness import assert_idle
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -143,3 +146,32 @@ def test_a_stop_string_inside_a_choice_is_refused(llm):
         with pytest.raises(ValueError, match="together with choices"):
             SamplingParams(choices=["yes", "no"], **fields)
     assert llm.generate("a", SamplingParams(choices=["yes", "no"]))[0].outputs[0].text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_their_own_answers(llm, monkeypatch, temperature):
+    others = [request_of(llm, f"other-{i}", {"temperature": temperature}) for i in range(3)]
+    undisturbed = run(llm, others)
+    launch = Sampler.launch
+
+    @torch.inference_mode()
+    def damaged(self: Sampler, logits: Any, step: Any) -> Any:
+        broken = np.flatnonzero(step.table.rows["seed_low"] == 99)
+        logits[broken] = float("nan")
+        return launch(self, logits, step)
+
+    monkeypatch.setattr(Sampler, "launch", damaged)
+    victim = request_of(llm, "victim", {"n": 2, "seed": 99, "temperature": temperature})
+    found = run(llm, [others[0], victim, *others[1:]])
+    for one in others:
+        assert found[one.request_id].outputs == undisturbed[one.request_id].outputs
+    for output in found["victim"].outputs:
+        assert output.finish_reason == "error"
+        assert "the logits are not finite" in str(output.stop_reason)
+
+
+def test_a_penalty_that_overflows_is_named(llm):
+    fields = {"repetition_penalty": 1e-38, "temperature": 0, "max_tokens": 40}
+    found = run(llm, [request_of(llm, "small", fields), request_of(llm, "other", {})])
+    assert "repetition_penalty 1e-38" in str(found["small"].outputs[0].stop_reason)
+    assert found["other"].outputs[0].finish_reason == "length"

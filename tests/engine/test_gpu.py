@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
 from onestem.engine import graphs
-from onestem.engine.draw import Draw, draw_at_once, draw_tokens
 from onestem.engine.streak import Streak
 from onestem.ops.triton import Workspace
 from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
@@ -43,25 +40,6 @@ def test_draws_are_those_of_the_cpu(tiny) -> None:
         assert [o.token_ids for o in found[name].outputs] == [o.token_ids for o in output.outputs]
 
 
-def large_draws(rows: int) -> tuple[torch.Tensor, Draw]:
-    """Logits as peaked as a trained model's, on the CPU."""
-    rng = np.random.default_rng(rows)
-    logits = torch.from_numpy(rng.normal(size=(rows, 50_000)).astype(np.float32)) * 4.5
-    draw = Draw(
-        temperature=torch.from_numpy(rng.uniform(0.7, 1.0, rows)),
-        top_k=torch.from_numpy(rng.choice([40, 50_000, 50_000], rows)),
-        top_p=torch.from_numpy(rng.choice([1.0, 1.0, 0.95], rows)),
-        min_p=torch.from_numpy(rng.choice([0.0, 0.0, 0.01], rows)),
-        uniform=torch.from_numpy(rng.uniform(size=rows)),
-    )
-    return logits, draw
-
-
-def on_gpu(draw: Draw) -> Draw:
-    fields = dataclasses.fields(draw)
-    return Draw(**{field.name: getattr(draw, field.name).cuda() for field in fields})
-
-
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
     """What waits for the GPU is an error, except waiting for an event."""
@@ -75,28 +53,22 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("rows", [1, 9, 700])
-def test_large_draws_are_those_of_the_cpu(rows: int) -> None:
-    """With all means, and at once, which waits for nothing."""
-    logits, draw = large_draws(rows)
-    want, there = draw_tokens(logits, draw), on_gpu(draw)
-    device_logits, index = logits.cuda(), torch.arange(rows).cuda()
-    top = device_logits.amax(dim=-1)
-    weighed = (there.top_k >= logits.shape[1]).nonzero().flatten()
-    assert torch.equal(draw_tokens(device_logits, there).cpu(), want)
-    draw_at_once(device_logits, index, top, there, weighed)  # compiles
-    with no_synchronisation():
-        found, resolved = draw_at_once(device_logits, index, top, there, weighed)
-    assert torch.equal(found[resolved].cpu(), want[resolved.cpu()])
-    assert bool(resolved.all())
+SAMPLING = [
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "logprobs": 0},
+    {"temperature": 0.8, "top_k": 20, "logprobs": 3},
+    {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 2},
+    {"temperature": 0, "logit_bias": {3: 2.0}, "min_tokens": 40, "stop_token_ids": [4, 5]},
+]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_decode_steps_wait_for_sampled_ids_alone(tiny, temperature: float) -> None:
+@pytest.mark.parametrize("fields", SAMPLING, ids=str)
+def test_decode_steps_wait_for_sampled_ids_alone(tiny, fields: dict) -> None:
     """Steps of a streak, with the work list made anew and own runs that grow by pages."""
     assert graphs.LIST_STEPS < 24
     prompts = shared_prompts()
-    requests = requests_for(prompts, max_tokens=60, temperature=temperature, seed=5)
+    requests = requests_for(prompts, max_tokens=60, seed=5, **fields)
     want = answer(engine_on("cpu", tiny("llama"), impl="torch", page_size=4), requests)
     engine, found = engine_on("cuda", tiny("llama"), page_size=4), {}
     for request in requests:

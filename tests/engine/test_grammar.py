@@ -212,7 +212,7 @@ def test_random_logits_give_valid_json(
         assert len(output) < 1000
         logits = torch.randn(1, compiler.vocab_size, generator=generator)
         row = SamplingRow(SamplingParams(), seed, 0, len(output), allowed_mask=state.fill_mask())
-        output.append(sampler.sample(logits, [row]).token_ids[0])
+        output.append(int(sampler.sample(logits, [row]).ids[0]))
         state.accept(output[-1])
     answer = json.loads(tokenizer.decode(output))
     assert list(answer) == ["label", "score", "why"]

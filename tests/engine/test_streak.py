@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onestem.engine.drawing import Pending
 from onestem.engine.engine import Engine
+from onestem.engine.sampled import Pending
 from onestem.engine.streak import Streak
 from onestem.request import Request
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
@@ -361,66 +361,25 @@ def test_a_newcomer_is_admitted_at_once(streaks: list) -> None:
     drain(engine)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"logprobs": 1}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 10}],
-)
-def test_what_needs_the_host_runs_no_streak(streaks: list, fields: dict) -> None:
-    engine = make_symbolic(num_pages=400, page_size=2)
-    run_all(engine, [request(0, [1, 2, 3], max_tokens=10, **fields)])
-    assert not streaks
-
-
-@pytest.mark.parametrize("rows", [0, 1, 8])
-def test_draws_behind_the_leading_tokens(
-    tiny, streaks: list, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
-    """Flat distributions need more than the leading tokens: few rows at a time are drawn from the
-    whole order, and the scheduler samples what a streak cannot."""
-    monkeypatch.setattr("onestem.engine.draw._is_native", lambda work: False)  # as on a GPU
-    monkeypatch.setattr("onestem.engine.draw._CANDIDATES", (4, 16))
-    monkeypatch.setattr("onestem.engine.draw.WHOLE_ORDER_ROWS", rows)
-    requests = requests_for([[5, 6, 7], [5, 6, 8], [9]], max_tokens=40, temperature=3.0, seed=1)
-    want = answer(without_streaks(make_engine(tiny("llama"))), requests)
-    found = answer(at_depth(make_engine(tiny("llama")), 2), requests)
-    for name, output in want.items():
-        assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
-    assert any(streak.unsure for streak in streaks) == (rows < len(requests))
-    assert (len(streaks) == 1) == (rows == 8)
-
-
-@pytest.mark.parametrize("how", ["end", "abort"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_empty_rows_take_nobodys_place_in_the_whole_order(
-    tiny, streaks: list, monkeypatch: pytest.MonkeyPatch, depth: int, how: str
-) -> None:
-    """As many rows are drawn from the whole order as there are live ones that need it."""
-    monkeypatch.setattr("onestem.engine.draw._is_native", lambda work: False)  # as on a GPU
-    monkeypatch.setattr("onestem.engine.draw._CANDIDATES", (4, 16))
-    requests = requests_for(
-        [[5, 6, i] for i in range(7, 13)], max_tokens=40, temperature=3.0, seed=1
-    )
-    if how == "end":
-        few = replace(requests[0].params, max_tokens=6)
-        requests[::2] = [replace(one, params=few) for one in requests[::2]]
-    want = answer(without_streaks(make_engine(tiny("llama"))), requests)
-    engine = at_depth(make_engine(tiny("llama")), depth)
-    for one in requests:
-        engine.add_request(one)
-    found: dict = {}
-    while how == "end" and len(found) < 3:
-        found |= {output.request_id: output for output in engine.step() if output.finished}
-    if how == "abort":
-        for _ in range(5):
-            engine.step()
-        for one in requests[::2]:
-            engine.abort(one.request_id)
-    monkeypatch.setattr("onestem.engine.draw.WHOLE_ORDER_ROWS", 3)
-    found |= drain(engine)
-    (streak,) = streaks
-    assert not streak.unsure
-    for name, output in found.items():
-        assert output.outputs[0].token_ids == want[name].outputs[0].token_ids
+def test_all_sampling_options_in_one_streak(streaks: list, depth: int) -> None:
+    engine = at_depth(make_symbolic(num_pages=400, page_size=2), depth)
+    options = [
+        {"logprobs": 1},
+        {"logprobs": 0, "temperature": 3.0},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 3},
+        {"repetition_penalty": 1.7, "temperature": 1.0, "top_k": 3},
+        {"logit_bias": {3: 1.0}, "temperature": 1.0, "top_p": 0.7},
+        {"min_tokens": 7, "stop_token_ids": [0, 1, 2, 3]},
+        {"temperature": 2.0, "min_p": 0.1},
+        {},
+    ]
+    requests = [
+        request(i, [i, 1, 2], max_tokens=12, seed=i, **fields) for i, fields in enumerate(options)
+    ]
+    outputs = run_all(engine, requests)
+    assert len(streaks) == 1
+    assert_as_alone(requests, outputs, {})
 
 
 def test_streamed_text_comes_with_each_step(streaks: list) -> None:

@@ -6,11 +6,9 @@ import contextlib
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from onestem.engine.advance import Advance
-from onestem.engine.drawing import Pending
 from onestem.engine.engine import Engine
 from onestem.errors import RequestError
 from onestem.pml import Import, Module, Prompt, Schema
@@ -153,29 +151,6 @@ def test_a_prefix_is_pinned_that_a_running_answer_has_reached(depth: int) -> Non
     assert engine.cache.pool.num_held == 1
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_rows_of_a_lost_step_count_as_computed(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """A newcomer whose first sample is lost to another row's unsure draw."""
-    engine = at_depth(make_symbolic(num_pages=60), depth)
-    engine.add_request(request("long", [1, 2, 3], max_tokens=20))
-    steps(engine, 4)
-    engine.add_request(request("new", A, max_tokens=2))
-    take = Pending.take
-
-    def unsure(self):
-        ids, unsure = take(self)
-        return ids, np.ones_like(unsure)
-
-    monkeypatch.setattr(Pending, "take", unsure)
-    steps(engine, 1)
-    monkeypatch.setattr(Pending, "take", take)
-    outputs = drain(engine)
-    assert outputs["new"].metrics.num_set_backs == 1
-    assert outputs["new"].metrics.num_computed_tokens == len(A) + 1
-    assert outputs["new"].metrics.num_cached_tokens == 0
-    assert engine.stats.processed_prompt_tokens == 3 + len(A) + 1
-
-
 def test_rows_that_import_the_same_are_neighbours(tiny) -> None:
     """Prompts of two sets of modules in turn: a streak spares what the scheduler's steps spare."""
     schema = Schema("two", [Module("a", ["Alpha and beta"]), Module("b", ["Something else"])])
@@ -226,11 +201,10 @@ def test_traffic_at_the_bounds(
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) -> None:
-    """Newcomers that go on from running answers, salts, jobs, pinned prefixes, aborts, failures and
-    unsure draws; rows have their ids every few steps."""
+    """Newcomers that go on from running answers, salts, jobs, pinned prefixes, aborts and failures;
+    all options of sampling; rows have their ids every few steps."""
     monkeypatch.setattr("onestem.engine.streak.FLUSH_STEPS", 3)
     rng = random.Random(seed)
-    sometimes_unsure(monkeypatch, rng)
     engine = make_symbolic(
         num_pages=rng.choice([40, 150]),
         page_size=rng.choice([1, 2, 4]),
@@ -268,6 +242,17 @@ def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) 
             assert outputs[one.request_id].outputs == alone(one, 40)[0]
 
 
+OPTIONS = [
+    {"n": 2},
+    {"n": 2, "frequency_penalty": 0.8},
+    {"logprobs": 1},
+    {"presence_penalty": 0.5, "logprobs": 2},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {1: 1.5}, "top_p": 0.8},
+    {"min_tokens": 3, "stop_token_ids": [0, 1], "max_tokens": 12},
+]
+
+
 def of_all_kinds(rng: random.Random, count: int) -> list[Request]:
     head = [rng.randrange(VOCAB) for _ in range(9)]
     requests: list[Request] = []
@@ -282,13 +267,12 @@ def of_all_kinds(rng: random.Random, count: int) -> list[Request]:
             request(
                 number,
                 ids,
-                max_tokens=rng.choice([1, 2, 9, 30]),
                 temperature=rng.choice([0, 1.0]),
                 seed=number,
                 stream=rng.random() < 0.5,
                 cache_salt=salt,
                 common_prefix_tokens=rng.randrange(len(ids) + 1) if salt else 0,
-                **rng.choice([{}] * 9 + [{"n": 2}, {"logprobs": 1}]),
+                **{"max_tokens": rng.choice([1, 2, 9, 30])} | rng.choice([{}] * 4 + OPTIONS),
             )
         )
     return requests
@@ -304,14 +288,3 @@ def pin_or_unpin(engine: Engine, rng: random.Random, requests: list[Request]) ->
     answered = alone(other, 40)[0][0].token_ids
     with contextlib.suppress(RequestError):  # there is no room for it
         engine.pin_prefix("p", [*other.prompt_token_ids, *answered[:2]][:20])
-
-
-def sometimes_unsure(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    monkeypatch.setattr("onestem.engine.streaks.STEPS_AFTER_UNSURE", 2)
-    take = Pending.take
-
-    def unsure_now_and_then(self):
-        ids, unsure = take(self)
-        return ids, unsure | (rng.random() < 0.01)
-
-    monkeypatch.setattr(Pending, "take", unsure_now_and_then)

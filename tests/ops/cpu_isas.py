@@ -17,7 +17,15 @@ from unittest.mock import patch
 
 import torch
 
-from onestem.ops.cpu import CpuAttention, CpuCost, CpuLayers, extension, is_built, isas
+from onestem.ops.cpu import (
+    CpuAttention,
+    CpuCost,
+    CpuLayers,
+    CpuSampling,
+    extension,
+    is_built,
+    isas,
+)
 
 # Of these only the kernels for bf16 are their own; the others are AVX-512's.
 BF16_ONLY = ("amx_bf16", "avx512_bf16")
@@ -52,6 +60,9 @@ class Isa:
 
     def layers(self) -> Any:
         return self._bound(CpuLayers(isa=self.name))
+
+    def sampling(self) -> Any:
+        return self._bound(CpuSampling(isa=self.name))
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Calls a function to which `onestem.ops.cpu` has this module for its own."""

@@ -3,14 +3,14 @@
 from onestem.ops.cpu.attention import CpuAttention, CpuCost
 from onestem.ops.cpu.extension import chosen_isa, is_built, isas, native, status
 from onestem.ops.cpu.layers import CpuLayers
-from onestem.ops.cpu.sampling import draw_tokens
+from onestem.ops.cpu.sampling import CpuSampling
 
 __all__ = [
     "CpuAttention",
     "CpuCost",
     "CpuLayers",
     "chosen_isa",
-    "draw_tokens",
+    "CpuSampling",
     "is_built",
     "isas",
     "native",

@@ -1,0 +1,29 @@
+"""Sampling: tokens, log-probabilities and penalties, where the logits are.
+
+The draw is an exponential race (`reference`). It needs no order of the vocabulary and no sums, so
+it costs the same whatever the distribution, and equal logits give the same token in any batch.
+"""
+
+from onestem.ops.sampling.interface import Drawn, Penalties, Sampling
+from onestem.ops.sampling.rows import (
+    IDLE,
+    ROW,
+    STATUS_MASKED,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    RowTable,
+)
+from onestem.ops.sampling.torch_impl import TorchSampling
+
+__all__ = [
+    "IDLE",
+    "ROW",
+    "Drawn",
+    "STATUS_MASKED",
+    "STATUS_NOT_FINITE",
+    "STATUS_OK",
+    "Penalties",
+    "RowTable",
+    "Sampling",
+    "TorchSampling",
+]

@@ -1,0 +1,209 @@
+"""Penalties in Triton: what rows have seen stays on the device, and is updated there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onestem.ops.copies import on_device
+from onestem.ops.sampling.rows import ROW, RowTable, word_of
+
+__all__ = ["TritonPenalties"]
+
+_BLOCK = 1024
+_PLACES, _ENTRIES = 8, 256  # states, and sampled ids of each, that there is room for at first
+
+_WORDS = tl.constexpr(ROW.itemsize // 4)
+_REPETITION = tl.constexpr(word_of("repetition"))
+_PRESENCE = tl.constexpr(word_of("presence"))
+_FREQUENCY = tl.constexpr(word_of("frequency"))
+_PENALTY = tl.constexpr(word_of("penalty"))
+
+
+@triton.jit
+def _repeat(logits, stride, index, rows, seen, num_words, vocab, BLOCK: tl.constexpr):
+    """Program (i, part): the repetition penalty on BLOCK logits of row index[i]."""
+    row = tl.load(index + tl.program_id(0))
+    asked = rows + row * _WORDS
+    penalty = tl.load(asked + _REPETITION).to(tl.float32, bitcast=True)
+    if penalty != 1.0:
+        state = seen + tl.load(asked + _PENALTY).to(tl.int64) * num_words
+        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = ids < vocab
+        bits = tl.load(state + ids // 32, mask=there, other=0)
+        met = there & (((bits >> (ids % 32)) & 1) == 1)
+        at = logits + row * stride + ids
+        x = tl.load(at, mask=met, other=0.0)
+        tl.store(at, tl.where(x > 0, x / penalty, x * penalty), mask=met)
+
+
+@triton.jit
+def _spend(logits, stride, index, rows, ids, counts, lengths, room, BLOCK: tl.constexpr):
+    """Program (i): presence and frequency penalties on row index[i]."""
+    row = tl.load(index + tl.program_id(0))
+    asked = rows + row * _WORDS
+    presence = tl.load(asked + _PRESENCE).to(tl.float32, bitcast=True)
+    frequency = tl.load(asked + _FREQUENCY).to(tl.float32, bitcast=True)
+    place = tl.load(asked + _PENALTY).to(tl.int64)
+    length = tl.load(lengths + place)
+    if (presence != 0) | (frequency != 0):
+        for start in range(0, length, BLOCK):
+            entry = start + tl.arange(0, BLOCK)
+            there = entry < length
+            token = tl.load(ids + place * room + entry, mask=there, other=0)
+            count = tl.load(counts + place * room + entry, mask=there, other=0)
+            at = logits + row * stride + token
+            x = tl.load(at, mask=there, other=0.0)
+            tl.store(at, x - (frequency * count.to(tl.float32) + presence), mask=there)
+
+
+@triton.jit
+def _note(index, rows, sampled, seen, num_words, ids, counts, lengths, room, BLOCK: tl.constexpr):
+    """Program (i): row index[i] has sampled a token."""
+    row = tl.load(index + tl.program_id(0))
+    place = tl.load(rows + row * _WORDS + _PENALTY).to(tl.int64)
+    token = tl.load(sampled + row).to(tl.int32)
+    word = seen + place * num_words + token // 32
+    tl.store(word, tl.load(word) | (1 << (token % 32)))
+    length = tl.load(lengths + place)
+    known = 0
+    for start in range(0, length, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        at = place * room + entry
+        same = (tl.load(ids + at, mask=entry < length, other=-1) == token) & (entry < length)
+        tl.store(counts + at, tl.load(counts + at, mask=same, other=0) + 1, mask=same)
+        known += tl.sum(same.to(tl.int32), 0)
+    if known == 0:
+        tl.store(ids + place * room + length, token)
+        tl.store(counts + place * room + length, 1)
+        tl.store(lengths + place, length + 1)
+
+
+@triton.jit
+def _set_bits(places, tokens, count, seen, num_words, BLOCK: tl.constexpr):
+    """Note that places have seen tokens."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    place = tl.load(places + at, mask=there, other=0).to(tl.int64)
+    token = tl.load(tokens + at, mask=there, other=0)
+    tl.atomic_or(seen + place * num_words + token // 32, 1 << (token % 32), mask=there)
+
+
+class TritonPenalties:
+    """`Penalties` on a GPU. A bit for each token that a row has seen (16 KB for a vocabulary of
+    128,256), and the different ids that it has sampled, with their counts; both grow as needed.
+
+    Args:
+        vocab_size: columns of the logits; other ids do not count.
+        device: where they are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_words = -(-vocab_size // 32)
+        self._seen = self._zeros(_PLACES, self._num_words)
+        self._ids, self._counts = self._zeros(_PLACES, _ENTRIES), self._zeros(_PLACES, _ENTRIES)
+        self._lengths = self._zeros(_PLACES)
+        self._most = np.zeros(_PLACES, np.int64)  # ids that a place may have at most
+        self._new: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    def assign(
+        self, place: int, prompt: NDArray[np.integer] | None, output: NDArray[np.integer]
+    ) -> None:
+        ids, counts = np.unique(self._inside(output), return_counts=True)
+        seen = ids if prompt is None else np.concatenate((np.unique(self._inside(prompt)), ids))
+        self._new[place] = (seen, ids, counts)
+
+    def _inside(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        known = np.asarray(ids, np.int64)
+        return known[known < self._vocab_size]
+
+    def apply(self, logits: Tensor, rows: RowTable) -> None:
+        if not len(rows.penalised):
+            return
+        self._take_new()
+        index, count = rows.penalised_there, len(rows.penalised)
+        told = (logits, logits.stride(0), index, rows.words)
+        vocab = self._vocab_size
+        if bool((rows.rows["repetition"][rows.penalised] != 1).any()):
+            _repeat[(count, triton.cdiv(vocab, _BLOCK))](
+                *told, self._seen, self._num_words, vocab, BLOCK=_BLOCK
+            )
+        _spend[(count,)](
+            *told, self._ids, self._counts, self._lengths, self._ids.shape[1], BLOCK=_BLOCK
+        )
+
+    def note(self, rows: RowTable, ids: Tensor) -> None:
+        if not len(rows.penalised):
+            return
+        places = rows.rows["penalty"][rows.penalised]
+        self._most[places] += 1
+        self._make_room(0, int(self._most[places].max()))
+        _note[(len(places),)](
+            rows.penalised_there, rows.words, ids, self._seen, self._num_words,
+            self._ids, self._counts, self._lengths, self._ids.shape[1], BLOCK=_BLOCK,
+        )  # fmt: skip
+
+    def _take_new(self) -> None:
+        """States that were assigned, all at once."""
+        if not self._new:
+            return
+        places = np.fromiter(self._new, np.int64, len(self._new))
+        new, self._new = list(self._new.values()), {}
+        self._make_room(int(places.max()) + 1, max(len(ids) for _, ids, _ in new))
+        there = on_device(places, self._device)
+        self._seen.index_fill_(0, there, 0)
+        lengths = np.array([len(ids) for _, ids, _ in new])
+        self._most[places] = lengths
+        self._lengths[there] = on_device(lengths.astype(np.int32), self._device)
+        self._set(places, [seen for seen, _, _ in new])
+        if lengths.any():
+            self._put(places, lengths, [ids for _, ids, _ in new], [c for _, _, c in new])
+
+    def _set(self, places: NDArray[np.int64], seen: list[NDArray[np.int64]]) -> None:
+        repeated = np.repeat(places, [len(ids) for ids in seen]).astype(np.int32)
+        count = len(repeated)
+        if count:
+            tokens = on_device(np.concatenate(seen).astype(np.int32), self._device)
+            _set_bits[(triton.cdiv(count, _BLOCK),)](
+                on_device(repeated, self._device), tokens, count, self._seen, self._num_words,
+                BLOCK=_BLOCK,
+            )  # fmt: skip
+
+    def _put(
+        self,
+        places: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        ids: list[NDArray[np.int64]],
+        counts: list[NDArray[np.int64]],
+    ) -> None:
+        where = on_device(np.repeat(places, lengths), self._device)
+        entry = on_device(np.concatenate([np.arange(n) for n in lengths]), self._device)
+        for target, values in ((self._ids, ids), (self._counts, counts)):
+            found = on_device(np.concatenate(values).astype(np.int32), self._device)
+            target[where, entry] = found
+
+    def _make_room(self, places: int, entries: int) -> None:
+        more = max(places, len(self._lengths))
+        longer = max(entries, self._ids.shape[1])
+        if more == len(self._lengths) and longer == self._ids.shape[1]:
+            return
+        more, longer = triton.next_power_of_2(more), triton.next_power_of_2(longer)
+        self._seen = self._grown(self._seen, more, self._num_words)
+        self._ids = self._grown(self._ids, more, longer)
+        self._counts = self._grown(self._counts, more, longer)
+        self._lengths = self._grown(self._lengths, more)
+        self._most = np.append(self._most, np.zeros(more - len(self._most), np.int64))
+
+    def _grown(self, values: Tensor, *shape: int) -> Tensor:
+        new = self._zeros(*shape)
+        new[tuple(slice(size) for size in values.shape)] = values
+        return new

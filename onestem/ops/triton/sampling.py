@@ -1,0 +1,567 @@
+"""`Sampling` in Triton: an exponential race over rows of logits, which waits for nothing.
+
+Rows that draw from the whole vocabulary, and greedy ones, are read once, several programs to a row
+where rows are few. A row with a small top-k is read three times and settled among its leading
+tokens. One with top-p or min-p alone runs the race among all; if the winner is outside the nucleus,
+it bounds who may run again, so no order is ever made.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onestem.ops.sampling.interface import Drawn
+from onestem.ops.sampling.reference import WEIGHT_BITS
+from onestem.ops.sampling.rows import ROW, STATUS_MASKED, STATUS_NOT_FINITE, RowTable, word_of
+from onestem.ops.triton.penalties import TritonPenalties
+
+__all__ = ["MOST_LEADING", "TritonSampling"]
+
+MOST_LEADING = 256  # a larger top-k is found by halving
+
+_PROGRAMS = 512  # about, over all rows
+_BLOCK, _ROW_BLOCK = 2048, 4096  # tokens that a program looks at together
+
+_WORDS = tl.constexpr(ROW.itemsize // 4)
+_SEED_LOW = tl.constexpr(word_of("seed_low"))
+_SEED_HIGH = tl.constexpr(word_of("seed_high"))
+_SEQUENCE = tl.constexpr(word_of("sequence"))
+_TOKEN = tl.constexpr(word_of("token"))
+_TEMPERATURE = tl.constexpr(word_of("temperature"))
+_TOP_K = tl.constexpr(word_of("top_k"))
+_TOP_P = tl.constexpr(word_of("top_p"))
+_MIN_P = tl.constexpr(word_of("min_p"))
+
+_NOT_FINITE, _MASKED = tl.constexpr(STATUS_NOT_FINITE), tl.constexpr(STATUS_MASKED)
+_NOBODY = tl.constexpr(2**31 - 1)  # behind all ids
+_UNIT = tl.constexpr(2.0**WEIGHT_BITS)
+_INFINITY = tl.constexpr(math.inf)
+_LN_2_HIGH, _LN_2_LOW = tl.constexpr(0.693145751953125), tl.constexpr(1.42860682030941723e-6)
+
+
+# ------------------------------------------------------------------------------- noise
+
+
+@triton.jit
+def _log1p(f):
+    """Natural log of 1 + f, exact to two units in the last place, for f from -0.293 to 0.415: a fit
+    of least relative error."""
+    p = -0.0763431042432785 * f + 0.12761501967906952
+    p = p * f - 0.1316021829843521
+    p = p * f + 0.14201770722866058
+    p = p * f - 0.16623355448246002
+    p = p * f + 0.20001226663589478
+    p = p * f - 0.250008225440979
+    p = p * f + 0.3333333134651184
+    return f + f * f * (p * f - 0.5)
+
+
+@triton.jit
+def _log(x):
+    """Natural log of a normal float32 above 0: x = 2^e m with m around 1."""
+    bits = x.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F3504F3) >> 23
+    m = (bits - (e << 23)).to(tl.float32, bitcast=True)
+    whole = e.to(tl.float32)
+    return whole * _LN_2_HIGH + (_log1p(m - 1.0) + whole * _LN_2_LOW)
+
+
+@triton.jit
+def _unit(high, low):
+    """A number in (0, 1) of 64 bits, float32."""
+    part = low.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    return (high.to(tl.float32) + part) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _log_wait(high, low):
+    """log(-log u) of 64 random bits; u is near 1 where the upper bits are few."""
+    near, far = _unit(high, low), _unit(~high, ~low)  # 1 - u and u
+    wait = tl.where(near < 0.29, -_log1p(-tl.minimum(near, 0.29)), -_log(far))
+    return _log(wait)
+
+
+@triton.jit
+def _seed(row):
+    low = tl.load(row + _SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(row + _SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (high << 32) | low
+
+
+@triton.jit
+def _in_order(w0, w1, w2, w3, BLOCK: tl.constexpr):
+    """Four words of each counter, `[BLOCK]` in the order of their ids."""
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+
+
+@triton.jit
+def _log_waits(seed, token, sequence, start, BLOCK: tl.constexpr):
+    """log(-log u) of tokens start..start+BLOCK-1; `start` is a multiple of 4."""
+    blocks = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    same = tl.zeros_like(blocks)
+    h0, h1, h2, h3 = tl.philox(seed, blocks, same + token, same + sequence, same)
+    l0, l1, l2, l3 = tl.philox(seed, blocks, same + token, same + sequence, same + 1)
+    high, low = _in_order(h0, h1, h2, h3, BLOCK), _in_order(l0, l1, l2, l3, BLOCK)
+    return _log_wait(high, low)
+
+
+@triton.jit
+def _log_waits_of(seed, token, sequence, ids):
+    """The same of any ids."""
+    blocks = (ids // 4).to(tl.uint32)
+    same = tl.zeros_like(blocks)
+    h0, h1, h2, h3 = tl.philox(seed, blocks, same + token, same + sequence, same)
+    l0, l1, l2, l3 = tl.philox(seed, blocks, same + token, same + sequence, same + 1)
+    word = ids % 4
+    high = tl.where(word == 0, h0, tl.where(word == 1, h1, tl.where(word == 2, h2, h3)))
+    low = tl.where(word == 0, l0, tl.where(word == 1, l1, tl.where(word == 2, l2, l3)))
+    return _log_wait(high, low)
+
+
+@triton.jit
+def _first_of_best(scores, ids):
+    """The highest score, and of equal ones the lowest id."""
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where(scores == best, ids, _NOBODY), 0)
+
+
+# ------------------------------------------------------------------------------- whole rows
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _race(logits, stride, rows, steps, scores, winners, faults, vocab, split, BLOCK: tl.constexpr):
+    """Program (row, part): the winner of a part of a row; a row with a filter is left out."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    asked = rows + row * _WORDS
+    base = logits + row.to(tl.int64) * stride
+    temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
+    draws = temperature > 0
+    cut = (
+        (tl.load(asked + _TOP_K) > 0)
+        | (tl.load(asked + _TOP_P).to(tl.float32, bitcast=True) < 1)
+        | (tl.load(asked + _MIN_P).to(tl.float32, bitcast=True) > 0)
+    )
+    seed, sequence = _seed(asked), tl.load(asked + _SEQUENCE)
+    token, heat = tl.load(asked + _TOKEN) + steps, 1.0 / tl.where(draws, temperature, 1.0)
+    begin = part * split
+    stop = tl.where(draws & cut, begin, tl.minimum(begin + split, vocab))
+    best = tl.full([BLOCK], -_INFINITY, tl.float32)
+    winner = tl.full([BLOCK], _NOBODY, tl.int32)
+    fault = tl.zeros([BLOCK], tl.int32)
+    if draws:
+        for start in range(begin, stop, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            x = tl.load(base + ids, mask=ids < stop, other=-_INFINITY)
+            score = x * heat - _log_waits(seed, token, sequence, start, BLOCK)
+            fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
+            ahead = score > best
+            best, winner = tl.where(ahead, score, best), tl.where(ahead, ids, winner)
+    else:
+        for start in range(begin, stop, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            x = tl.load(base + ids, mask=ids < stop, other=-_INFINITY)
+            fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
+            ahead = x > best
+            best, winner = tl.where(ahead, x, best), tl.where(ahead, ids, winner)
+    score, first = _first_of_best(best, winner)
+    at = row * tl.num_programs(1) + part
+    tl.store(scores + at, score)
+    tl.store(winners + at, first)
+    tl.store(faults + at, tl.max(fault, 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _settle(scores, winners, faults, parts, ids, status, PARTS: tl.constexpr):
+    """Program (row): the winner of its parts."""
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    at, there = row * parts + part, part < parts
+    score = tl.load(scores + at, mask=there, other=-_INFINITY)
+    _, winner = _first_of_best(score, tl.load(winners + at, mask=there, other=_NOBODY))
+    fault = tl.max(tl.load(faults + at, mask=there, other=0), 0)
+    _store_drawn(ids, status, row, winner, fault > 0)
+
+
+@triton.jit
+def _store_drawn(ids, status, row, winner, wrong):
+    masked = winner == _NOBODY
+    tl.store(ids + row, tl.where(masked | wrong, 0, winner).to(tl.int64))
+    tl.store(status + row, tl.where(wrong, _NOT_FINITE, tl.where(masked, _MASKED, 0)))
+
+
+# ------------------------------------------------------------------------------- leading tokens
+
+
+@triton.jit
+def _ordered(x):
+    """int32 in the order of the logits; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _count_from(base, vocab, least, BLOCK: tl.constexpr):
+    """Tokens whose ordered logit is at least `least`."""
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(base + ids, mask=ids < vocab, other=-_INFINITY)
+        found += ((_ordered(x) >= least) & (ids < vocab)).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _count_ties(base, vocab, value, end, BLOCK: tl.constexpr):
+    """Tokens with an ordered logit, of ids below `end`."""
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(base + ids, mask=ids < vocab, other=-_INFINITY)
+        found += ((_ordered(x) == value) & (ids < tl.minimum(end, vocab))).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _nth(base, vocab, count, low, high, BLOCK: tl.constexpr):
+    """The ordered logit and the id of the `count`-th token in the order, by halving. At least
+    `count` tokens have an ordered logit of `low` or more, fewer one of `high` or more."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        enough = _count_from(base, vocab, middle.to(tl.int32), BLOCK) >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    value = low.to(tl.int32)
+    above = _count_from(base, vocab, high.to(tl.int32), BLOCK)
+    ties = count - above  # so many of equal logit belong to it, the lowest ids
+    # Fewer than `ties` stand below `first`, enough below `last`.
+    first, last = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab
+    while last - first > 1:
+        middle = (first + last) // 2
+        enough = _count_ties(base, vocab, value, middle, BLOCK) >= ties
+        first, last = tl.where(enough, first, middle), tl.where(enough, middle, last)
+    return value, last - 1
+
+
+@triton.jit(do_not_specialize=["most", "steps"])
+def _leading(
+    logits, stride, index, asked_rows, most, rows, steps, scratch, values, tokens, ids, status,
+    vocab, GROUPS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr,
+):  # fmt: skip
+    """Program (i): the leading tokens of row index[i], in order: `most` of them are stored, or a
+    token is drawn among its top-k."""
+    i = tl.program_id(0)
+    row = tl.load(index + i)
+    asked = rows + row * _WORDS
+    base = logits + row * stride
+    count = tl.load(asked + _TOP_K) if DRAW else most
+    count = tl.minimum(count, vocab)
+    # The highest logit of each group of ids that are alike modulo GROUPS. The count-th highest of
+    # them is a lower bound of the count-th logit, and seldom far below it.
+    tops = tl.full([GROUPS], -_INFINITY, tl.float32)
+    fault = tl.zeros([GROUPS], tl.int32)
+    for start in range(0, vocab, GROUPS):
+        at = start + tl.arange(0, GROUPS)
+        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
+        fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
+        tops = tl.maximum(tops, x)
+    highest = tl.max(tops, 0)
+    order = tl.sort(tops, descending=True)
+    bound = tl.max(tl.where(tl.arange(0, GROUPS) == count - 1, order, -_INFINITY), 0)
+    least, last = _ordered(bound), tl.full([], _NOBODY, tl.int32)
+    if _count_from(base, vocab, least, BLOCK) > CAP:
+        least, last = _nth(base, vocab, count, least, _ordered(highest).to(tl.int64) + 1, BLOCK)
+    place = 0
+    room = scratch + i.to(tl.int64) * CAP
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
+        key = _ordered(x)
+        chosen = (at < vocab) & ((key > least) | ((key == least) & (at <= last)))
+        one = chosen.to(tl.int32)
+        packed = (key.to(tl.int64) << 32) | (at ^ 0x7FFFFFFF).to(tl.int64)
+        tl.store(room + place + tl.cumsum(one, 0) - 1, packed, mask=chosen)
+        place += tl.sum(one, 0)
+    tl.debug_barrier()  # what other threads have put there
+    rank = tl.arange(0, CAP)
+    lowest = tl.full([CAP], -(2**63), tl.int64)
+    packed = tl.sort(tl.where(rank < place, tl.load(room + rank), lowest), descending=True)
+    there = rank < tl.minimum(count, place)
+    key = (packed >> 32).to(tl.int32)
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    x = tl.where(there, bits.to(tl.float32, bitcast=True), -_INFINITY)
+    token_ids = tl.where(there, packed.to(tl.int32) ^ 0x7FFFFFFF, 0)
+    if DRAW:
+        wrong = tl.max(fault, 0) > 0
+        x = tl.where(wrong, 0.0, x)
+        highest = tl.where(wrong | (highest == -_INFINITY), 0.0, highest)
+        winner = _draw_leading(asked, steps, x, token_ids, highest, there, rank)
+        _store_drawn(ids, status, row, winner, wrong)
+    else:
+        out = i.to(tl.int64) * most + rank
+        tl.store(values + out, x, mask=rank < most)
+        tl.store(tokens + out, token_ids.to(tl.int64), mask=rank < most)
+
+
+@triton.jit
+def _draw_leading(asked, steps, x, ids, highest, there, rank):
+    """The winner among the leading tokens of a row, in order, that top-p and min-p leave."""
+    temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
+    top_p = tl.load(asked + _TOP_P).to(tl.float32, bitcast=True)
+    heat = 1.0 / temperature
+    weight = tl.where(there, (tl.exp((x - highest) * heat) * _UNIT).to(tl.int64), 0)
+    before = (tl.cumsum(weight, 0) - weight).to(tl.float64)
+    limit = top_p.to(tl.float64) * tl.sum(weight, 0).to(tl.float64)
+    kept = there & (x > -_INFINITY) & (before < tl.where(top_p < 1, limit, _INFINITY))
+    kept &= x >= _least(asked, highest, temperature)
+    token = tl.load(asked + _TOKEN) + steps
+    waits = _log_waits_of(_seed(asked), token, tl.load(asked + _SEQUENCE), ids)
+    score = tl.where(kept, x * heat - waits, -_INFINITY)
+    best = tl.max(score, 0)
+    return tl.min(tl.where(kept & (score == best), ids, _NOBODY), 0)
+
+
+@triton.jit
+def _least(asked, highest, temperature):
+    """The lowest logit that min-p leaves."""
+    min_p = tl.load(asked + _MIN_P).to(tl.float32, bitcast=True)
+    cut = highest + temperature * _log(tl.maximum(min_p, 1e-37))
+    return tl.where(min_p > 0, cut, -_INFINITY)
+
+
+# ------------------------------------------------------------------------------- the nucleus
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _nucleus(logits, stride, index, rows, steps, ids, status, vocab, BLOCK: tl.constexpr):
+    """Program (i): a token of row index[i], which is cut by top-p, min-p or a large top-k."""
+    row = tl.load(index + tl.program_id(0))
+    asked = rows + row * _WORDS
+    base = logits + row * stride
+    temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
+    top_p = tl.load(asked + _TOP_P).to(tl.float32, bitcast=True)
+    top_k, heat = tl.load(asked + _TOP_K), 1.0 / temperature
+    seed, sequence = _seed(asked), tl.load(asked + _SEQUENCE)
+    token = tl.load(asked + _TOKEN) + steps
+    tops = tl.full([BLOCK], -_INFINITY, tl.float32)
+    fault = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
+        fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
+        tops = tl.maximum(tops, x)
+    wrong, highest = tl.max(fault, 0) > 0, tl.max(tops, 0)
+    vocab = tl.where(wrong | (highest == -_INFINITY), 0, vocab)  # nobody runs
+    highest = tl.where(vocab > 0, highest, 0.0)
+    least = _least(asked, highest, temperature)
+    # Tokens before (value, end) in the order may run: at first those of the top-k.
+    value, end = tl.full([], -(2**31), tl.int32), tl.full([], 0, tl.int32)
+    if (top_k > 0) & (top_k < vocab):
+        value, end = _nth(base, vocab, top_k, value + 1, _ordered(highest).to(tl.int64) + 1, BLOCK)
+        end += 1
+    winner = tl.full([], _NOBODY, tl.int32)
+    weighed = tl.where(top_p < 1, vocab, 0)  # tokens whose mass is asked for
+    mass = _mass_before(base, weighed, value, end, highest, heat, BLOCK)
+    limit = top_p.to(tl.float64) * mass.to(tl.float64)
+    runs = vocab > 0
+    while runs:
+        best = tl.full([BLOCK], -_INFINITY, tl.float32)
+        won = tl.full([BLOCK], _NOBODY, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
+            key = _ordered(x)
+            allowed = (key > value) | ((key == value) & (at < end))
+            allowed &= (x >= least) & (x > -_INFINITY)
+            score = x * heat - _log_waits(seed, token, sequence, start, BLOCK)
+            ahead = allowed & (score > best)
+            best, won = tl.where(ahead, score, best), tl.where(ahead, at, won)
+        _, winner = _first_of_best(best, won)
+        value, end = _ordered(tl.load(base + tl.minimum(winner, vocab - 1))), winner
+        mass = _mass_before(base, weighed, value, end, highest, heat, BLOCK)
+        runs = (top_p < 1) & (mass.to(tl.float64) >= limit)
+    _store_drawn(ids, status, row, winner, wrong)
+
+
+@triton.jit
+def _mass_before(base, vocab, value, end, highest, heat, BLOCK: tl.constexpr):
+    """Weight of the tokens before a place in the order, int64: a sum in any order is the same."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
+        key = _ordered(x)
+        before = (key > value) | ((key == value) & (at < end))
+        weight = (tl.exp((x - highest) * heat) * _UNIT).to(tl.int64)
+        total += tl.where(before, weight, 0)
+    return tl.sum(total, 0)
+
+
+# ------------------------------------------------------------------------------- log-probabilities
+
+
+@triton.jit
+def _sum_parts(logits, stride, index, tops, sums, vocab, split, BLOCK: tl.constexpr):
+    """Program (i, part): the highest logit of a part of row index[i], and the sum of exponentials
+    relative to it."""
+    i, part = tl.program_id(0), tl.program_id(1)
+    base = logits + tl.load(index + i) * stride
+    begin = part * split
+    stop = tl.minimum(begin + split, vocab)
+    top = tl.full([BLOCK], -_INFINITY, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, stop, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(base + at, mask=at < stop, other=-_INFINITY)
+        new = tl.maximum(top, x)
+        shift = tl.where(new > -_INFINITY, new, 0.0)
+        total = total * tl.exp(top - shift) + tl.exp(x - shift)
+        top = new
+    highest = tl.max(top, 0)
+    scale = tl.exp(top - tl.where(highest > -_INFINITY, highest, 0.0))
+    at = i * tl.num_programs(1) + part
+    tl.store(tops + at, highest)
+    tl.store(sums + at, tl.sum(total * scale, 0))
+
+
+@triton.jit
+def _rank_parts(logits, stride, index, ids, ranks, vocab, split, BLOCK: tl.constexpr):
+    """Program (i, part): tokens of a part of row index[i] that stand before ids[i]."""
+    i, part = tl.program_id(0), tl.program_id(1)
+    base = logits + tl.load(index + i) * stride
+    own = tl.load(ids + i)
+    value = tl.load(base + own)
+    begin = part * split
+    stop = tl.minimum(begin + split, vocab)
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, stop, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(base + at, mask=at < stop, other=-_INFINITY)
+        before = (x > value) | ((x == value) & (at < own))
+        found += (before & (at < stop)).to(tl.int32)
+    tl.store(ranks + i * tl.num_programs(1) + part, tl.sum(found, 0))
+
+
+# ------------------------------------------------------------------------------- the whole
+
+
+@dataclass(frozen=True)
+class TritonSampling:
+    """`Sampling` in Triton; the device is never waited for."""
+
+    name: str = "triton"
+
+    def draw(self, logits: Tensor, rows: RowTable) -> Drawn:
+        count, vocab = logits.shape
+        ids = torch.empty(count, dtype=torch.int64, device=logits.device)
+        status = torch.empty(count, dtype=torch.int32, device=logits.device)
+        plan = _plan_of(rows, vocab)
+        if plan.num_whole:
+            self._draw_whole(logits, rows, ids, status)
+        if len(plan.few):
+            self._lead(logits, plan.few_there, plan.most, rows, Drawn(ids, status))
+        if len(plan.cut):
+            _nucleus[(len(plan.cut),)](
+                logits, logits.stride(0), plan.cut_there, rows.words, rows.steps, ids, status,
+                vocab, BLOCK=_ROW_BLOCK, num_warps=8,
+            )  # fmt: skip
+        return Drawn(ids, status)
+
+    def _draw_whole(self, logits: Tensor, rows: RowTable, ids: Tensor, status: Tensor) -> None:
+        count, vocab = logits.shape
+        parts, split = _split(count, vocab)
+        scores = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
+        winners, faults = torch.empty(2, count, parts, dtype=torch.int32, device=logits.device)
+        _race[(count, parts)](
+            logits, logits.stride(0), rows.words, rows.steps, scores, winners, faults, vocab, split,
+            BLOCK=_BLOCK,
+        )  # fmt: skip
+        _settle[(count,)](
+            scores, winners, faults, parts, ids, status, PARTS=triton.next_power_of_2(parts)
+        )
+
+    def _lead(
+        self, logits: Tensor, index: Tensor, most: int, rows: RowTable | None, out: Drawn
+    ) -> None:
+        """Draw among leading tokens, or, without `rows`, store them in place of ids and status."""
+        vocab, cap = logits.shape[1], triton.next_power_of_2(max(256, 4 * most))
+        scratch = torch.empty(len(index), cap, dtype=torch.int64, device=logits.device)
+        words = logits if rows is None else rows.words
+        _leading[(len(index),)](
+            logits, logits.stride(0), index, words, most, words, 0 if rows is None else rows.steps,
+            scratch, *out, *out, vocab,
+            GROUPS=min(1024, triton.next_power_of_2(vocab)), CAP=cap, BLOCK=_ROW_BLOCK, DRAW=rows is not None, num_warps=8,
+        )  # fmt: skip
+
+    def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
+        """float32."""
+        parts, split = _split(len(index), logits.shape[1])
+        tops, sums = torch.empty(2, len(index), parts, dtype=torch.float32, device=logits.device)
+        _sum_parts[(len(index), parts)](
+            logits, logits.stride(0), index, tops, sums, logits.shape[1], split, BLOCK=_BLOCK
+        )
+        return (tops + sums.log()).logsumexp(dim=-1)
+
+    def leading(self, logits: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        values = logits.new_empty(len(index), count)
+        ids = torch.empty(len(index), count, dtype=torch.int64, device=logits.device)
+        if count > MOST_LEADING:
+            values, ids = logits[index].sort(dim=-1, descending=True, stable=True)
+            return values[:, :count], ids[:, :count]
+        if count and len(index):
+            self._lead(logits, index, count, None, Drawn(values, ids))
+        return values, ids
+
+    def ranks(self, logits: Tensor, index: Tensor, ids: Tensor) -> Tensor:
+        parts, split = _split(len(index), logits.shape[1])
+        ranks = torch.empty(len(index), parts, dtype=torch.int32, device=logits.device)
+        _rank_parts[(len(index), parts)](
+            logits, logits.stride(0), index, ids, ranks, logits.shape[1], split, BLOCK=_BLOCK
+        )
+        return ranks.sum(dim=-1)
+
+    def penalties(self, vocab_size: int, device: torch.device) -> TritonPenalties:
+        return TritonPenalties(vocab_size, device)
+
+
+def _split(rows: int, vocab: int) -> tuple[int, int]:
+    """Parts of a row, and tokens of a part."""
+    parts = max(1, min(_PROGRAMS // max(1, rows), triton.cdiv(vocab, _BLOCK)))
+    split = triton.cdiv(triton.cdiv(vocab, parts), _BLOCK) * _BLOCK
+    return triton.cdiv(vocab, split), split
+
+
+class _Plan:
+    """Which kernel settles which rows of a table."""
+
+    def __init__(self, rows: RowTable, vocab: int) -> None:
+        top_k = rows.rows["top_k"]
+        small = (top_k > 0) & (top_k <= MOST_LEADING) & rows.filtered
+        self.few: NDArray[np.int64] = np.flatnonzero(small)
+        self.cut: NDArray[np.int64] = np.flatnonzero(rows.filtered & ~small)
+        self.num_whole = len(rows) - len(self.few) - len(self.cut)
+        self.most = min(vocab, int(top_k[self.few].max(initial=0)))
+        self._rows = rows
+
+    @cached_property
+    def few_there(self) -> Tensor:
+        return self._rows.index(self.few)
+
+    @cached_property
+    def cut_there(self) -> Tensor:
+        return self._rows.index(self.cut)
+
+
+def _plan_of(rows: RowTable, vocab: int) -> _Plan:
+    plan = rows.prepared.get("triton")
+    if not isinstance(plan, _Plan):
+        plan = rows.prepared["triton"] = _Plan(rows, vocab)
+    return plan
