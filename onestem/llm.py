@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
@@ -413,19 +414,50 @@ def _imported(request: Request) -> tuple[str, ...]:
 
 
 def _is_ids(prompts: object) -> bool:
-    if isinstance(prompts, np.ndarray):
+    """Whether these are one prompt's ids, and not several prompts."""
+    if isinstance(prompts, (np.ndarray, torch.Tensor)):
         return prompts.ndim == 1
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], Integral)
+    if isinstance(prompts, (bytes, bytearray, memoryview)):
+        return True  # refused as such
+    if not isinstance(prompts, Sequence) or len(prompts) == 0:
+        return False
+    first = prompts[0]
+    return not isinstance(first, (str, Sequence, Mapping, np.ndarray, torch.Tensor))
 
 
-def _ids_of(prompt: object) -> Sequence[int]:
-    if isinstance(prompt, np.ndarray):
-        return cast(list[int], prompt.tolist())
-    if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
-        return [int(token) for token in prompt]
-    raise RequestError(
-        f"prompt is {type(prompt).__name__} ({str(prompt)[:40]}), expected text or token ids"
-    )
+def _ids_of(prompt: object) -> list[int]:
+    """Token ids as a list of Python's integers."""
+    if isinstance(prompt, (np.ndarray, torch.Tensor)):
+        return _ids_of_array(prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
+        raise RequestError(
+            f"prompt is {type(prompt).__name__} ({str(prompt)[:40]}), expected text or token ids"
+        )
+    kinds = set(map(type, prompt))
+    if kinds <= {int}:
+        return list(prompt)
+    for kind in kinds:
+        # A boolean is an integer for Python, and a mistake here.
+        if issubclass(kind, bool) or not issubclass(kind, Integral):
+            wrong = next(token for token in prompt if type(token) is kind)
+            raise RequestError(
+                f"prompt holds {str(wrong)[:40]!r} ({kind.__name__}), expected token ids (integers)"
+            )
+    return [int(token) for token in prompt]
+
+
+def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> list[int]:
+    if isinstance(prompt, torch.Tensor):
+        whole = not (prompt.is_floating_point() or prompt.is_complex())
+        whole = whole and prompt.dtype != torch.bool
+    else:
+        whole = bool(np.issubdtype(prompt.dtype, np.integer))
+    if prompt.ndim != 1 or not whole:
+        raise RequestError(
+            f"prompt is an array of {prompt.dtype} with shape {list(prompt.shape)}, expected "
+            "integers with one dimension"
+        )
+    return cast(list[int], prompt.tolist())
 
 
 def _params_for(

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 import onestem
 from onestem import LLM, SamplingParams
@@ -75,11 +76,36 @@ def test_one_prompt_and_token_ids_and_params_each(llm, bare):
     with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
         ids_only.generate(prompts[:2], sampling_params=params)
     first = params[0]
-    same = [ids_only.generate(make(prompts[0]), sampling_params=first) for make in (list, np.array)]
-    assert same[0][0].outputs[0].token_ids == same[1][0].outputs[0].token_ids
-    for bad in ({"prompt_token_ids": [3]}, [{"prompt": "x"}], [[1.5]]):
-        with pytest.raises(RequestError, match="expected text or token ids"):
-            ids_only.generate(bad)
+    kinds = [list, tuple, np.array, torch.tensor, lambda ids: [np.int32(token) for token in ids]]
+    for make in kinds:
+        one = ids_only.generate(make(prompts[0]), sampling_params=first)
+        several = ids_only.generate([make(ids) for ids in prompts], sampling_params=params)
+        assert [o.prompt_token_ids for o in one] == [list(prompts[0])]
+        assert one[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+        assert several[2].outputs[0].token_ids == outputs[2].outputs[0].token_ids
+        assert {type(token) for o in several for token in o.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"prompt_token_ids": [3]}, "prompt is dict .* expected text or token ids"),
+        ([{"prompt": "x"}], "prompt is dict .* expected text or token ids"),
+        (b"text", "prompt is bytes .* expected text or token ids"),
+        ([[3], bytearray(b"x")], "prompt 1: prompt is bytearray .* expected text or token ids"),
+        ([[3], [1.5]], r"prompt 1: prompt holds '1.5' \(float\), expected token ids"),
+        ([3, True], r"prompt holds 'True' \(bool\), expected token ids"),
+        ([np.True_, 3], r"prompt holds 'True' \(bool\w*\), expected token ids"),
+        ([3, "x"], r"prompt holds 'x' \(str\), expected token ids"),
+        ([[3], np.ones(3)], "prompt 1: .* array of float64 .* expected integers"),
+        ([[3], np.ones(3, bool)], "prompt 1: .* array of bool .* expected integers"),
+        ([[3], torch.ones(3)], "prompt 1: .* array of torch.float32 .* expected integers"),
+        ([[3], torch.ones(2, 2, dtype=torch.int64)], r"prompt 1: .* shape \[2, 2\]"),
+    ],
+)
+def test_what_is_no_prompt(llm, bad, reason):
+    with pytest.raises(RequestError, match=reason):
+        llm.generate(bad)
 
 
 def test_chat(llm):
@@ -114,7 +140,7 @@ def test_of_several_prompts_the_bad_one_is_named(llm):
         ("a\ud800", "prompt 1: a text has .* half a character"),
         ([], "prompt 1: prompt is empty"),
         ([VOCAB_SIZE], f"prompt 1: prompt has token id {VOCAB_SIZE}"),
-        ([1.5], "prompt 1: prompt is list .* expected text or token ids"),
+        ([1.5], "prompt 1: prompt holds '1.5' .float., expected token ids"),
     ):
         with pytest.raises(RequestError, match=reason):
             llm.generate([good, bad, good])
