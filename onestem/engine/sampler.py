@@ -343,6 +343,7 @@ def _mask(logits: Tensor, rows: NDArray[np.int64], masks: Tensor) -> None:
     placed = masks.new_empty((len(logits), masks.shape[1]))
     placed[index] = masks
     reached = min(32 * masks.shape[1], logits.shape[1])
-    xgrammar.apply_token_bitmask_inplace(logits, placed, vocab_size=reached, indices=index)
+    indices = rows.tolist()
+    xgrammar.apply_token_bitmask_inplace(logits, placed, vocab_size=reached, indices=indices)
     if reached < logits.shape[1]:
         logits[index, reached:] = -math.inf

@@ -498,7 +498,8 @@ class TritonSampling:
         _leading[(len(index),)](
             logits, logits.stride(0), index, words, most, words, 0 if rows is None else rows.steps,
             scratch, *out, *out, vocab,
-            GROUPS=min(1024, triton.next_power_of_2(vocab)), CAP=cap, BLOCK=_ROW_BLOCK, DRAW=rows is not None, num_warps=8,
+            GROUPS=min(1024, triton.next_power_of_2(vocab)), CAP=cap, BLOCK=_ROW_BLOCK,
+            DRAW=rows is not None, num_warps=8,
         )  # fmt: skip
 
     def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
