@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -24,7 +25,7 @@ from onestem.engine.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
-from onestem.planner import JobPlan, plan_job
+from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
 from onestem.request import Request, RequestOutput, SamplingParams
@@ -321,7 +322,7 @@ class LLM:
         request = self._request(compiled.ordered_token_ids.tolist(), markup, params)
         return dataclasses.replace(request, pml=compiled)
 
-    def plan(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> JobPlan:
+    def plan(self, prompts: Prompts, params: Sequence[SamplingParams]) -> JobPlan:
         """Groups and order for prompts that are all known."""
         lengths = [min(p.n * (p.max_tokens or 1), 2**31 - 1) for p in params]
         return plan_job(prompts, output_lengths=lengths, kv_budget_tokens=self.kv_tokens)
@@ -358,20 +359,24 @@ class LLM:
     ) -> list[RequestOutput]:
         each = _params_for(params, len(ids))
         requests = [self._request(i, t, p) for i, t, p in zip(ids, texts, each, strict=True)]
-        self._validate(requests)
+        arrays = [_as_array(i) for i in ids]
+        self._validate(requests, arrays)
         if not requests:
             return []
-        plan = self.plan(ids, each)
+        plan = self.plan([array for array in arrays if array is not None], each)
         position = {request.request_id: i for i, request in enumerate(requests)}
         outputs: list[RequestOutput | None] = [None] * len(requests)
         for output in self.engine.run(planned(requests, plan)):
             outputs[position[output.request_id]] = output
         return [output for output in outputs if output is not None]
 
-    def _validate(self, requests: Sequence[Request]) -> None:
+    def _validate(
+        self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int32] | None] | None = None
+    ) -> None:
+        """`arrays`: the prompts' ids once more, which saves time."""
         for i, request in enumerate(requests):
             with _named("prompt", i, len(requests)):
-                self.engine.validate(request)
+                self.engine.validate(request, None if arrays is None else arrays[i])
 
     def _request(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> Request:
         self._count += 1
@@ -444,6 +449,14 @@ def _ids_of(prompt: object) -> list[int]:
                 f"prompt holds {str(wrong)[:40]!r} ({kind.__name__}), expected token ids (integers)"
             )
     return [int(token) for token in prompt]
+
+
+def _as_array(token_ids: Sequence[int]) -> NDArray[np.int32] | None:
+    """None: some id is no token's."""
+    try:
+        return np.frombuffer(array("i", token_ids), np.int32)
+    except OverflowError:
+        return None
 
 
 def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> list[int]:

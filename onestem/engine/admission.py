@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onestem.engine.modules import PmlPrompt
 from onestem.engine.tokenizer import Tokenizer
@@ -23,10 +24,11 @@ def check_request(
     max_model_len: int,
     vocab_size: int,
     tokenizer: Tokenizer | None,
+    token_ids: NDArray[np.integer] | None = None,
 ) -> None:
     """Raise `RequestError` for a request that can never be answered; `response_format` is left to
-    the compiler of grammars."""
-    _check_prompt(request, max_model_len, vocab_size)
+    the compiler of grammars. `token_ids`: those of the prompt, where an array of them is there."""
+    _check_prompt(request, max_model_len, vocab_size, token_ids)
     if request.pml is not None and (
         request.score_from is not None or request.params.prompt_logprobs is not None
     ):
@@ -91,9 +93,11 @@ def longest_choice(request: Request, tokenizer: Tokenizer | None) -> int:
     return max(map(len, choice_ids(request, tokenizer)))
 
 
-def _check_prompt(request: Request, max_model_len: int, vocab_size: int) -> None:
+def _check_prompt(
+    request: Request, max_model_len: int, vocab_size: int, token_ids: NDArray[np.integer] | None
+) -> None:
     try:
-        ids = np.asarray(request.prompt_token_ids)
+        ids = np.asarray(request.prompt_token_ids if token_ids is None else token_ids)
     except ValueError:  # nested, of uneven lengths
         ids = np.zeros((0, 0))
     if ids.ndim == 1 and len(ids) == 0:

@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceABC
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
@@ -157,22 +159,24 @@ class Engine:
 
     # ----------------------------------------------------------------------------- requests
 
-    def validate(self, request: Request) -> None:
+    def validate(self, request: Request, token_ids: NDArray[np.integer] | None = None) -> None:
         """Raise `RequestError` for a request that can never be answered. Compiles its grammar, so
-        call it from a thread that nobody waits for."""
-        self._check(request)
+        call it from a thread that nobody waits for. `token_ids`: those of the prompt, where an
+        array of them is there."""
+        self._check(request, token_ids)
         self._compile(request)
 
     def _compile(self, request: Request) -> None:
         if self._grammars is not None:
             _refuse_unsupported(self._grammars.compile, request)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, token_ids: NDArray[np.integer] | None = None) -> None:
         check_request(
             request,
             max_model_len=self.max_model_len,
             vocab_size=self.decoder.config.vocab_size,
             tokenizer=self.tokenizer,
+            token_ids=token_ids,
         )
         if self._grammars is not None:
             _refuse_unsupported(self._grammars.check, request)
