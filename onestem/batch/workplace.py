@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from onestem.engine.seeds import SAMPLER_VERSION
 from onestem.errors import JobError
 
 __all__ = ["JobIdentity", "Workplace", "file_errors"]
@@ -61,6 +62,7 @@ class JobIdentity:
             "input_sha256": self.input_sha256,
             "model": self.model,
             "model_name": self.model_name,
+            "sampler": SAMPLER_VERSION,
             "options": dict(self.options),
         }
 
@@ -81,6 +83,8 @@ class JobIdentity:
         for name, words in (("model", "the model"), ("model_name", "the model's name")):
             if mine[name] != other.get(name):
                 found.append(f"{words} was {other.get(name)}, now {mine[name]}")
+        if mine["sampler"] != other.get("sampler"):
+            found.append("another version of the program, which draws other tokens, began it")
         theirs = other.get("options") or {}
         for name in sorted(mine["options"].keys() | theirs.keys()):
             was, now = theirs.get(name), mine["options"].get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,20 @@ def test_a_strange_manifest_is_refused(tmp_path, source, manifest):
     with pytest.raises(JobError, match="--force"):
         run_fake(source, output)
     run_fake(source, output, force=True)
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_work_of_another_sampler_is_refused(tmp_path, source, version):
+    """Its answers would be mixed with others that the same seeds do not give."""
+    output = tmp_path / "out.jsonl"
+    leave_unfinished(source, output)
+    path = tmp_path / "out.jsonl.work" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["sampler"] = version
+    path.write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
+    with pytest.raises(JobError, match="another version of the program, which draws other tokens"):
+        run_fake(source, output)
+    assert run_fake(source, output, force=True).resumed == 0
 
 
 def test_files_that_are_not_ours_stay(tmp_path, source):
