@@ -53,6 +53,8 @@ GIB = 2**30
 # Rows of the largest CUDA graph (`engine.graphs.BATCH_SIZES`, which cannot be imported without
 # Triton), each with logits.
 LOGIT_ROWS = 2048
+# Of a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
+PENALTY_LIST_BYTES = 32 * 1024
 
 
 class LLM:
@@ -561,10 +563,12 @@ def parse_memory(size: str | int) -> int:
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
     """About what a step of so many rows takes beside weights and KV: a layer's intermediates, and
-    twice the logits of as many rows as a graph has at most."""
+    twice the logits of as many rows as a graph has at most, each with penalties: a bit for each
+    token of the vocabulary, and a list of the sampled ones."""
     heads = config.num_q_heads + config.num_kv_heads
     wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
-    return rows * wide * dtype.itemsize + 2 * LOGIT_ROWS * config.vocab_size * 4
+    row = 2 * config.vocab_size * 4 + config.vocab_size // 8 + PENALTY_LIST_BYTES
+    return rows * wide * dtype.itemsize + LOGIT_ROWS * row
 
 
 def set_threads(threads: int | None) -> None:

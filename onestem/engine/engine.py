@@ -117,6 +117,8 @@ class Engine:
         self._jobs = Jobs()
         self._refused: list[RequestOutput] = []  # requests of jobs that can never be answered
         self._sampler = Sampler(decoder.config.vocab_size, defaults, decoder.device)
+        if decoder.device.type == "cuda":
+            self._sampler.warm_up()
         self._grammars = (
             GrammarCompiler(tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None)
             if tokenizer

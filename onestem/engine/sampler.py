@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -73,6 +73,25 @@ class Sampler:
         self._settings: dict[int, tuple[SamplingParams, SamplingSettings]] = {}
         self._prompts: dict[int, tuple[object, NDArray[np.int64]]] = {}
 
+    def warm_up(self) -> None:
+        """Sample in every way, so that no request waits until a GPU's kernels are compiled."""
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"top_k": 50},
+            {"top_p": 0.9},
+            {"logprobs": 2},
+            {"repetition_penalty": 1.1, "presence_penalty": 0.1},
+        ]
+        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        rows = [
+            SamplingRow(SamplingParams(**{**plain, **kind}), seed=0, prompt_token_ids=(0,))
+            for kind in kinds
+        ]
+        logits = torch.zeros(len(rows), self.vocab_size, device=self.device)
+        self.sample(logits, rows)
+        for row in rows:
+            self.release(row)
+
     # ------------------------------------------------------------------------- requests
 
     def check(self, params: SamplingParams) -> None:
@@ -131,6 +150,7 @@ class Sampler:
         """A sequence has ended: its state of penalties goes."""
         if row.place >= 0:
             self._free.append(row.place)
+            self._penalties.release(row.place)
             row.place, row.record = -1, b""
 
     # ------------------------------------------------------------------------- a step

@@ -443,3 +443,12 @@ def test_no_rows() -> None:
 def test_shape_is_checked() -> None:
     with pytest.raises(ValueError, match=r"expected \[1, 5\]"):
         Sampler(5).sample(torch.zeros(1, 4), [SamplingRow(GREEDY, 0)])
+
+
+def test_a_sampler_that_is_warm_holds_nothing() -> None:
+    sampler = Sampler(100)
+    sampler.warm_up()
+    params = SamplingParams(repetition_penalty=1.5, temperature=0)
+    rows = [SamplingRow(params, seed=0) for _ in range(8)]
+    assert set(sampler.sample(torch.ones(8, 100), rows).ids.tolist()) == {0}
+    assert sorted(row.place for row in rows) == list(range(8))

@@ -336,22 +336,38 @@ def test_penalties_follow_what_is_sampled(name):
 
 
 def test_penalties_of_many_rows_and_long_outputs():
-    """More places and more ids than there is room for at first."""
+    """More places and more ids than there is room for at first; some are let go and come again."""
     rows, vocab = 40, 2000
     table = table_of(rows, [{"frequency": 0.5}], device=DEVICE)
     table.rows["penalty"] = np.arange(rows)
+    few = RowTable(table.rows[::2].copy(), DEVICE)
     states = [TritonSampling().penalties(vocab, DEVICE), TorchSampling().penalties(vocab, CPU)]
     for state in states:
         for i in range(rows):
-            state.assign(i, None, np.arange(270 if i % 20 == 0 else i))
-    for step in range(3):
+            state.assign(i, None, np.arange(254 + i % 3 if i % 4 == 0 else i))
+
+    def step(table: RowTable, number: int) -> None:
         found = []
         for state, device in zip(states, (DEVICE, CPU), strict=True):
-            logits = torch.zeros(rows, vocab, device=device)
+            logits = torch.zeros(len(table), vocab, device=device)
             state.apply(logits, table)
             found.append(logits.cpu())
-            state.note(table, torch.arange(rows, device=device) * 3 + step)
+            state.note(table, torch.arange(len(table), device=device) * 7 + 300 + number)
         assert torch.equal(*found)
+
+    for number in range(4):
+        step(table, number)
+    for state in states:
+        for place in range(1, rows, 2):
+            state.release(place)
+        state.assign(2, None, np.arange(900))  # lists are laid out anew
+    for number in range(4):
+        step(few, number)
+    for state in states:
+        for place in range(1, rows, 2):
+            state.assign(place, None, np.arange(place))
+    for number in range(4):
+        step(table, number)
 
 
 @pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")

@@ -38,6 +38,10 @@ class Penalties(Protocol):
         """
         ...
 
+    def release(self, place: int) -> None:
+        """Nobody needs the state of a place until it is assigned again."""
+        ...
+
     def apply(self, logits: Tensor, rows: RowTable) -> None:
         """Change the logits `[n, vocab]` of the rows that have a state, in place. First repetition
         (CTRL's, Keskar et al. 2019: a seen token's logit / p if positive, else * p), then OpenAI's

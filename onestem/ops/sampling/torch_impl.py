@@ -139,6 +139,9 @@ class TorchPenalties:
         for token in self._inside(output).tolist():
             state.sample(token)
 
+    def release(self, place: int) -> None:
+        self._states.pop(place, None)
+
     def _inside(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
         known = np.asarray(ids, np.int64)
         return known[known < self._vocab_size]

@@ -14,8 +14,10 @@ from onestem.ops.sampling.rows import ROW, RowTable, word_of
 
 __all__ = ["TritonPenalties"]
 
+_Ids = NDArray[np.int64]
+
 _BLOCK = 1024
-_PLACES, _ENTRIES = 8, 256  # states, and sampled ids of each, that there is room for at first
+_PLACES, _ENTRIES = 8, 256  # states, and sampled ids of each, that there is room for at least
 
 _WORDS = tl.constexpr(ROW.itemsize // 4)
 _REPETITION = tl.constexpr(word_of("repetition"))
@@ -42,48 +44,48 @@ def _repeat(logits, stride, index, rows, seen, num_words, vocab, BLOCK: tl.const
 
 
 @triton.jit
-def _spend(logits, stride, index, rows, ids, counts, lengths, room, BLOCK: tl.constexpr):
+def _spend(logits, stride, index, rows, ids, counts, starts, lengths, BLOCK: tl.constexpr):
     """Program (i): presence and frequency penalties on row index[i]."""
     row = tl.load(index + tl.program_id(0))
     asked = rows + row * _WORDS
     presence = tl.load(asked + _PRESENCE).to(tl.float32, bitcast=True)
     frequency = tl.load(asked + _FREQUENCY).to(tl.float32, bitcast=True)
     place = tl.load(asked + _PENALTY).to(tl.int64)
-    length = tl.load(lengths + place)
+    first, length = tl.load(starts + place), tl.load(lengths + place)
     if (presence != 0) | (frequency != 0):
         for start in range(0, length, BLOCK):
             entry = start + tl.arange(0, BLOCK)
             there = entry < length
-            token = tl.load(ids + place * room + entry, mask=there, other=0)
-            count = tl.load(counts + place * room + entry, mask=there, other=0)
+            token = tl.load(ids + first + entry, mask=there, other=0)
+            count = tl.load(counts + first + entry, mask=there, other=0)
             at = logits + row * stride + token
             x = tl.load(at, mask=there, other=0.0)
             tl.store(at, x - (frequency * count.to(tl.float32) + presence), mask=there)
 
 
 @triton.jit
-def _note(index, rows, sampled, seen, num_words, ids, counts, lengths, room, BLOCK: tl.constexpr):
+def _note(index, rows, sampled, seen, num_words, ids, counts, starts, lengths, BLOCK: tl.constexpr):
     """Program (i): row index[i] has sampled a token."""
     row = tl.load(index + tl.program_id(0))
     place = tl.load(rows + row * _WORDS + _PENALTY).to(tl.int64)
     token = tl.load(sampled + row).to(tl.int32)
     word = seen + place * num_words + token // 32
     tl.store(word, tl.load(word) | (1 << (token % 32)))
-    length = tl.load(lengths + place)
+    first, length = tl.load(starts + place), tl.load(lengths + place)
     known = 0
     for start in range(0, length, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        at = place * room + entry
+        at = first + entry
         same = (tl.load(ids + at, mask=entry < length, other=-1) == token) & (entry < length)
         tl.store(counts + at, tl.load(counts + at, mask=same, other=0) + 1, mask=same)
         known += tl.sum(same.to(tl.int32), 0)
     if known == 0:
-        tl.store(ids + place * room + length, token)
-        tl.store(counts + place * room + length, 1)
+        tl.store(ids + first + length, token)
+        tl.store(counts + first + length, 1)
         tl.store(lengths + place, length + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _set_bits(places, tokens, count, seen, num_words, BLOCK: tl.constexpr):
     """Note that places have seen tokens."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -95,7 +97,8 @@ def _set_bits(places, tokens, count, seen, num_words, BLOCK: tl.constexpr):
 
 class TritonPenalties:
     """`Penalties` on a GPU. A bit for each token that a row has seen (16 KB for a vocabulary of
-    128,256), and the different ids that it has sampled, with their counts; both grow as needed.
+    128,256), and the different ids that it has sampled, with their counts. Both grow as needed: all
+    lists together take at most 32 bytes for each sampled token, and 2 KB for each row.
 
     Args:
         vocab_size: columns of the logits; other ids do not count.
@@ -106,11 +109,15 @@ class TritonPenalties:
         self._vocab_size = vocab_size
         self._device = device
         self._num_words = -(-vocab_size // 32)
-        self._seen = self._zeros(_PLACES, self._num_words)
-        self._ids, self._counts = self._zeros(_PLACES, _ENTRIES), self._zeros(_PLACES, _ENTRIES)
-        self._lengths = self._zeros(_PLACES)
-        self._most = np.zeros(_PLACES, np.int64)  # ids that a place may have at most
-        self._new: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._seen = self._zeros(0, self._num_words)
+        self._lengths = self._zeros(0)
+        # Lists of ids and counts: where each begins, its room, and how many it may have by now.
+        self._ids, self._counts = self._zeros(0), self._zeros(0)
+        self._starts, self._rooms = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._most = np.zeros(0, np.int64)
+        self._starts_there = on_device(self._starts, device)
+        self._new: dict[int, tuple[_Ids, _Ids, _Ids]] = {}
+        self._released: set[int] = set()
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -121,8 +128,12 @@ class TritonPenalties:
         ids, counts = np.unique(self._inside(output), return_counts=True)
         seen = ids if prompt is None else np.concatenate((np.unique(self._inside(prompt)), ids))
         self._new[place] = (seen, ids, counts)
+        self._released.discard(place)
 
-    def _inside(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    def release(self, place: int) -> None:
+        self._released.add(place)
+
+    def _inside(self, ids: NDArray[np.integer]) -> _Ids:
         known = np.asarray(ids, np.int64)
         return known[known < self._vocab_size]
 
@@ -138,7 +149,7 @@ class TritonPenalties:
                 *told, self._seen, self._num_words, vocab, BLOCK=_BLOCK
             )
         _spend[(count,)](
-            *told, self._ids, self._counts, self._lengths, self._ids.shape[1], BLOCK=_BLOCK
+            *told, self._ids, self._counts, self._starts_there, self._lengths, BLOCK=_BLOCK
         )
 
     def note(self, rows: RowTable, ids: Tensor) -> None:
@@ -146,10 +157,11 @@ class TritonPenalties:
             return
         places = rows.rows["penalty"][rows.penalised]
         self._most[places] += 1
-        self._make_room(0, int(self._most[places].max()))
+        if (self._most[places] > self._rooms[places]).any():
+            self._lay_out()
         _note[(len(places),)](
             rows.penalised_there, rows.words, ids, self._seen, self._num_words,
-            self._ids, self._counts, self._lengths, self._ids.shape[1], BLOCK=_BLOCK,
+            self._ids, self._counts, self._starts_there, self._lengths, BLOCK=_BLOCK,
         )  # fmt: skip
 
     def _take_new(self) -> None:
@@ -158,17 +170,19 @@ class TritonPenalties:
             return
         places = np.fromiter(self._new, np.int64, len(self._new))
         new, self._new = list(self._new.values()), {}
-        self._make_room(int(places.max()) + 1, max(len(ids) for _, ids, _ in new))
+        self._add_places(int(places.max()) + 1)
         there = on_device(places, self._device)
         self._seen.index_fill_(0, there, 0)
         lengths = np.array([len(ids) for _, ids, _ in new])
         self._most[places] = lengths
+        if (lengths > self._rooms[places]).any():
+            self._lay_out()
         self._lengths[there] = on_device(lengths.astype(np.int32), self._device)
         self._set(places, [seen for seen, _, _ in new])
         if lengths.any():
             self._put(places, lengths, [ids for _, ids, _ in new], [c for _, _, c in new])
 
-    def _set(self, places: NDArray[np.int64], seen: list[NDArray[np.int64]]) -> None:
+    def _set(self, places: _Ids, seen: list[_Ids]) -> None:
         repeated = np.repeat(places, [len(ids) for ids in seen]).astype(np.int32)
         count = len(repeated)
         if count:
@@ -178,32 +192,41 @@ class TritonPenalties:
                 BLOCK=_BLOCK,
             )  # fmt: skip
 
-    def _put(
-        self,
-        places: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        ids: list[NDArray[np.int64]],
-        counts: list[NDArray[np.int64]],
-    ) -> None:
-        where = on_device(np.repeat(places, lengths), self._device)
-        entry = on_device(np.concatenate([np.arange(n) for n in lengths]), self._device)
+    def _put(self, places: _Ids, lengths: _Ids, ids: list[_Ids], counts: list[_Ids]) -> None:
+        where = on_device(_entries(self._starts[places], lengths), self._device)
         for target, values in ((self._ids, ids), (self._counts, counts)):
-            found = on_device(np.concatenate(values).astype(np.int32), self._device)
-            target[where, entry] = found
+            target[where] = on_device(np.concatenate(values).astype(np.int32), self._device)
 
-    def _make_room(self, places: int, entries: int) -> None:
-        more = max(places, len(self._lengths))
-        longer = max(entries, self._ids.shape[1])
-        if more == len(self._lengths) and longer == self._ids.shape[1]:
+    def _add_places(self, count: int) -> None:
+        missing = triton.next_power_of_2(max(_PLACES, count)) - len(self._most)
+        if missing <= 0:
             return
-        more, longer = triton.next_power_of_2(more), triton.next_power_of_2(longer)
-        self._seen = self._grown(self._seen, more, self._num_words)
-        self._ids = self._grown(self._ids, more, longer)
-        self._counts = self._grown(self._counts, more, longer)
-        self._lengths = self._grown(self._lengths, more)
-        self._most = np.append(self._most, np.zeros(more - len(self._most), np.int64))
+        self._seen = torch.cat((self._seen, self._zeros(missing, self._num_words)))
+        self._lengths = torch.cat((self._lengths, self._zeros(missing)))
+        for name in ("_starts", "_rooms", "_most"):
+            setattr(self, name, np.append(getattr(self, name), np.zeros(missing, np.int64)))
+        self._lay_out()
 
-    def _grown(self, values: Tensor, *shape: int) -> Tensor:
-        new = self._zeros(*shape)
-        new[tuple(slice(size) for size in values.shape)] = values
-        return new
+    def _lay_out(self) -> None:
+        """Lists of twice the length that they may have now, so that this is seldom."""
+        gone = np.array([place for place in self._released if place < len(self._most)], np.int64)
+        self._lengths.index_fill_(0, on_device(gone, self._device), 0)
+        self._most[gone] = 0
+        self._released.clear()
+        rooms = np.maximum(2 * self._most, _ENTRIES)
+        starts = np.cumsum(rooms) - rooms
+        kept = np.minimum(self._most, self._rooms)
+        old = on_device(_entries(self._starts, kept), self._device)
+        new = on_device(_entries(starts, kept), self._device)
+        for name in ("_ids", "_counts"):
+            grown = self._zeros(int(rooms.sum()))
+            grown[new] = getattr(self, name)[old]
+            setattr(self, name, grown)
+        self._starts, self._rooms = starts, rooms
+        self._starts_there = on_device(starts, self._device)
+
+
+def _entries(starts: _Ids, lengths: _Ids) -> _Ids:
+    """Places of the entries of lists, one list after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

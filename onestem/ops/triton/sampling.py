@@ -484,9 +484,8 @@ class TritonSampling:
             logits, logits.stride(0), rows.words, rows.steps, scores, winners, faults, vocab, split,
             BLOCK=_BLOCK,
         )  # fmt: skip
-        _settle[(count,)](
-            scores, winners, faults, parts, ids, status, PARTS=triton.next_power_of_2(parts)
-        )
+        most_parts = triton.next_power_of_2(min(_PROGRAMS, triton.cdiv(vocab, _BLOCK)))
+        _settle[(count,)](scores, winners, faults, parts, ids, status, PARTS=most_parts)
 
     def _lead(
         self, logits: Tensor, index: Tensor, most: int, rows: RowTable | None, out: Drawn
