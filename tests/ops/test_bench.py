@@ -279,5 +279,8 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
         config.default_config(torch.float16, 128),
         False,
     )
+    # Keys and values of a head are 512 bytes.
+    untuned, _ = config.load_config("another", torch.bfloat16, 128, 5, memory_rate=4e12)
+    assert untuned.memory_ns == 0.128
     with pytest.raises(ConfigError, match="onestem tune needs a GPU"):
         next(tune(Heads(), CPU))

@@ -14,9 +14,10 @@ import torch
 
 from onestem.errors import ConfigError
 from onestem.ops.bench.cases import CASES, Heads, Step, make_tensors
+from onestem.ops.bench.rates import measure_rates
 from onestem.ops.bench.timing import graph_ms
 from onestem.ops.triton import KernelConfig, TritonAttention, load_config
-from onestem.ops.triton.config import config_file
+from onestem.ops.triton.config import config_file, memory_ns
 from onestem.ops.triton.launch import takes_hopper
 
 __all__ = ["check_file", "store", "tune"]
@@ -74,8 +75,10 @@ def tune(heads: Heads, device: torch.device) -> Iterator[dict[str, Any]]:
     name, group = torch.cuda.get_device_name(device), heads.num_q_heads // heads.num_kv_heads
     shape = (heads.num_kv_heads, heads.head_dim, heads.page_size)
     has_hopper = takes_hopper(device, heads.dtype, *shape)
+    rate = measure_rates(device, heads.dtype).bytes
     for hopper in (True, False) if has_hopper else (False,):
         start, _ = load_config(name, heads.dtype, heads.head_dim, group, hopper)
+        start = replace(start, memory_ns=memory_ns(heads.dtype, heads.head_dim, rate))
         steps = FEW_ROWS if has_hopper and not hopper else MANY_ROWS + FEW_ROWS
         best = _best(start, HOPPER if hopper else TWIN, steps, heads, device)
         dtype = str(heads.dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ import torch
 
 from onestem.ops.work import CostModel, Tile
 
-__all__ = ["KernelConfig", "config_file", "default_config", "load_config"]
+__all__ = ["KernelConfig", "config_file", "default_config", "load_config", "memory_ns"]
 
 DIRECTORY = Path(__file__).parent / "configs"
 
@@ -89,10 +89,15 @@ def _stored(device_name: str) -> list[dict[str, Any]]:
 
 
 def load_config(
-    device_name: str, dtype: torch.dtype, head_dim: int, group: int, hopper: bool = False
+    device_name: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    hopper: bool = False,
+    memory_rate: float | None = None,
 ) -> tuple[KernelConfig, bool]:
     """The configuration to use, and whether it was tuned (else it is `default_config`'s).
-    `hopper`: the one of the kernel for Hopper."""
+    `hopper`: the one of the kernel for Hopper; `memory_rate`: the GPU's, in bytes/s."""
     name = str(dtype).removeprefix("torch.")
     fitting = [
         entry
@@ -101,7 +106,7 @@ def load_config(
         and (entry.get("hopper_registers") is not None) == hopper
     ]
     if not fitting:
-        return _for_group(default_config(dtype, head_dim, hopper), group), False
+        return _for_group(default_config(dtype, head_dim, hopper, memory_rate), group), False
     best = min(fitting, key=lambda entry: abs(entry["group"] - group))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
     return _for_group(KernelConfig.from_json(fields), group), True
@@ -115,12 +120,27 @@ def _for_group(config: KernelConfig, group: int) -> KernelConfig:
     return replace(config, tiles=(replace(narrow, block_m=16), *wider))
 
 
-def default_config(dtype: torch.dtype, head_dim: int, hopper: bool = False) -> KernelConfig:
+def default_config(
+    dtype: torch.dtype, head_dim: int, hopper: bool = False, memory_rate: float | None = None
+) -> KernelConfig:
     """The rule for a GPU without tuned configurations.
 
     16-bit: tiles of 16 (8 on Hopper, where heads of 256 have none), 64 and 128 rows.
     float32 has no tensor cores here (TF32 is not float32): small tiles.
     """
+    config = _default_tiles(dtype, head_dim, hopper)
+    if memory_rate is None:
+        return config
+    return replace(config, memory_ns=memory_ns(dtype, head_dim, memory_rate))
+
+
+def memory_ns(dtype: torch.dtype, head_dim: int, memory_rate: float) -> float:
+    """Nanoseconds in which a memory of so many bytes/s brings a token's keys and values of one KV
+    head."""
+    return round(1e9 * 2 * head_dim * dtype.itemsize / memory_rate, 3)
+
+
+def _default_tiles(dtype: torch.dtype, head_dim: int, hopper: bool) -> KernelConfig:
     if dtype == torch.float32:
         block_n = 32 if head_dim <= 128 else 16
         return KernelConfig((Tile(16, block_n), Tile(32, block_n), Tile(64, block_n)), (2, 2, 2))

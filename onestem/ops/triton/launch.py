@@ -100,9 +100,10 @@ class Kernels:
         shape = (num_q_heads, num_kv_heads, head_dim, page_size)
         few = None
         if config is None:
-            config, _ = load_config(name, dtype, head_dim, group, hopper)
+            rate = _memory_rate(device)
+            config, _ = load_config(name, dtype, head_dim, group, hopper, rate)
             if config.hopper_registers is not None:
-                narrow, _ = load_config(name, dtype, head_dim, group)
+                narrow, _ = load_config(name, dtype, head_dim, group, memory_rate=rate)
                 few = Kernels(*shape, narrow, num_sms, windowed, False, has_hopper)
         elif config.hopper_registers is not None and not hopper:
             raise ConfigError(
@@ -288,3 +289,15 @@ def _device(device: torch.device) -> tuple[str, int, bool]:
         return "cpu", 2, False
     properties = torch.cuda.get_device_properties(device)
     return properties.name, properties.multi_processor_count, properties.major == 9
+
+
+@cache
+def _memory_rate(device: torch.device) -> float | None:
+    """Bytes/s that a copy is likely to reach: 0.88 of what clock and bus allow (measured: 0.90 on
+    an H100, 0.87 on an H200). None where PyTorch does not tell them."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    kilohertz = getattr(properties, "memory_clock_rate", 0)
+    bits = getattr(properties, "memory_bus_width", 0)
+    return 0.88 * 2e3 * kilohertz * bits / 8 or None
