@@ -3,8 +3,9 @@
     python -m benchmarks.engine_gpu --out benchmarks/results/engine-gpu.json [--repeats 3]
 
 Jobs: requests per second, beside the sum of what their FLOPs and bytes take at the rates measured
-in the same run. Decode: a step at prefixes of 1K to 16K tokens against the same step without
-attention. Random weights in bf16; every token is sampled greedily and none ends a sequence.
+in the same run, through `LLM.generate`. Decode: a step at prefixes of 1K to 16K tokens against the
+same step without attention. Random weights in bf16; every token is sampled greedily and none ends a
+sequence.
 """
 
 from __future__ import annotations
@@ -148,22 +149,18 @@ def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]
         for i in rng.permutation(job.groups * job.degree)
     ]
     params = SamplingParams(max_tokens=job.output, temperature=0, ignore_eos=True)
-    times, hosts, steps = [], [], 0
-    for repeat in range(repeats + 1):
+    times, inner, hosts, steps = [], [], [], 0
+    for _ in range(repeats + 1):
         llm.engine.cache.clear()
         llm.engine.reset_stats()
-        requests = [
-            Request(request_id=f"{repeat}-{i}", prompt_token_ids=ids, params=params)
-            for i, ids in enumerate(prompts)
-        ]
         started = time.perf_counter()
-        plan = llm.plan(prompts, [params] * len(prompts))
-        done = sum(1 for _ in llm.engine.run(planned(requests, plan)))
+        outputs = llm.generate(prompts, params)
         times.append(time.perf_counter() - started)
-        assert done == len(prompts)
-        stats = llm.engine.stats
-        hosts.append(stats.host_seconds)
-        steps = stats.steps
+        assert all(len(output.outputs[0].token_ids) == job.output for output in outputs)
+        hosts.append(llm.engine.stats.host_seconds)
+        steps = llm.engine.stats.steps
+        if job.groups == 1:  # where prompts have the most tokens for each second
+            inner.append(inner_seconds(llm, prompts, params))
     seconds = statistics.median(times[1:])
     floor = job_floor(llm, job, rates)
     result = {
@@ -179,12 +176,30 @@ def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]
         "host_seconds": statistics.median(hosts[1:]),
         "processed_prompt_tokens": llm.engine.stats.processed_prompt_tokens,
     }
+    if inner:
+        ratios = [outer / run for outer, run in zip(times[1:], inner[1:], strict=True)]
+        result["engine_run_seconds"] = statistics.median(inner[1:])
+        result["against_engine_run"] = statistics.median(ratios)
+        print(f"LLM.generate / Engine.run: {result['against_engine_run']:.3f}", flush=True)
     print(
         f"{job.name}: {result['requests_per_s']:.1f} requests/s ({job.peer}), {seconds:.2f} s, "
         f"floor {floor:.2f} s",
         flush=True,
     )
     return result
+
+
+def inner_seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Seconds of `Engine.run` alone, of requests that are planned already."""
+    llm.engine.cache.clear()
+    requests = [
+        Request(request_id=f"inner-{i}", prompt_token_ids=ids, params=params)
+        for i, ids in enumerate(prompts)
+    ]
+    ordered = list(planned(requests, llm.plan(prompts, [params] * len(prompts))))
+    started = time.perf_counter()
+    assert sum(1 for _ in llm.engine.run(ordered)) == len(prompts)
+    return time.perf_counter() - started
 
 
 def job_floor(llm: LLM, job: Job, rates: Rates) -> float:

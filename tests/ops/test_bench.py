@@ -232,9 +232,11 @@ def test_on_hopper_each_kernel_that_runs_is_tuned(head_dim, kv_heads, kinds, mon
     monkeypatch.setattr(launch, "_device", lambda device: ("NVIDIA H100 80GB HBM3", 132, True))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(tune, "_mean_log_ms", mean_log_ms)
+    monkeypatch.setattr(tune, "measure_rates", lambda *args: Rates(flops=8e14, bytes=4e12))
     heads = Heads(kv_heads, kv_heads, head_dim)
     entries = list(tune.tune(heads, torch.device("cuda")))
     assert [entry["hopper_registers"] is not None for entry in entries] == kinds
+    assert {entry["memory_ns"] for entry in entries} == {head_dim / 1000}  # measured
     few, many = len(tune.FEW_ROWS), len(tune.FEW_ROWS + tune.MANY_ROWS)
     steps = {True: many, False: few if True in kinds else many}
     assert set(timed) == {(hopper, steps[hopper]) for hopper in kinds}
