@@ -8,6 +8,10 @@ answers each through `LLM.generate`, for each way to sample. `neighbour`: second
 behind one prefix, all plain or one of them with options. Kinds take turns within a repeat; medians.
 "Flat" logits are those of random weights as they are, "peaked" those with the head's weights six
 times larger. `long`: answers of 1,024 tokens, for which memory is short.
+
+`products`: the GPU's milliseconds for a decode step of those answers, by kind of kernel. Greedy
+answers to one prompt are alike, so rows are alike, and a GPU that its power limits multiplies them
+faster: what the matrix products take longer at temperature 1 no sampler can save.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import torch
 import onestem
 from benchmarks.batch import machine
 from onestem.llm import LLM
-from onestem.request import SamplingParams
+from onestem.request import Request, SamplingParams
 
 HERE = Path(__file__).parent
 VOCAB = 128_256
@@ -74,7 +78,7 @@ def main() -> None:
     if "kernels" in parts:
         result["kernels"] = kernels(torch.device(options.device), options.repeats)
         _write(options.out, result)
-    if {"answers", "long", "neighbour"} & set(parts):
+    if {"answers", "products", "long", "neighbour"} & set(parts):
         llm = LLM(
             HERE / "shapes" / options.shape,
             device=options.device,
@@ -83,6 +87,9 @@ def main() -> None:
         )
         if "answers" in parts:
             result["answers"] = answers(llm, options.kinds.split(","), options.repeats)
+            _write(options.out, result)
+        if "products" in parts:
+            result["products"] = products(llm)
             _write(options.out, result)
         if "neighbour" in parts:
             result["neighbour"] = neighbour(llm, options)
@@ -221,6 +228,42 @@ def _rate(llm: LLM, prompts: list[list[int]], fields: dict[str, Any], tokens: in
     count = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     assert count == 16 * tokens * len(prompts)
     return count / seconds
+
+
+def products(llm: LLM) -> list[dict[str, Any]]:
+    """Milliseconds of a step of 1,024 decodes, of matrix products, drawing and the rest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine, rng, steps, found = llm.engine, np.random.default_rng(0), 20, []
+    prompts = [rng.integers(0, llm.config.vocab_size, 512).tolist() for _ in range(64)]
+    for kind in ("greedy", "temperature 1"):
+        fields = {"temperature": 1, **ANSWERS[kind][0]}
+        params = SamplingParams(**fields, n=16, max_tokens=400, seed=1, ignore_eos=True)
+        engine.cache.clear()
+        for i, ids in enumerate(prompts):
+            engine.add_request(Request(request_id=str(i), prompt_token_ids=ids, params=params))
+        while engine.num_running < 1024:
+            engine.step()
+        for _ in range(100):  # until the GPU is as warm as it gets
+            engine.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(steps):
+                engine.step()
+            torch.cuda.synchronize()
+        took = {"products": 0.0, "drawing": 0.0, "rest": 0.0}
+        for event in profiled.profiler.kineto_results.events():
+            if event.device_type() == torch.autograd.DeviceType.CUDA:
+                name = event.name()
+                part = "products" if name.startswith(("nvjet", "void cublas")) else "rest"
+                part = "drawing" if name in ("_race", "_settle") else part
+                took[part] += event.duration_ns() / 1e6 / steps
+        for i in range(len(prompts)):
+            engine.abort(str(i))
+        while engine.has_unfinished():
+            engine.step()
+        found.append({"kind": kind, "step_ms": took})
+        print(kind, _short(took), flush=True)
+    return found
 
 
 def long_answers(llm: LLM) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class Results:
             if sampled.status[i] != STATUS_OK:
                 self.end_without_token(sequence, int(sampled.status[i]))
             else:
-                self.accept(sequence, int(sampled.ids[i]), sampled.entry(i))
+                self.accept(sequence, int(sampled.ids[i]), sampled.entries.get(i))
 
     def end_without_token(self, sequence: Sequence, status: int) -> None:
         """No token can follow: a grammar at its end before min_tokens, weights that overflow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +41,16 @@ class TakenChosen(NamedTuple):
     ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
 
-    def entry(self, i: int, token: int, count: int) -> TokenLogprobs:
-        """Of the `count` most probable tokens, in order, and of a token that may be one of them."""
-        pairs = zip(self.ids[i, :count].tolist(), self.logprobs[i, :count].tolist(), strict=True)
-        entry = dict(pairs)
-        # If it is not among the most probable, it stands behind them.
-        return entry if token in entry else {**entry, token: float(self.own[i])}
+    def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """Of each row the `counts` most probable tokens, in order, and a token that may be one of
+        them, else stands behind them."""
+        own, ids, logprobs = self.own.tolist(), self.ids.tolist(), self.logprobs.tolist()
+        found: list[TokenLogprobs] = []
+        for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
+            entry = dict(zip(ids[i][:count], logprobs[i][:count], strict=True))
+            entry.setdefault(token, own[i])
+            found.append(entry)
+        return found
 
 
 class Sampled(NamedTuple):
@@ -54,22 +59,12 @@ class Sampled(NamedTuple):
     Attributes:
         ids: int64 `[n]`.
         status: int32 `[n]` (`onestem.ops.sampling.STATUS_OK`, ...).
+        entries: log-probabilities of the rows' tokens, where they are wanted.
     """
 
     ids: NDArray[np.int64]
     status: NDArray[np.int32]
-    chosen: TakenChosen | None
-    told: NDArray[np.int64]
-    told_counts: NDArray[np.int32]
-
-    def entry(self, row: int) -> TokenLogprobs | None:
-        """Log-probabilities of a row's token, where they are wanted."""
-        if self.chosen is None:
-            return None
-        i = int(np.searchsorted(self.told, row))
-        if i == len(self.told) or self.told[i] != row:
-            return None
-        return self.chosen.entry(i, int(self.ids[row]), int(self.told_counts[i]))
+    entries: dict[int, TokenLogprobs]
 
 
 class Pending:
@@ -110,7 +105,7 @@ class Pending:
         words = self._packed.numpy()
         count, told, most = len(self.ids), self._num_told, self._most
         ids, status = words[:count], words[count : 2 * count]
-        chosen = None
+        entries: dict[int, TokenLogprobs] = {}
         if told:
             top, own, logprobs = np.split(words[2 * count :], [told * most, told * (most + 1)])
             chosen = TakenChosen(
@@ -118,7 +113,9 @@ class Pending:
                 top.reshape(told, most),
                 logprobs.view(np.float64).reshape(told, most),
             )
-        return Sampled(ids, status.astype(np.int32), chosen, self._told, self._counts)
+            made = chosen.entries(ids[self._told].tolist(), self._counts.tolist())
+            entries = dict(zip(self._told.tolist(), made, strict=True))
+        return Sampled(ids, status.astype(np.int32), entries)
 
 
 def _as_bits(values: Tensor) -> Tensor:

@@ -275,7 +275,7 @@ class Sampler:
         index = torch.tensor(rows, device=logits.device)
         tokens = torch.tensor(ids, device=logits.device)
         chosen = self._chosen(logits, index, tokens, max(counts), None).taken()
-        return [chosen.entry(i, token, counts[i]) for i, token in enumerate(ids)]
+        return chosen.entries(ids, counts)
 
 
 class Step:

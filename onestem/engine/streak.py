@@ -32,8 +32,9 @@ __all__ = ["Streak"]
 
 # A streak ends when so many of its rows, and more than this share of them, are empty.
 EMPTY_ROWS, EMPTY_SHARE = 4, 0.125
-# Steps after which all rows have their ids: what is kept of them does not grow without end.
-FLUSH_STEPS = 256
+# Steps after which all rows have their ids: while a device computes, so that little is left to be
+# done when sequences end.
+FLUSH_STEPS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,7 +292,7 @@ class Streak:
     def _show(self, rows: np.ndarray, sampled: Sampled) -> list[int]:
         """Show the step's tokens of these rows to the engine; which of them end with it."""
         sequences, runs, take = self.sequences, self._advance.rows.runs, self._host.take
-        tokens, entry = sampled.ids.tolist(), sampled.entry
+        tokens, entry = sampled.ids.tolist(), sampled.entries.get
         # First: what an interrupt leaves out is computed again, and never taken twice.
         self._flushed[rows] = len(self._sampled)
         return [
@@ -307,7 +308,7 @@ class Streak:
             if sampled.status[row] != STATUS_OK:
                 self._host.end_without_token(sequence, int(sampled.status[row]))
             else:
-                self._host.accept(sequence, int(sampled.ids[row]), sampled.entry(row))
+                self._host.accept(sequence, int(sampled.ids[row]), sampled.entries.get(row))
             if sequence.finish_reason is not None and sequence in self._place:
                 ended.append(self._place[sequence])
         return ended
@@ -335,7 +336,7 @@ class Streak:
         steps = self._sampled[first:]
         if not steps:
             return
-        entries = [entry for step in steps if (entry := step.entry(row)) is not None]
+        entries = [entry for step in steps if (entry := step.entries.get(row)) is not None]
         self._advance.rows.runs[row].computed += len(steps)
         self._host.append(self.sequences[row], [int(step.ids[row]) for step in steps], entries)
 

@@ -114,7 +114,7 @@ def _completion(one: Request, index: int, prefix: int, limit: int) -> Completion
             lambda: output.token_ids, params.stop_token_ids,
         )  # fmt: skip
         sampled = sampler.sample(torch.from_numpy(_logits(prefix)[None].copy()), [row])
-        token, entry = int(sampled.ids[0]), sampled.entry(0)
+        token, entry = int(sampled.ids[0]), sampled.entries.get(0)
         output.token_ids.append(token)
         if entry is not None:
             output.logprobs.append(entry)

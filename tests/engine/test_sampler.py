@@ -170,7 +170,7 @@ def test_alone_is_as_in_any_batch_and_order(
     for i, row in enumerate(rows):
         alone = sample(logits[i : i + 1], [row])
         assert alone.ids[0] == whole.ids[i]
-        assert alone.entry(0) == whole.entry(i)
+        assert alone.entries.get(0) == whole.entries.get(i)
 
 
 @settings(deadline=None, max_examples=40)
@@ -193,7 +193,7 @@ def test_steps_without_the_host_between_are_steps_one_by_one(
         expected, found = sample(step, now), ahead.take()
         assert found.ids.tolist() == expected.ids.tolist()
         for i, (row, output) in enumerate(zip(rows, outputs, strict=True)):
-            assert found.entry(i) == expected.entry(i)
+            assert found.entries.get(i) == expected.entries.get(i)
             output.append(int(expected.ids[i]))
             row.token_index += 1
 
@@ -374,15 +374,15 @@ def test_logprobs_are_of_the_unprocessed_logits() -> None:
     )
     sampled = sample(logits, [SamplingRow(params, 0, prompt_token_ids=[1, 2])])
     assert sampled.ids.tolist() == [7]
-    check_entry(sampled.entry(0), logits[0], 7, 3)
+    check_entry(sampled.entries.get(0), logits[0], 7, 3)
 
 
 def test_only_rows_that_ask_get_logprobs() -> None:
     rows = [SamplingRow(GREEDY.replace(logprobs=count), 0) for count in (None, 0, 2)]
     sampled = sample(random_logits(3, 9, 0), rows)
-    assert sampled.entry(0) is None
-    assert list(sampled.entry(1) or {}) == [int(sampled.ids[1])]
-    assert len(sampled.entry(2) or {}) == 2
+    assert 0 not in sampled.entries
+    assert list(sampled.entries[1]) == [int(sampled.ids[1])]
+    assert len(sampled.entries[2]) == 2
 
 
 @settings(deadline=None)

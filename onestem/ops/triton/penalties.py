@@ -40,7 +40,7 @@ def _repeat(logits, stride, index, rows, seen, num_words, vocab, BLOCK: tl.const
         met = there & (((bits >> (ids % 32)) & 1) == 1)
         at = logits + row * stride + ids
         x = tl.load(at, mask=met, other=0.0)
-        tl.store(at, tl.where(x > 0, x / penalty, x * penalty), mask=met)
+        tl.store(at, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), mask=met)
 
 
 @triton.jit
@@ -149,8 +149,9 @@ class TritonPenalties:
                 *told, self._seen, self._num_words, vocab, BLOCK=_BLOCK
             )
         _spend[(count,)](
-            *told, self._ids, self._counts, self._starts_there, self._lengths, BLOCK=_BLOCK
-        )
+            *told, self._ids, self._counts, self._starts_there, self._lengths, BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
     def note(self, rows: RowTable, ids: Tensor) -> None:
         if not len(rows.penalised):

@@ -28,8 +28,13 @@ __all__ = ["MOST_LEADING", "TritonSampling"]
 
 MOST_LEADING = 256  # a larger top-k is found by halving
 
-_PROGRAMS = 512  # about, over all rows
-_BLOCK, _ROW_BLOCK = 2048, 4096  # tokens that a program looks at together
+# Tuned on an H200 (`benchmarks.sampling`): programs over all rows, about; tokens that a program
+# looks at together, and its warps: where a row has several programs, where it has one, and where
+# that one looks for leading tokens.
+_PROGRAMS = 2048
+_BLOCK, _WARPS = 1024, 8
+_ROW_BLOCK, _ROW_WARPS = 4096, 16
+_LEADING_BLOCK, _LEADING_WARPS = 2048, 8
 
 _WORDS = tl.constexpr(ROW.itemsize // 4)
 _SEED_LOW = tl.constexpr(word_of("seed_low"))
@@ -471,7 +476,7 @@ class TritonSampling:
         if len(plan.cut):
             _nucleus[(len(plan.cut),)](
                 logits, logits.stride(0), plan.cut_there, rows.words, rows.steps, ids, status,
-                vocab, BLOCK=_ROW_BLOCK, num_warps=8,
+                vocab, BLOCK=_ROW_BLOCK, num_warps=_ROW_WARPS,
             )  # fmt: skip
         return Drawn(ids, status)
 
@@ -482,7 +487,7 @@ class TritonSampling:
         winners, faults = torch.empty(2, count, parts, dtype=torch.int32, device=logits.device)
         _race[(count, parts)](
             logits, logits.stride(0), rows.words, rows.steps, scores, winners, faults, vocab, split,
-            BLOCK=_BLOCK,
+            BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
         most_parts = triton.next_power_of_2(min(_PROGRAMS, triton.cdiv(vocab, _BLOCK)))
         _settle[(count,)](scores, winners, faults, parts, ids, status, PARTS=most_parts)
@@ -497,8 +502,8 @@ class TritonSampling:
         _leading[(len(index),)](
             logits, logits.stride(0), index, words, most, words, 0 if rows is None else rows.steps,
             scratch, *out, *out, vocab,
-            GROUPS=min(1024, triton.next_power_of_2(vocab)), CAP=cap, BLOCK=_ROW_BLOCK,
-            DRAW=rows is not None, num_warps=8,
+            GROUPS=min(1024, triton.next_power_of_2(vocab)), CAP=cap, BLOCK=_LEADING_BLOCK,
+            DRAW=rows is not None, num_warps=_LEADING_WARPS,
         )  # fmt: skip
 
     def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
@@ -506,8 +511,9 @@ class TritonSampling:
         parts, split = _split(len(index), logits.shape[1])
         tops, sums = torch.empty(2, len(index), parts, dtype=torch.float32, device=logits.device)
         _sum_parts[(len(index), parts)](
-            logits, logits.stride(0), index, tops, sums, logits.shape[1], split, BLOCK=_BLOCK
-        )
+            logits, logits.stride(0), index, tops, sums, logits.shape[1], split,
+            BLOCK=_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
         return (tops + sums.log()).logsumexp(dim=-1)
 
     def leading(self, logits: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -524,8 +530,9 @@ class TritonSampling:
         parts, split = _split(len(index), logits.shape[1])
         ranks = torch.empty(len(index), parts, dtype=torch.int32, device=logits.device)
         _rank_parts[(len(index), parts)](
-            logits, logits.stride(0), index, ids, ranks, logits.shape[1], split, BLOCK=_BLOCK
-        )
+            logits, logits.stride(0), index, ids, ranks, logits.shape[1], split,
+            BLOCK=_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
         return ranks.sum(dim=-1)
 
     def penalties(self, vocab_size: int, device: torch.device) -> TritonPenalties:
