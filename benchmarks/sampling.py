@@ -291,7 +291,7 @@ def neighbour(llm: LLM, options: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = [[*head, *rng.integers(0, vocab, 8).tolist()] for _ in range(256)]
     base = {**GREEDY, "max_tokens": options.tokens, "ignore_eos": True}
     times: dict[str, list[float]] = {name: [] for name in ODD}
-    for repeat in range(-1, options.repeats):
+    for repeat in range(-1, 3 * options.repeats):
         for name, fields in ODD.items():
             params = [SamplingParams(**base) for _ in prompts]
             params[100] = SamplingParams(**{**base, **fields})
