@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--max-step-tokens", type=int, help="default: the engine's")
     parser.add_argument("--parts", default="jobs,decode", help="jobs, decode or both")
+    parser.add_argument("--jobs", default="", help="only those whose names begin so")
     options = parser.parse_args()
     rates = measure_rates()
     llm = LLM(
@@ -103,7 +104,11 @@ def main() -> None:
         "copy_bytes_per_s": rates.bytes,
     }
     if "jobs" in options.parts:
-        result["jobs"] = [run_job(llm, job, rates, options.repeats) for job in JOBS]
+        result["jobs"] = [
+            run_job(llm, job, rates, options.repeats)
+            for job in JOBS
+            if job.name.startswith(options.jobs)
+        ]
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     if "decode" not in options.parts:
         return

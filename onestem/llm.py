@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class LLM:
             many = [cast(Prompt, prompts)]
         else:
             many = list(cast(Sequence[Prompt], prompts))
-        ids = self.tokenize(many)
+        ids = self._ids(many)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._answer(ids, texts, sampling_params)
 
@@ -235,17 +235,16 @@ class LLM:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._need_tokenizer("chat")
-        ids: list[Sequence[int]] = []
+        ids = []
         for i, conversation in enumerate(many):
             with _named("conversation", i, len(many)):
-                ids.append(
-                    tokenizer.apply_chat_template(
-                        list(conversation),  # type: ignore[arg-type]
-                        add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        fields=chat_template_kwargs,
-                    )
+                listed = tokenizer.apply_chat_template(
+                    list(conversation),  # type: ignore[arg-type]
+                    add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    fields=chat_template_kwargs,
                 )
+                ids.append(_ids_of(listed))
         return self._answer(ids, [None] * len(ids), sampling_params)
 
     # ----------------------------------------------------------------------------- modules
@@ -336,7 +335,10 @@ class LLM:
         return pool.num_pages * pool.page_size
 
     def tokenize(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
-        """Token ids of prompts; those that are ids already stay as they are."""
+        """Token ids of prompts."""
+        return [ids.listed for ids in self._ids(prompts)]
+
+    def _ids(self, prompts: Sequence[Prompt]) -> list[_Ids]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         tokenizer = self._need_tokenizer("text") if texts else None
         try:
@@ -347,25 +349,27 @@ class LLM:
                     self._need_tokenizer("text").encode(prompt) if isinstance(prompt, str) else None
             raise
         found = iter(encoded)
-        ids: list[Sequence[int]] = []
+        ids = []
         for i, prompt in enumerate(prompts):
             with _named("prompt", i, len(prompts)):
-                ids.append(next(found) if isinstance(prompt, str) else _ids_of(prompt))
+                ids.append(_ids_of(next(found) if isinstance(prompt, str) else prompt))
         return ids
 
     def _answer(
         self,
-        ids: list[Sequence[int]],
+        ids: list[_Ids],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        each = _params_for(params, len(ids))
-        requests = [self._request(i, t, p) for i, t, p in zip(ids, texts, each, strict=True)]
-        arrays = [_as_array(i) for i in ids]
+        each, arrays = _params_for(params, len(ids)), [one.array for one in ids]
+        requests = [
+            self._request(one.listed, text, its)
+            for one, text, its in zip(ids, texts, each, strict=True)
+        ]
         self._validate(requests, arrays)
         if not requests:
             return []
-        plan = self.plan([array for array in arrays if array is not None], each)
+        plan = self.plan(arrays, each)
         position = {request.request_id: i for i, request in enumerate(requests)}
         outputs: list[RequestOutput | None] = [None] * len(requests)
         for output in self.engine.run(planned(requests, plan)):
@@ -373,7 +377,7 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def _validate(
-        self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int32] | None] | None = None
+        self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int64]] | None = None
     ) -> None:
         """`arrays`: the prompts' ids once more, which saves time."""
         for i, request in enumerate(requests):
@@ -432,36 +436,43 @@ def _is_ids(prompts: object) -> bool:
     return not isinstance(first, (str, Sequence, Mapping, np.ndarray, torch.Tensor))
 
 
-def _ids_of(prompt: object) -> list[int]:
-    """Token ids as a list of Python's integers."""
+class _Ids(NamedTuple):
+    """Token ids of a prompt: as they are handed on, and for what is done with all at once."""
+
+    listed: list[int]
+    array: NDArray[np.int64]
+
+
+def _ids_of(prompt: object) -> _Ids:
+    """Token ids of a prompt that is no text."""
     if isinstance(prompt, (np.ndarray, torch.Tensor)):
         return _ids_of_array(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
         raise RequestError(
             f"prompt is {type(prompt).__name__} ({str(prompt)[:40]}), expected text or token ids"
         )
-    kinds = set(map(type, prompt))
-    if kinds <= {int}:
-        return list(prompt)
-    for kind in kinds:
-        # A boolean is an integer for Python, and a mistake here.
-        if issubclass(kind, bool) or not issubclass(kind, Integral):
-            wrong = next(token for token in prompt if type(token) is kind)
-            raise RequestError(
-                f"prompt holds {str(wrong)[:40]!r} ({kind.__name__}), expected token ids (integers)"
-            )
-    return [int(token) for token in prompt]
-
-
-def _as_array(token_ids: Sequence[int]) -> NDArray[np.int32] | None:
-    """None: some id is no token's."""
     try:
-        return np.frombuffer(array("i", token_ids), np.int32)
-    except OverflowError:
-        return None
+        ids = np.frombuffer(array("q", prompt), np.int64)
+    except (TypeError, OverflowError):
+        bad = next(token for token in prompt if not _is_id(token))
+    else:
+        # A boolean is an integer for Python, and a mistake here.
+        few = np.flatnonzero((ids == 0) | (ids == 1)).tolist()
+        bad = next((prompt[i] for i in few if not _is_id(prompt[i])), None)
+        if bad is None:
+            listed = list(prompt) if len(prompt) and type(prompt[0]) is int else ids.tolist()
+            return _Ids(listed, ids)
+    raise RequestError(
+        f"prompt holds {str(bad)[:40]!r} ({type(bad).__name__}), expected token ids (integers)"
+    )
 
 
-def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> list[int]:
+def _is_id(token: object) -> bool:
+    whole = isinstance(token, Integral) and not isinstance(token, bool)
+    return whole and -(2**63) <= int(cast(int, token)) < 2**63
+
+
+def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> _Ids:
     if isinstance(prompt, torch.Tensor):
         whole = not (prompt.is_floating_point() or prompt.is_complex())
         whole = whole and prompt.dtype != torch.bool
@@ -472,7 +483,8 @@ def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> list[int]:
             f"prompt is an array of {prompt.dtype} with shape {list(prompt.shape)}, expected "
             "integers with one dimension"
         )
-    return cast(list[int], prompt.tolist())
+    array = prompt.cpu().numpy() if isinstance(prompt, torch.Tensor) else prompt
+    return _Ids(array.tolist(), array.astype(np.int64))
 
 
 def _params_for(
