@@ -28,6 +28,7 @@ from onestem.request import SamplingParams, TokenLogprobs
 __all__ = ["Sampler", "SamplingDefaults", "Step"]
 
 _CACHE_ENTRIES = 8192
+_CACHE_PROMPTS = 256  # whose different ids are kept, 8 bytes each
 # A lower one is greedy: float32 logits have no smaller differences.
 LOWEST_TEMPERATURE = 1e-6
 
@@ -204,7 +205,7 @@ class Sampler:
         """The prompt's different ids; n sequences have them in common."""
         known = self._prompts.get(id(token_ids))
         if known is None:
-            if len(self._prompts) >= _CACHE_ENTRIES:
+            if len(self._prompts) >= _CACHE_PROMPTS:
                 self._prompts.clear()
             ids = np.unique(np.asarray(token_ids, np.int64))
             known = self._prompts[id(token_ids)] = (token_ids, ids)
