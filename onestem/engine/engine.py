@@ -21,7 +21,7 @@ from onestem.engine.interrupts import uninterrupted
 from onestem.engine.jobs import Jobs
 from onestem.engine.opening import Opening
 from onestem.engine.outputs import aborted_output, refused_output, request_output
-from onestem.engine.pins import PREFIX, PinnedPrefixes, PrefixInfo, is_prefix
+from onestem.engine.pins import PinnedPrefixes, PrefixInfo, PrefixRequest, prefix_id
 from onestem.engine.queue import Gate, HybridQueue, PlannedQueue
 from onestem.engine.results import Results
 from onestem.engine.reuse import explain
@@ -290,8 +290,8 @@ class Engine:
 
     def unpin_prefix(self, name: str) -> None:
         """Let a prefix go: it stays cached until its memory is wanted."""
-        self.abort(PREFIX + name)
-        self.pins.remove(name)
+        if not self.pins.remove(name):
+            self.abort(prefix_id(name))
         self.scheduler.is_short = False
 
     def prefixes(self) -> list[PrefixInfo]:
@@ -417,11 +417,11 @@ class Engine:
         return bool(requests)
 
     def _note_finished(self, state: RequestState, reason: FinishReason) -> None:
-        request_id = state.request.request_id
-        del self._states[request_id]
-        self._jobs.ended(request_id)
-        if reason != "abort":
-            self.pins.computed(request_id)
+        request = state.request
+        del self._states[request.request_id]
+        self._jobs.ended(request.request_id)
+        if isinstance(request, PrefixRequest) and reason != "abort":
+            self.pins.computed(request)
 
     # ----------------------------------------------------------------------------- a step
 
@@ -441,7 +441,7 @@ class Engine:
         outputs, self._refused = self._refused, []
         going_on = []
         for state in touched:
-            if is_prefix(state.request.request_id):
+            if isinstance(state.request, PrefixRequest):
                 continue
             if state.finished:
                 outputs.append(request_output(state))

@@ -14,14 +14,16 @@ from onestem.engine.sequence import Sequence, stretches_of
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
 
-__all__ = ["PREFIX", "PinnedPrefixes", "PrefixInfo", "is_prefix"]
-
-PREFIX = "onestem-prefix:"  # ids of the requests that compute them
+__all__ = ["PinnedPrefixes", "PrefixInfo", "PrefixRequest", "prefix_id"]
 
 
-def is_prefix(request_id: str) -> bool:
-    """Whether a request computes a prefix to be pinned."""
-    return request_id.startswith(PREFIX)
+class PrefixRequest(Request):
+    """Computes a prefix that is to be pinned; nobody waits for its output."""
+
+
+def prefix_id(name: str) -> str:
+    """Of the request that computes a prefix."""
+    return f"onestem-prefix:{name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,8 @@ class _Pin:
 
     def request(self) -> Request:
         """What computes it."""
-        return Request(
-            request_id=PREFIX + self.name,
+        return PrefixRequest(
+            request_id=prefix_id(self.name),
             prompt_token_ids=self.token_ids.tolist(),
             params=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
             cache_salt=self.salt,
@@ -111,13 +113,14 @@ class PinnedPrefixes:
                 "max_model_len, or unpin another"
             )
 
-    def remove(self, name: str) -> None:
-        """Let a prefix go; it stays cached until its memory is wanted."""
+    def remove(self, name: str) -> bool:
+        """Let a prefix go; it stays cached until its memory is wanted. Whether it was computed."""
         pin = self._pins.pop(name, None)
         if pin is None:
             raise RequestError(f"prefix {name!r} is not pinned")
         if pin.run is not None:
             self._cache.unpin(pin.run)
+        return pin.run is not None
 
     def let_go(self) -> list[Request]:
         """Keep none for now; the requests that compute them again."""
@@ -128,10 +131,11 @@ class PinnedPrefixes:
             pin.run = None
         return [pin.request() for pin in kept]
 
-    def computed(self, request_id: str) -> None:
-        """A request has ended: if it was a prefix's, keep what it computed."""
-        pin = self._pins.get(request_id.removeprefix(PREFIX))
-        if pin is None or not is_prefix(request_id):
+    def computed(self, request: PrefixRequest) -> None:
+        """A request has ended: keep what it computed, if its prefix is still wanted."""
+        pins = self._pins.values()
+        pin = next((pin for pin in pins if prefix_id(pin.name) == request.request_id), None)
+        if pin is None:
             return
         ids = pin.token_ids
         node, matched = self._cache.tree.match(ids, len(ids), stretches_of(pin.request()))
@@ -156,7 +160,7 @@ class PinnedPrefixes:
             readers.update(sequence.path(version))
             computing[sequence.state.request.request_id] = sequence.frontier
         return [
-            self._info(pin, readers, computing.get(PREFIX + pin.name, 0))
+            self._info(pin, readers, computing.get(prefix_id(pin.name), 0))
             for pin in self._pins.values()
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -56,6 +56,14 @@ class ModuleTiers(Protocol):
         """Copy them to the run's pages, before the next step reads them; False if they turn out to
         be damaged."""
         ...
+
+
+def _job_of(run: Run) -> Sequence | None:
+    """The job that computes a run."""
+    owner = run.owner
+    if isinstance(owner, Sequence) and owner.is_job and owner.run is not None:
+        return owner
+    return None
 
 
 def _order(sequence: Sequence) -> tuple[bool, int]:
@@ -320,16 +328,31 @@ class Scheduler:
         run.computed = computed
 
     def _extend_prompt(self, sequence: Sequence, budget: int) -> int:
-        """`_extend`, and before it jobs that compute what an interactive sequence waits for."""
+        """`_extend`, and before it jobs that compute what an interactive sequence waits for, as far
+        as it does."""
         left = budget
         if not sequence.is_job:
-            imported = [one.run for one in sequence.imports]
-            for owner in {run.owner for run in [*sequence.path(self.version), *imported]}:
-                if isinstance(owner, Sequence) and owner.is_job and owner.run is not None:
-                    left -= self._extend(owner, left)
+            for owner, tokens in self._awaited(sequence).items():
+                left -= self._extend(owner, min(left, tokens))
         if left > 0 and sequence.scheduled_step != self.step:
             left -= self._extend(sequence, left)
         return budget - left
+
+    def _awaited(self, sequence: Sequence) -> dict[Sequence, int]:
+        """Jobs that compute what a sequence reads, and in how many tokens of theirs it is there."""
+        found: dict[Sequence, int] = {}
+        for run in sequence.path(self.version):
+            if (owner := _job_of(run)) is not None:
+                ahead = min(run.end, sequence.num_to_compute) - owner.frontier
+                modules = sum(len(one.run.tokens) - one.run.computed for one in owner.imports)
+                found[owner] = max(found.get(owner, 0), ahead + modules)
+        modules_of: Counter[Sequence] = Counter()
+        for run in (one.run for one in sequence.imports):
+            if (owner := _job_of(run)) is not None:
+                modules_of[owner] += len(run.tokens) - run.computed
+        for owner, tokens in modules_of.items():
+            found[owner] = max(found.get(owner, 0), tokens)
+        return found
 
     def _extend(self, sequence: Sequence, budget: int) -> int:
         """Schedule a sequence's next tokens, and before them the modules that it imports and that

@@ -9,7 +9,7 @@ from onestem.engine.advance import Advance
 from onestem.engine.drawing import Drawing
 from onestem.engine.inputs import StepInputs, decodes_behind, join_prompts
 from onestem.engine.interrupts import uninterrupted
-from onestem.engine.pins import is_prefix
+from onestem.engine.pins import PrefixRequest
 from onestem.engine.results import Results
 from onestem.engine.runner import Runner
 from onestem.engine.sampler import Sampler
@@ -192,7 +192,7 @@ class Streaks:
         params = request.params
         return (
             request.priority != "job"
-            and not is_prefix(request.request_id)
+            and not isinstance(request, PrefixRequest)
             and request.pml is None
             and request.score_from is None
             and params.n == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onestem.engine import scheduler
+from onestem.engine.pins import prefix_id
 from onestem.errors import RequestError
 from onestem.request import Reuse
 from tests.engine.harness import assert_idle
@@ -107,6 +108,21 @@ def test_a_job_computes_what_an_interactive_request_waits_for():
     assert engine.stats.processed_prompt_tokens == len(shared) + 2 + 1
 
 
+def test_a_job_computes_no_more_than_an_interactive_request_waits_for():
+    engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
+    shared = [1, 2, 3, 4] * 5
+    engine.add_job("j", [request("j", [*shared, *[6] * 40], max_tokens=2)])
+    engine.step()
+    (job,) = engine.scheduler.running
+    assert job.frontier == 8
+    engine.add_request(request("a", [*shared, 7, 5], max_tokens=1))
+    engine.step()
+    assert job.frontier == 16
+    (output,) = engine.step()
+    assert (output.request_id, output.finished, job.frontier) == ("a", True, len(shared))
+    assert len(drain(engine)) == 1
+
+
 @pytest.mark.parametrize("room", [4, 64])  # with and without room for the job's next prompts
 def test_a_newcomers_first_step_is_its_own(room: int):
     """Who arrives while a job has the engine to itself waits for one step of it, not for two."""
@@ -122,6 +138,17 @@ def test_a_newcomers_first_step_is_its_own(room: int):
     job_rows = sum(chunk.end - chunk.start for chunk in chunks if chunk.sequence.is_job)
     assert job_rows <= engine.scheduler.job_share.limit == 1
     assert len(drain(engine)) == 41
+
+
+def test_a_request_named_like_a_prefix_is_one_like_any_other():
+    engine = make_symbolic(num_pages=200, page_size=4, max_model_len=100)
+    engine.pin_prefix("p", [1, 2, 3, 4, 5])
+    assert drain(engine) == {}
+    name = prefix_id("p")
+    engine.add_request(request(name, [1, 2, 3, 4, 5, 6], max_tokens=3))
+    engine.step()
+    engine.unpin_prefix("p")
+    assert len(drain(engine)[name].outputs[0].token_ids) == 3
 
 
 def test_a_job_goes_on_beside_prompts_that_never_decode():
