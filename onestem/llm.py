@@ -7,7 +7,7 @@ import gc
 import os
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -28,7 +28,7 @@ from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
-from onestem.request import Request, RequestOutput, SamplingParams
+from onestem.request import Request, RequestOutput, SamplingParams, show
 from onestem.threads import usable_cores
 
 __all__ = [
@@ -110,6 +110,8 @@ class LLM:
         module_disk: str | os.PathLike[str] | None = None,
         module_disk_memory: str | int = "16GiB",
     ) -> None:
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise ConfigError(f"seed is {seed!r}, expected an integer or None")
         set_threads(threads)
         self.name = str(model)
         self.path = find_model(model)
@@ -205,8 +207,12 @@ class LLM:
         many: list[Prompt]
         if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
             many = [cast(Prompt, prompts)]
+        elif isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0:
+            many = list(cast(Iterable[Prompt], prompts))
         else:
-            many = list(cast(Sequence[Prompt], prompts))
+            raise RequestError(
+                f"prompts is {show(prompts)}, expected a prompt or a list of prompts"
+            )
         ids = self._ids(many)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._answer(ids, texts, sampling_params)
@@ -231,6 +237,8 @@ class LLM:
         Raises:
             RequestError: as `generate`.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise RequestError(f"messages is {show(messages)}, expected a list of messages")
         if len(messages) == 0:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
@@ -238,6 +246,10 @@ class LLM:
         ids = []
         for i, conversation in enumerate(many):
             with _named("conversation", i, len(many)):
+                if not isinstance(conversation, Sequence):
+                    raise RequestError(
+                        f"messages is {show(conversation)}, expected a list of messages"
+                    )
                 listed = tokenizer.apply_chat_template(
                     list(conversation),  # type: ignore[arg-type]
                     add_generation_prompt,
@@ -460,8 +472,11 @@ def _ids_of(prompt: object) -> _Ids:
         few = np.flatnonzero((ids == 0) | (ids == 1)).tolist()
         bad = next((prompt[i] for i in few if not _is_id(prompt[i])), None)
         if bad is None:
-            listed = list(prompt) if len(prompt) and type(prompt[0]) is int else ids.tolist()
-            return _Ids(listed, ids)
+            if len(prompt) == 0 or type(prompt[0]) is int:
+                return _Ids(list(prompt), ids)
+            if all(map(_is_id, prompt)):  # numpy's
+                return _Ids(ids.tolist(), ids)
+            bad = next(token for token in prompt if not _is_id(token))
     raise RequestError(
         f"prompt holds {str(bad)[:40]!r} ({type(bad).__name__}), expected token ids (integers)"
     )
@@ -484,6 +499,8 @@ def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> _Ids:
             "integers with one dimension"
         )
     array = prompt.cpu().numpy() if isinstance(prompt, torch.Tensor) else prompt
+    if array.dtype.itemsize == 8 and array.dtype.kind == "u":
+        return _ids_of(array.tolist())  # some may be too large
     return _Ids(array.tolist(), array.astype(np.int64))
 
 
@@ -494,6 +511,10 @@ def _params_for(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(
+            f"sampling_params is {show(params)}, expected SamplingParams, or a list of them"
+        )
     if len(params) != count:
         raise RequestError(
             f"{len(params)} sampling parameters for {count} prompts: give one, or one each"

@@ -53,7 +53,7 @@ NEUTRAL_BESIDE_CHOICES: Mapping[str, object] = {
 
 def show(value: object) -> str:
     """`value` for an error message: its start, on one line."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:79] + "…"
 
 
@@ -103,7 +103,7 @@ class SamplingParams:
         top_p: keep the smallest set with this probability mass.
         min_p: keep tokens with at least `min_p` times the top token's probability.
         presence_penalty, frequency_penalty: OpenAI's, over the sampled tokens; -2..2.
-        repetition_penalty: over prompt and sampled tokens; > 0, 1 is off.
+        repetition_penalty: over prompt and sampled tokens; from 1e-6, 1 is off.
         seed: random numbers are a function of (seed, sequence index, token index) alone.
             `None`: the engine draws one per request; jobs derive it from the request's id.
         stop: strings that end the sequence, at most 64; cut from the text.
@@ -156,6 +156,10 @@ class SamplingParams:
         for name in ("logit_bias", "response_format"):
             value = getattr(self, name)
             _check(value is None or isinstance(value, Mapping), name, value, "a mapping or None")
+        if self.logit_bias is not None:  # what its owner does to it later is another matter
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
         self._check_counts()
         self._check_probabilities()
         self._check_texts()
@@ -210,7 +214,7 @@ class SamplingParams:
         number("min_p", 0.0, 1.0, "a number from 0 to 1")
         number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
         number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
-        number("repetition_penalty", 0.0, 100.0, "a number above 0 and at most 100", open_low=True)
+        number("repetition_penalty", 1e-6, 100.0, "a number from 1e-6 to 100")
         _check(
             self.top_k is None or (_is_int(self.top_k) and self.top_k >= -1),
             "top_k",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -101,6 +103,11 @@ def test_one_prompt_and_token_ids_and_params_each(llm, bare):
         ([[3], np.ones(3, bool)], "prompt 1: .* array of bool .* expected integers"),
         ([[3], torch.ones(3)], "prompt 1: .* array of torch.float32 .* expected integers"),
         ([[3], torch.ones(2, 2, dtype=torch.int64)], r"prompt 1: .* shape \[2, 2\]"),
+        ([[torch.tensor(5), torch.tensor(7)]], r"prompt holds 'tensor\(5\)' \(Tensor\)"),
+        ([np.array([2**64 - 1], np.uint64)], f"prompt holds '{2**64 - 1}'"),
+        (5, "prompts is 5, expected a prompt or a list"),
+        (None, "prompts is None, expected a prompt or a list"),
+        (np.array(5), r"prompts is array\(5\), expected a prompt or a list"),
     ],
 )
 def test_what_is_no_prompt(llm, bad, reason):
@@ -131,6 +138,51 @@ def test_chat_that_goes_on_and_variables_of_the_template(llm):
         llm.chat(messages, params, continue_final_message=True)
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], [None], 5, {}])
+def test_what_are_no_sampling_parameters(llm, params):
+    with pytest.raises(RequestError, match=r"sampling_params is .*, expected SamplingParams"):
+        llm.generate(["a"], params)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "a", {"role": "user", "content": "x"}, {}, [None]])
+def test_what_are_no_messages(llm, messages):
+    with pytest.raises(RequestError, match=r"messages is .*, expected a list of messages"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"ignore_eos": "false"}, "ignore_eos is 'false', expected a boolean"),
+        ({"skip_special_tokens": None}, "skip_special_tokens is None, expected a boolean"),
+        ({"include_stop_str_in_output": 2}, "include_stop_str_in_output is 2, expected a boolean"),
+        ({"repetition_penalty": 1e-7}, "repetition_penalty is 1e-07, expected .* from 1e-6 to 100"),
+        ({"temperature": np.zeros((3, 3))}, r"temperature is array\(\[\[0., 0., 0.\], \[0."),
+    ],
+)
+def test_fields_that_are_refused(fields, reason):
+    with pytest.raises(RequestError, match=reason) as caught:
+        SamplingParams(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_do_not_change_with_what_they_were_made_of(llm):
+    bias = {5: 100.0}
+    params = SamplingParams(logit_bias=bias, max_tokens=2, temperature=0)
+    bias["a"] = bias[5] = -100.0
+    assert llm.generate("x", params)[0].outputs[0].token_ids == [5, 5]
+
+
+def test_an_eos_that_the_model_does_not_have(model, tmp_path, caplog):
+    shutil.copytree(model, tmp_path / "model")
+    settings = {"eos_token_id": [2, VOCAB_SIZE + 5, -1]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    with LLM(tmp_path / "model", **OPTIONS) as llm:
+        (output,) = llm.generate("a", SamplingParams(max_tokens=4, min_tokens=3, temperature=0))
+    assert len(output.outputs[0].token_ids) >= 3
+    assert f"eos_token_id {VOCAB_SIZE + 5} is not among" in caplog.text
+
+
 def test_of_several_prompts_the_bad_one_is_named(llm):
     """And nothing is computed."""
     steps = llm.engine.stats.steps
@@ -159,6 +211,9 @@ def test_a_closed_llm(model):
     llm.close()
     with pytest.raises(ConfigError, match="is closed: make another"):
         llm.generate("a")
+    for seed in (1.5, "x", True):
+        with pytest.raises(ConfigError, match=r"seed is .*, expected an integer or None"):
+            LLM(model, **{**OPTIONS, "seed": seed})
 
 
 def test_answers_do_not_depend_on_company_or_order(llm):

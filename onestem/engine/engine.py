@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
@@ -42,6 +43,8 @@ from onestem.pml import EncodedSegment, Segment
 from onestem.request import FinishReason, Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats", "check_counts"]
+
+log = logging.getLogger(__name__)
 
 # A step that can only wait for a grammar ends after this, to see who else has come.
 GATE_SECONDS = 0.02
@@ -117,10 +120,11 @@ class Engine:
         self._jobs = Jobs()
         self._refused: list[RequestOutput] = []  # requests of jobs that can never be answered
         self._sampler = Sampler(decoder.config.vocab_size, defaults, decoder.device)
+        eos = _known_eos(defaults.eos_token_ids, decoder.config.vocab_size)
         if decoder.device.type == "cuda":
             self._sampler.warm_up()
         self._grammars = (
-            GrammarCompiler(tokenizer, decoder.config.vocab_size, defaults.eos_token_ids or None)
+            GrammarCompiler(tokenizer, decoder.config.vocab_size, eos or None)
             if tokenizer
             else None
         )
@@ -138,7 +142,7 @@ class Engine:
             scheduler=self.scheduler,
             sampler=self._sampler,
             tokenizer=tokenizer,
-            eos_token_ids=defaults.eos_token_ids,
+            eos_token_ids=eos,
             stats=self.stats,
             new_sequence=self._opening.sequence,
             on_finished=self._note_finished,
@@ -150,7 +154,7 @@ class Engine:
             self._sampler,
             self._results,
             self.stats,
-            eos_token_ids=defaults.eos_token_ids,
+            eos_token_ids=eos,
             share=share != "storage",
         )
         self._states: dict[str, RequestState] = {}
@@ -180,6 +184,7 @@ class Engine:
             tokenizer=self.tokenizer,
             token_ids=token_ids,
         )
+        self._sampler.settings_of(request.params)
         if self._grammars is not None:
             _refuse_unsupported(self._grammars.check, request)
         if request.pml is not None:
@@ -546,6 +551,14 @@ def check_counts(**counts: object) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+
+
+def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Those that the model can sample."""
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            log.warning("eos_token_id %d is not among the model's %d tokens", token, vocab_size)
+    return tuple(token for token in token_ids if 0 <= token < vocab_size)
 
 
 def _refuse_unsupported(check: Callable[..., object], request: Request) -> None:

@@ -178,11 +178,6 @@ class Results:
         """No token can follow: a grammar at its end before min_tokens, weights that overflow."""
         params = sequence.state.request.params
         reason = why_masked(params) if status == STATUS_MASKED else None
-        if reason is None and params.repetition_penalty not in (None, 1):
-            reason = (
-                f"the logits overflow with repetition_penalty {params.repetition_penalty}: "
-                "bring it nearer to 1"
-            )
         sequence.stop_reason = reason or NOT_FINITE
         self.finish(sequence, "error")
 
@@ -201,7 +196,9 @@ class Results:
     def _row_or_end(self, sequence: Sequence) -> SamplingRow | None:
         """`row`; None where there is none (a grammar's fault): the sequence has ended then."""
         try:
-            return self.row(sequence)
+            row = self.row(sequence)
+            self._sampler.admit(row)
+            return row
         except Exception as error:
             self._end_broken(sequence, error)
             return None
@@ -292,7 +289,10 @@ class Results:
         if self._is_stopped(sequence, token, may_stop=may_stop):
             return "stop"
         if sequence.grammar is not None and sequence.grammar.is_finished:
-            return "stop"
+            if may_stop:
+                return "stop"
+            sequence.stop_reason = why_masked(params)
+            return "error"
         return "length" if self.num_left(sequence) <= 0 else None
 
     def _is_stopped(self, sequence: Sequence, token: int, *, may_stop: bool) -> bool:

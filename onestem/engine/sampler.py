@@ -29,6 +29,7 @@ __all__ = ["Sampler", "SamplingDefaults", "Step"]
 
 _CACHE_ENTRIES = 8192
 _CACHE_PROMPTS = 256  # whose different ids are kept, 8 bytes each
+_MOST_TOKENS = 2**31 - 1  # no sequence has more
 # A lower one is greedy: float32 logits have no smaller differences.
 LOWEST_TEMPERATURE = 1e-6
 
@@ -131,19 +132,19 @@ class Sampler:
                     return float(found)
             return neutral
 
-        top_k, heat = int(value("top_k", 0)), value("temperature", 1.0)
+        top_k, heat = value("top_k", 0), value("temperature", 1.0)
         bias = params.logit_bias or {}
         return SamplingSettings(
             temperature=heat if heat >= LOWEST_TEMPERATURE else 0.0,
-            top_k=top_k if 0 < top_k < self.vocab_size else 0,
-            top_p=value("top_p", 1.0),
+            top_k=int(top_k) if 0 < top_k < self.vocab_size else 0,
+            top_p=_not_above(value("top_p", 1.0)),
             min_p=value("min_p", 0.0),
             repetition_penalty=value("repetition_penalty", 1.0),
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
             bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
-            min_tokens=params.min_tokens,
+            min_tokens=min(params.min_tokens, _MOST_TOKENS),
             logprobs=params.logprobs,
         )
 
@@ -162,6 +163,10 @@ class Sampler:
         records = np.frombuffer(b"".join([self._record(row) for row in rows]), ROW).copy()
         records["token"] = [row.token_index for row in rows]
         return records
+
+    def admit(self, row: SamplingRow) -> None:
+        """Raise here what is wrong with a row, so that it costs its own request alone."""
+        self._record(row)
 
     def _record(self, row: SamplingRow) -> bytes:
         if not row.record:
@@ -279,6 +284,14 @@ class Sampler:
         return chosen.entries(ids, counts)
 
 
+def _not_above(share: float) -> float:
+    """The next float32 that is not larger, and above 0: equal logits at the limit stay outside."""
+    nearest = np.float32(share)
+    if float(nearest) > share:
+        nearest = np.nextafter(nearest, np.float32(0))
+    return float(max(nearest, np.finfo(np.float32).tiny))
+
+
 class Step:
     """The rows of a step, as `Sampler.launch` takes them. It serves further steps of the same rows,
     each a token later.
@@ -332,7 +345,8 @@ def _bias(i: int, row: SamplingRow, sampler: Sampler) -> _Entry:
 def _stops(i: int, row: SamplingRow) -> _Entry:
     """Ids that a row may not sample, and for how many steps from now on."""
     ids = np.fromiter(row.stop_ids, np.int64, len(row.stop_ids))
-    return i, ids, np.full(len(ids), row.params.min_tokens - row.token_index)
+    until = min(row.params.min_tokens, _MOST_TOKENS) - row.token_index
+    return i, ids, np.full(len(ids), until)
 
 
 def _entries(entries: list[_Entry], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -170,8 +170,40 @@ def test_logits_that_are_not_finite_end_their_own_answers(llm, monkeypatch, temp
         assert "the logits are not finite" in str(output.stop_reason)
 
 
-def test_a_penalty_that_overflows_is_named(llm):
-    fields = {"repetition_penalty": 1e-38, "temperature": 0, "max_tokens": 40}
-    found = run(llm, [request_of(llm, "small", fields), request_of(llm, "other", {})])
-    assert "repetition_penalty 1e-38" in str(found["small"].outputs[0].stop_reason)
+def test_more_tokens_at_least_than_any_sequence_has(llm):
+    """They do not fit in the sampler's 32 bits."""
+    for least in (2**31 - 1, 2**31, 2**70):
+        fields = {"min_tokens": least, "max_tokens": None, "ignore_eos": False}
+        found = run(llm, [request_of(llm, "long", fields), request_of(llm, "other", {})])
+        assert found["long"].outputs[0].finish_reason == "length"
+        assert found["other"].outputs[0].finish_reason == "length"
+
+
+def test_what_the_sampler_cannot_take_is_refused_alone(llm, monkeypatch):
+    """A fault while a row is told to the sampler ends its answer."""
+    known = Sampler._new_record
+
+    def broken(self: Sampler, row: Any) -> bytes:
+        if row.seed == 99:
+            raise ZeroDivisionError("a fault of ours")
+        return known(self, row)
+
+    monkeypatch.setattr(Sampler, "_new_record", broken)
+    victim = request_of(llm, "victim", {"n": 2, "seed": 99})
+    found = run(llm, [request_of(llm, "a", {}), victim, request_of(llm, "b", {"n": 3})])
+    assert {o.finish_reason for o in found["victim"].outputs} == {"error"}
+    assert {o.finish_reason for name in "ab" for o in found[name].outputs} == {"length"}
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_that_ends_too_early_is_an_error(llm, ignore_eos):
+    schema = {"name": "a", "schema": {"type": "boolean"}}
+    fields = {
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "max_tokens": 60, "min_tokens": 50, "temperature": 0, "ignore_eos": ignore_eos,
+    }  # fmt: skip
+    found = run(llm, [request_of(llm, "victim", fields), request_of(llm, "other", {})])
+    (output,) = found["victim"].outputs
+    assert output.finish_reason == "error"
+    assert "response_format and min_tokens together" in str(output.stop_reason)
     assert found["other"].outputs[0].finish_reason == "length"

@@ -253,6 +253,17 @@ def test_top_p_keeps_the_smallest_set_with_that_mass() -> None:
     assert seen_tokens(logits, SamplingParams(top_p=1e-9)) == {1}
 
 
+@pytest.mark.parametrize("top_p", [5e-324, 1e-50, 1e-40])
+def test_the_smallest_top_p_keeps_the_first(top_p: float) -> None:
+    assert seen_tokens([1.0, 1.0, 0.5], SamplingParams(top_p=top_p), draws=40) == {0}
+
+
+def test_equal_logits_at_the_limit_of_top_p_stay_outside() -> None:
+    """0.1 is a little more than a tenth in float32."""
+    assert seen_tokens([0.0] * 20, SamplingParams(top_p=0.1)) == {0, 1}
+    assert seen_tokens([0.0] * 20, SamplingParams(top_p=0.7)) == set(range(14))
+
+
 def test_top_p_counts_what_top_k_left() -> None:
     logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
     # of 0.4 and 0.3 the first is 0.571

@@ -279,7 +279,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ("top_p", 0, "above 0"),
         ("min_p", 1.5, "from 0 to 1"),
         ("top_k", -5, "at least -1"),
-        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", 0, "from 1e-6"),
         ("temperature", math.nan, "finite"),
     ],
 )
