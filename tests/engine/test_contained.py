@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 def llm(tmp_path_factory):
     path = make_tiny("llama", tmp_path_factory.mktemp("contained") / "llama")
     make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return LLM(path, dtype="float32", kv_memory="8MiB", device="cpu")
+    return LLM(path, dtype="float32", kv_memory="8MiB", max_model_len=256, device="cpu")
 
 
 def request_of(llm: LLM, name: str, fields: dict[str, Any]) -> Request:
