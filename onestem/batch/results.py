@@ -160,7 +160,7 @@ def _in_order(output: RequestOutput) -> list[CompletionOutput]:
 
 def _body(name: str, object_type: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
     num_prompt_tokens = len(output.prompt_token_ids)
-    num_output_tokens = sum(len(sequence.token_ids) for sequence in output.outputs)
+    num_output_tokens = output.metrics.num_output_tokens
     body: dict[str, Any] = {
         "id": name,
         "object": object_type,

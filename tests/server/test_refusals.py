@@ -27,6 +27,7 @@ BAD = [
         ("echo", True), ("best_of", 2), ("suffix", "x"), ("logprobs", True), ("logprobs", -1),
         ("prompt", []), ("prompt", ["a", 3]), ("prompt", [[1], "a"]), ("prompt", [1, True]),
         ("prompt", {}), ("prompt", [2560]), ("prompt", [-1]), ("prompt", ["a"] * 257),
+        ("prompt", [["a"]]), ("prompt", [[[1]]]), ("prompt", [[1], ["a"]]),
         ("prompt", [[]]), ("max_completion_tokens", 3), ("messages", USER),
     ]],
     *[(endpoint, name, value) for endpoint in ("chat/completions", "completions")
