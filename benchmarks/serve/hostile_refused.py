@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "the old mill"}]
 NEVER = {"type": "object", "not": {}}
 
 WRONG: list[Json] = [
-    *({"max_tokens": value} for value in ("8", 0, -1, 1.5, True, [], 10**400)),
+    *({"max_tokens": value} for value in ("8", 0, -1, 1.5, True, [])),
     *({"temperature": value} for value in ("hot", -1, 101, {}, 1e308)),
     *({"n": value} for value in (0, -1, 1025, True, "2", 10**30)),
     *({"stop": value} for value in (5, [1], [""], "", ["a"] * 65, {"a": "b"})),

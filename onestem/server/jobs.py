@@ -31,7 +31,7 @@ from onestem.server.job_attempt import JobAttempt, StoppedError, Told, in_thread
 from onestem.server.job_files import count_lines, keep_output
 from onestem.server.logs import log
 from onestem.server.schemas import Schemas
-from onestem.server.store import Row, Store
+from onestem.server.store import OPEN_STATUSES, Row, Store
 from onestem.server.tenants import Tenant
 
 __all__ = ["JobModel", "Jobs"]
@@ -77,6 +77,9 @@ class Jobs:
         self._last_owner = ""
         self._stopping = False
         self._lock = threading.Lock()
+        self._chosen: str | None = None  # whose turn it is
+        self._not_to_begin: set[str] = set()  # cancelled between its turn and its beginning
+        self._ending: set[str] = set()  # cancelled before its turn, and not ended yet
 
     # ------------------------------------------------------------------------- API
 
@@ -113,6 +116,15 @@ class Jobs:
         record = await asyncio.to_thread(self._mark_cancelling, tenant.name, batch_id)
         if self._active is not None and self._active[0] == batch_id:
             self._active[1].stop(StoppedError("cancelled"))
+        elif self._chosen == batch_id:
+            self._not_to_begin.add(batch_id)
+        elif batch_id not in self._ending:  # its turn may be far away
+            self._ending.add(batch_id)
+            try:
+                await self._cancelled(tenant.name, batch_id)
+            finally:
+                self._ending.discard(batch_id)
+            record = await self.find(tenant, batch_id)
         self._wake.set()
         return record
 
@@ -168,11 +180,18 @@ class Jobs:
                 await self._wake.wait()
                 continue
             owner, record = chosen
+            if record["id"] in self._ending:
+                await self._wake.wait()
+                continue
+            self._chosen = record["id"]
             try:
                 await self._attempt(owner, record, deaths)
             except Exception as error:
                 log.exception("job_failed", error, job=record["id"])
                 await self._failed(owner, record["id"], "internal", str(error))
+            finally:
+                self._not_to_begin.discard(self._chosen)
+                self._chosen = None
 
     def _choose(self) -> tuple[str, Row] | None:
         """The oldest open batch of the key that comes after the last one's."""
@@ -187,8 +206,12 @@ class Jobs:
     async def _attempt(self, owner: str, record: Row, deaths: dict[str, int]) -> None:
         self._last_owner = owner
         batch_id = record["id"]
+        found = await asyncio.to_thread(self._store.batch, owner, batch_id)
+        if found is None or found["status"] not in OPEN_STATUSES:
+            return  # it was cancelled meanwhile
+        record = found
         run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
-        if record["status"] == "cancelling":
+        if record["status"] == "cancelling" or batch_id in self._not_to_begin:
             await self._cancelled(owner, batch_id)
             return
         if record["status"] == "finalizing" and not self._place(batch_id).exists():
@@ -295,6 +318,9 @@ class Jobs:
 
     def _end_early(self, owner: str, batch_id: str, changes: Mapping[str, Any]) -> None:
         """What was answered before a batch was cancelled or failed is its output."""
+        before = self._store.batch(owner, batch_id)
+        if before is None or before["status"] not in OPEN_STATUSES:
+            return  # it has ended
         place = self._place(batch_id)
         partial_file = place.with_name(place.name + ".partial")
         output, errors = keep_output(self._store, owner, batch_id, partial_file)

@@ -211,6 +211,22 @@ def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
         server.check()
 
 
+def test_a_batch_that_has_not_begun_is_cancelled_at_once(tmp_path, tiny_model):
+    with three_of_thirty_answered(tmp_path, tiny_model) as (server, http, held, batch_id):
+        waiting = create(http, lines(5))
+        assert waiting["status"] == "validating"
+        batch = http.post(f"/v1/batches/{waiting['id']}/cancel").json()
+        assert (batch["status"], batch["output_file_id"]) == ("cancelled", None)
+        assert http.post(f"/v1/batches/{waiting['id']}/cancel").status_code == 409
+        assert http.delete(f"/v1/files/{waiting['input_file_id']}").status_code == 200
+        assert http.get(f"/v1/batches/{batch_id}").json()["status"] == "in_progress"
+        last = create(http, lines(5))
+        held.let(math.inf)
+        assert ended(http, batch_id)["status"] == "completed"
+        assert ended(http, last["id"])["status"] == "completed"
+        server.check()
+
+
 def test_files_in_use_stay(tmp_path, tiny_model):
     held = Held()
     with running(tmp_path, model=tiny_model, change=held) as server, server.http() as http:
