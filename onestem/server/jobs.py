@@ -77,9 +77,6 @@ class Jobs:
         self._last_owner = ""
         self._stopping = False
         self._lock = threading.Lock()
-        self._chosen: str | None = None  # whose turn it is
-        self._not_to_begin: set[str] = set()  # cancelled between its turn and its beginning
-        self._ending: set[str] = set()  # cancelled before its turn, and not ended yet
 
     # ------------------------------------------------------------------------- API
 
@@ -116,14 +113,8 @@ class Jobs:
         record = await asyncio.to_thread(self._mark_cancelling, tenant.name, batch_id)
         if self._active is not None and self._active[0] == batch_id:
             self._active[1].stop(StoppedError("cancelled"))
-        elif self._chosen == batch_id:
-            self._not_to_begin.add(batch_id)
-        elif batch_id not in self._ending:  # its turn may be far away
-            self._ending.add(batch_id)
-            try:
-                await self._cancelled(tenant.name, batch_id)
-            finally:
-                self._ending.discard(batch_id)
+        else:  # its turn may be far away
+            await self._cancelled(tenant.name, batch_id)
             record = await self.find(tenant, batch_id)
         self._wake.set()
         return record
@@ -180,18 +171,11 @@ class Jobs:
                 await self._wake.wait()
                 continue
             owner, record = chosen
-            if record["id"] in self._ending:
-                await self._wake.wait()
-                continue
-            self._chosen = record["id"]
             try:
-                await self._attempt(owner, record, deaths)
+                await self._attempt(owner, record["id"], deaths)
             except Exception as error:
                 log.exception("job_failed", error, job=record["id"])
                 await self._failed(owner, record["id"], "internal", str(error))
-            finally:
-                self._not_to_begin.discard(self._chosen)
-                self._chosen = None
 
     def _choose(self) -> tuple[str, Row] | None:
         """The oldest open batch of the key that comes after the last one's."""
@@ -203,24 +187,23 @@ class Jobs:
         later = sorted(oldest, key=lambda owner: (owner <= self._last_owner, owner))
         return later[0], oldest[later[0]]
 
-    async def _attempt(self, owner: str, record: Row, deaths: dict[str, int]) -> None:
+    async def _attempt(self, owner: str, batch_id: str, deaths: dict[str, int]) -> None:
         self._last_owner = owner
-        batch_id = record["id"]
-        found = await asyncio.to_thread(self._store.batch, owner, batch_id)
-        if found is None or found["status"] not in OPEN_STATUSES:
-            return  # it was cancelled meanwhile
-        record = found
         run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
-        if record["status"] == "cancelling" or batch_id in self._not_to_begin:
-            await self._cancelled(owner, batch_id)
-            return
-        if record["status"] == "finalizing" and not self._place(batch_id).exists():
-            # The server died when the output was among the files already.
-            await self._completed(owner, batch_id, record["request_counts"])
-            return
-        self._active = (batch_id, run)
-        log.info("job_started", job=batch_id, key=owner or None)
+        self._active = (batch_id, run)  # who cancels it from now on stops the attempt
         try:
+            record = await asyncio.to_thread(self._store.batch, owner, batch_id)
+            if record is None or record["status"] not in OPEN_STATUSES:
+                return  # it was cancelled before
+            if record["status"] == "cancelling":
+                await self._cancelled(owner, batch_id)
+                return
+            if record["status"] == "finalizing" and not self._place(batch_id).exists():
+                # The server died when the output was among the files already.
+                await self._completed(owner, batch_id, record["request_counts"])
+                return
+            run.check()
+            log.info("job_started", job=batch_id, key=owner or None)
             summary = await in_thread(partial(self._run_job, owner, record, run))
             counts = {"total": summary.total, "completed": summary.ok, "failed": summary.failed}
             await self._completed(owner, batch_id, counts)
@@ -318,16 +301,15 @@ class Jobs:
 
     def _end_early(self, owner: str, batch_id: str, changes: Mapping[str, Any]) -> None:
         """What was answered before a batch was cancelled or failed is its output."""
-        before = self._store.batch(owner, batch_id)
-        if before is None or before["status"] not in OPEN_STATUSES:
-            return  # it has ended
         place = self._place(batch_id)
         partial_file = place.with_name(place.name + ".partial")
-        output, errors = keep_output(self._store, owner, batch_id, partial_file)
-        num_failed = count_lines(self._store, errors)
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
+            if record["status"] not in OPEN_STATUSES:
+                return  # it has ended
+            output, errors = keep_output(self._store, owner, batch_id, partial_file)
+            num_failed = count_lines(self._store, errors)
             counts = {
                 **record["request_counts"],
                 "completed": count_lines(self._store, output) - num_failed,
