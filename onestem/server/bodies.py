@@ -97,19 +97,12 @@ def _each_prompt(kind: Kind, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(prompt[0], str):
         odd = next((one for one in prompt if not isinstance(one, str)), None)
     elif isinstance(prompt[0], list):
-        odd = next((one for one in prompt if not _is_flat(one)), None)
+        odd = next((one for one in prompt if not isinstance(one, list)), None)
     else:
         return [{}]
     if odd is not None:
-        raise RequestError(
-            f"prompt has {show(odd)}, expected a text, token ids, or a list of one of them"
-        )
-    return [{"prompt": one} for one in prompt]
-
-
-def _is_flat(prompt: object) -> bool:
-    """Whether it is no list of texts or of lists."""
-    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (str, list)))
+        raise RequestError(f"prompt has {show(odd)} among others of another type")
+    return [{"prompt": [one]} for one in prompt]  # a list of one, of which no other list is left
 
 
 def _check_sizes(asked: Asked) -> None:
