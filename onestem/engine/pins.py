@@ -17,8 +17,11 @@ from onestem.request import Request, SamplingParams
 __all__ = ["PinnedPrefixes", "PrefixInfo", "PrefixRequest", "prefix_id"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class PrefixRequest(Request):
-    """Computes a prefix that is to be pinned; nobody waits for its output."""
+    """Computes the prefix of a name, to be pinned; nobody waits for its output."""
+
+    name: str
 
 
 def prefix_id(name: str) -> str:
@@ -59,6 +62,7 @@ class _Pin:
     def request(self) -> Request:
         """What computes it."""
         return PrefixRequest(
+            name=self.name,
             request_id=prefix_id(self.name),
             prompt_token_ids=self.token_ids.tolist(),
             params=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
@@ -133,8 +137,7 @@ class PinnedPrefixes:
 
     def computed(self, request: PrefixRequest) -> None:
         """A request has ended: keep what it computed, if its prefix is still wanted."""
-        pins = self._pins.values()
-        pin = next((pin for pin in pins if prefix_id(pin.name) == request.request_id), None)
+        pin = self._pins.get(request.name)
         if pin is None:
             return
         ids = pin.token_ids
