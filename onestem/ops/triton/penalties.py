@@ -126,7 +126,8 @@ class TritonPenalties:
         self, place: int, prompt: NDArray[np.integer] | None, output: NDArray[np.integer]
     ) -> None:
         ids, counts = np.unique(self._inside(output), return_counts=True)
-        seen = ids if prompt is None else np.concatenate((np.unique(self._inside(prompt)), ids))
+        # Bits may be set twice: the prompt's ids need not differ.
+        seen = ids if prompt is None else np.concatenate((self._inside(prompt), ids))
         self._new[place] = (seen, ids, counts)
         self._released.discard(place)
 

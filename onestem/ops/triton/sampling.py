@@ -214,6 +214,20 @@ def _ordered(x):
 
 
 @triton.jit
+def _group_tops(base, vocab, GROUPS: tl.constexpr):
+    """The highest logit of each group of ids that are alike modulo GROUPS, and whether one of them
+    all is not finite (-inf is: nobody draws it)."""
+    tops = tl.full([GROUPS], -_INFINITY, tl.float32)
+    fault = tl.zeros([GROUPS], tl.int32)
+    for start in range(0, vocab, GROUPS):
+        at = start + tl.arange(0, GROUPS)
+        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
+        fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
+        tops = tl.maximum(tops, x)
+    return tops, tl.max(fault, 0) > 0
+
+
+@triton.jit
 def _count_from(base, vocab, least, BLOCK: tl.constexpr):
     """Tokens whose ordered logit is at least `least`."""
     found = tl.zeros([BLOCK], tl.int32)
@@ -269,15 +283,8 @@ def _leading(
     base = logits + row * stride
     count = tl.load(asked + _TOP_K) if DRAW else most
     count = tl.minimum(count, vocab)
-    # The highest logit of each group of ids that are alike modulo GROUPS. The count-th highest of
-    # them is a lower bound of the count-th logit, and seldom far below it.
-    tops = tl.full([GROUPS], -_INFINITY, tl.float32)
-    fault = tl.zeros([GROUPS], tl.int32)
-    for start in range(0, vocab, GROUPS):
-        at = start + tl.arange(0, GROUPS)
-        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
-        fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
-        tops = tl.maximum(tops, x)
+    # The count-th highest of them is a lower bound of the count-th logit, and seldom far below it.
+    tops, wrong = _group_tops(base, vocab, GROUPS)
     highest = tl.max(tops, 0)
     order = tl.sort(tops, descending=True)
     bound = tl.max(tl.where(tl.arange(0, GROUPS) == count - 1, order, -_INFINITY), 0)
@@ -305,7 +312,6 @@ def _leading(
     x = tl.where(there, bits.to(tl.float32, bitcast=True), -_INFINITY)
     token_ids = tl.where(there, packed.to(tl.int32) ^ 0x7FFFFFFF, 0)
     if DRAW:
-        wrong = tl.max(fault, 0) > 0
         x = tl.where(wrong, 0.0, x)
         highest = tl.where(wrong | (highest == -_INFINITY), 0.0, highest)
         winner = _draw_leading(asked, steps, x, token_ids, highest, there, rank)
@@ -356,14 +362,8 @@ def _nucleus(logits, stride, index, rows, steps, ids, status, vocab, BLOCK: tl.c
     top_k, heat = tl.load(asked + _TOP_K), 1.0 / temperature
     seed, sequence = _seed(asked), tl.load(asked + _SEQUENCE)
     token = tl.load(asked + _TOKEN) + steps
-    tops = tl.full([BLOCK], -_INFINITY, tl.float32)
-    fault = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(base + at, mask=at < vocab, other=-_INFINITY)
-        fault |= ((x != x) | (x == _INFINITY)).to(tl.int32)
-        tops = tl.maximum(tops, x)
-    wrong, highest = tl.max(fault, 0) > 0, tl.max(tops, 0)
+    tops, wrong = _group_tops(base, vocab, BLOCK)
+    highest = tl.max(tops, 0)
     vocab = tl.where(wrong | (highest == -_INFINITY), 0, vocab)  # nobody runs
     highest = tl.where(vocab > 0, highest, 0.0)
     least = _least(asked, highest, temperature)
