@@ -211,6 +211,26 @@ def test_cancelled_batches_keep_what_is_answered(tmp_path, tiny_model):
         server.check()
 
 
+def test_a_lines_usage_is_that_of_the_request_over_http(tmp_path, tiny_model):
+    """Also of choices, for which nothing is sampled."""
+    bodies = [
+        {"prompt": DOCUMENT, "max_tokens": 4, "temperature": 0, **more}
+        for more in ({}, {"n": 3, "temperature": 1, "seed": 1}, {"choices": ["yes", "neither"]})
+    ]
+    asked = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    raw = b"".join(json.dumps(line).encode() + b"\n" for line in asked)
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        batch = ended(http, create(http, raw)["id"])
+        made = [json.loads(line)["response"]["body"] for line in output(http, batch).splitlines()]
+        for body, line in zip(bodies, made, strict=True):
+            usage = http.post("/v1/completions", json=body).json()["usage"]
+            assert [line["usage"][name] for name in names] == [usage[name] for name in names]
+
+
 def test_a_batch_that_has_not_begun_is_cancelled_at_once(tmp_path, tiny_model):
     with three_of_thirty_answered(tmp_path, tiny_model) as (server, http, held, batch_id):
         waiting = create(http, lines(5))
