@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.batch import HERE, machine
 from onestem.engine.engine import Engine
-from onestem.engine.runner import ShareMode
+from onestem.engine.step.runner import ShareMode
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
@@ -152,17 +152,14 @@ def steps(engine: Engine, prefix: int, batch: int, own: int) -> Iterator[Step]:
             continue
         count += 1
         if FIRST < count <= FIRST + STEPS:
-            streak = engine._streaks.present
-            assert streak is not None
-            positions = streak._advance.inputs.positions
+            positions = engine.order.inputs.positions
             yield Step(seconds, float(positions.mean()) + 1 - prefix)
     engine.cache.clear()
 
 
 def all_decode(engine: Engine, batch: int) -> bool:
     """Whether the last step was one of decodes alone, of the whole batch."""
-    streak = engine._streaks.present
-    return streak is not None and not streak.mixed and streak.num_live == batch
+    return len(engine.order) == batch and not engine.order.chunks
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ def long_answers(llm: LLM) -> dict[str, Any]:
     rate = _rate(llm, prompts, {}, 1024)
     found = {
         "tokens_per_s": rate,
-        "set_backs": llm.engine.stats.set_backs,
+        "num_preempted": llm.engine.stats.num_preempted,
         "kv_tokens": llm.kv_tokens,
     }
     print(f"512 + 1,024: {found}", flush=True)

@@ -28,7 +28,7 @@ from onestem.pml import Library, to_markup
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
-    from onestem.engine.tokenizer import Tokenizer
+    from onestem.engine.text.tokenizer import Tokenizer
     from onestem.llm import LLM
 
 __all__ = ["plan_file", "run_file", "schema_options"]
@@ -142,8 +142,8 @@ def plan_file(
         the plan's report (`PlanReport.to_dict`), with `failed_lines`. Each of `largest_groups` is
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
     """
-    from onestem.engine.admission import check_request
-    from onestem.engine.tokenizer import Tokenizer
+    from onestem.engine.schedule.admission import check_request
+    from onestem.engine.text.tokenizer import Tokenizer
     from onestem.llm import find_model, kv_memory_bytes, pick_device, pick_dtype
     from onestem.models.config import ModelConfig
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.engine import Engine, check_counts
-from onestem.engine.runner import ShareMode
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.step.runner import ShareMode
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder

@@ -306,15 +306,15 @@ class RequestMetrics:
     """What a request cost. Times are seconds of `time.monotonic()`.
 
     `num_computed_tokens` counts the prompt's rows that were computed for all of its sequences, also
-    again after a set-back; for one sequence that was never set back, it and `num_cached_tokens` are
-    `num_prompt_tokens` together.
+    again after a preemption; for one sequence that was never preempted, it and `num_cached_tokens`
+    are `num_prompt_tokens` together.
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
-    num_set_backs: int = 0
+    num_preempted: int = 0
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None

@@ -72,6 +72,11 @@ class Node:
         return self.start + len(self.tokens)
 
     @property
+    def num_matchable(self) -> int:
+        """Leading tokens that others may match."""
+        return len(self.tokens)
+
+    @property
     def position(self) -> int:
         """Position id of its first token; positions inside a node are consecutive."""
         return self.start + self.label.shift
@@ -137,25 +142,14 @@ class RadixTree(Generic[N]):
             node, at = self._descend(node, tokens[:end], at, label)
         return node, at
 
-    def reached(
-        self, tokens: np.ndarray, limit: int | None = None, stretches: Sequence[Stretch] = PLAIN
-    ) -> N:
-        """The deepest node that `match` would find whole; nothing is split."""
-        node, at = self.root, 0
-        for start, end, label in cut(stretches, len(tokens) if limit is None else limit):
-            while start <= at < end:
-                child = node.children.get((label, int(tokens[at])))
-                if child is None or common_length(child.tokens, tokens[at:end]) < len(child.tokens):
-                    return node
-                node, at = child, at + len(child.tokens)
-        return node
-
     def _descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
         while at < len(tokens):
             child = node.children.get((label, int(tokens[at])))
             if child is None:
                 break
-            same = common_length(child.tokens, tokens[at:])
+            same = min(common_length(child.tokens, tokens[at:]), child.num_matchable)
+            if same == 0:
+                break
             if same < len(child.tokens):
                 return (self.split(child, same), at + same)
             node, at = child, at + same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.llm import find_model
 
 for name in ("onestem.bench", "onestem.cli", "onestem.jobs"):

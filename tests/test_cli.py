@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from onestem.cli import main
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.llm import pick_device, pick_dtype
 from onestem.models.config import ModelConfig
 from onestem.ops.cpu import is_built

@@ -378,5 +378,5 @@ def test_bad_sampling_parameters(field):
 
 
 def test_memory_is_left_for_the_logits_of_the_largest_graph():
-    graphs = pytest.importorskip("onestem.engine.graphs")
+    graphs = pytest.importorskip("onestem.engine.step.graphs")
     assert graphs.BATCH_SIZES[-1] == LOGIT_ROWS

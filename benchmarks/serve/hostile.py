@@ -327,7 +327,7 @@ class Run:
                 "free_tokens": now["kv"]["free_tokens"],
                 "running": now["queue"]["running"],
                 "waiting": now["queue"]["waiting"],
-                "set_backs": now["totals"]["set_backs"],
+                "num_preempted": now["totals"]["num_preempted"],
                 "restarts": now["engine"]["restarts"],
                 "requests": self.tally.requests,
             }
@@ -350,7 +350,7 @@ class Run:
             "kv": now["kv"],
             "answers": answers,
             "restarts": now["engine"]["restarts"],
-            "set_backs": now["totals"]["set_backs"],
+            "num_preempted": now["totals"]["num_preempted"],
             "steps": now["totals"]["steps"],
         }
 

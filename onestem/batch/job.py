@@ -65,7 +65,7 @@ from onestem.batch.spool import (
     write_spool,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
-from onestem.engine.masked import is_masked
+from onestem.engine.sampling.masked import is_masked
 from onestem.errors import JobError
 from onestem.request import Request, RequestOutput
 

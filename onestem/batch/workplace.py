@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from onestem.engine.seeds import SAMPLER_VERSION
+from onestem.engine.sampling.seeds import SAMPLER_VERSION
 from onestem.errors import JobError
 
 __all__ = ["JobIdentity", "Workplace", "file_errors"]

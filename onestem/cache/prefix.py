@@ -123,7 +123,7 @@ class PrefixCache:
 
     def _retire(self, run: Run) -> None:
         """Nobody holds a run any more: keep what is computed, if others can find it."""
-        run.owner = None
+        run.owner, run.grows = None, False
         run.last_used = self._idle.clock
         if run in self._private:
             self._adopt(run)

@@ -22,12 +22,15 @@ class Run(Node):
         computed: leading tokens whose KV is written, or scheduled to be in the present step.
         pins: sequences (and groups) whose path holds this run.
         owner: who computes what is not yet computed (any object), or None.
+        grows: a sequence appends its answer to it. Nobody else holds it, and whoever matches its
+            tokens splits it: the writer keeps the lower part, of at least one token.
         last_used: the cache's clock when it was last let go.
         uid: number of creation; orders rows so that a run's rows are neighbours.
     """
 
     __slots__ = (
         "computed",
+        "grows",
         "last_used",
         "offset",
         "owner",
@@ -53,9 +56,14 @@ class Run(Node):
         self.computed = 0
         self.pins = 0
         self.owner: object | None = None
+        self.grows = False
         self.last_used = 0
         self.uid = next(Run._uids)
         self.pool: PagePool | None = None
+
+    @property
+    def num_matchable(self) -> int:
+        return min(self.computed, len(self.tokens) - 1) if self.grows else len(self.tokens)
 
     def split_off(self, at: int) -> Run:
         """Nothing is copied: where the cut falls inside a page, both parts refer to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
 
 __all__ = ["load_tokenizer"]

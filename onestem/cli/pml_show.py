@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.pml import Block, CompiledPrompt, Layout, Segment, Slot, Span
 from onestem.pml.nodes import modules_of
 

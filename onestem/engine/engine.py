@@ -10,37 +10,40 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.admission import check_pml, check_request, longest_choice
-from onestem.engine.grammar import GrammarCompiler
-from onestem.engine.inputs import StepInputs, build_inputs
-from onestem.engine.interrupts import uninterrupted
-from onestem.engine.jobs import Jobs
-from onestem.engine.opening import Opening
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.modules.tiers import ModuleTiers
 from onestem.engine.outputs import aborted_output, refused_output, request_output
-from onestem.engine.pins import PinnedPrefixes, PrefixInfo, PrefixRequest, prefix_id
-from onestem.engine.queue import Gate, HybridQueue, PlannedQueue
-from onestem.engine.results import Results
-from onestem.engine.reuse import explain
-from onestem.engine.runner import Runner, ShareMode
-from onestem.engine.sampler import Sampler
-from onestem.engine.scheduler import Chunk, Scheduler
-from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.schedule.admission import check_pml, check_request, longest_choice
+from onestem.engine.schedule.edits import Chunk, Edits
+from onestem.engine.schedule.factory import SequenceFactory
+from onestem.engine.schedule.jobs import Jobs
+from onestem.engine.schedule.pins import PinnedPrefixes, PrefixInfo, PrefixRequest, prefix_id
+from onestem.engine.schedule.queue import Gate, HybridQueue, PlannedQueue
+from onestem.engine.schedule.scheduler import Scheduler, SourceError
+from onestem.engine.sequence import RequestState
 from onestem.engine.snapshot import snapshot
 from onestem.engine.stats import EngineStats
-from onestem.engine.streaks import Streaks
-from onestem.engine.tiers import ModuleTiers
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.step.flight import Flight
+from onestem.engine.step.interrupts import uninterrupted
+from onestem.engine.step.launch import Launcher
+from onestem.engine.step.order import Order
+from onestem.engine.step.results import Results
+from onestem.engine.step.runner import Runner, ShareMode
+from onestem.engine.step.slots import Slots
+from onestem.engine.step.suspects import Suspects
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl, resolve
 from onestem.pml import EncodedSegment, Segment
-from onestem.request import FinishReason, Request, RequestOutput
+from onestem.request import Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats", "check_counts"]
 
@@ -96,29 +99,19 @@ class Engine:
         self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
         self.impl = _attention_for(decoder, impl)
         self.stats = EngineStats()
-        self._runner = _make_runner(
+        runner = _make_runner(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
         self._queue = HybridQueue(self._gate)
         self._fifo = self._queue.interactive
-        self.scheduler = Scheduler(
-            self.cache,
-            self._queue,
-            self._open,
-            max_step_tokens=max_step_tokens,
-            max_step_seconds=max_step_seconds,
-        )
-        self.scheduler.on_admitted = self._note_admitted
-        self.scheduler.on_unfit = self._end_unfit
-        self.scheduler.let_pins_go = self._let_pins_go
         self.pins = PinnedPrefixes(
             self.cache,
+            self._fifo,
             max_model_len=self.max_model_len,
             bytes_per_token=decoder.kv_bytes_per_token,
         )
         self._jobs = Jobs()
-        self._refused: list[RequestOutput] = []  # requests of jobs that can never be answered
         self._sampler = Sampler(decoder.config.vocab_size, defaults, decoder.device)
         eos = _known_eos(defaults.eos_token_ids, decoder.config.vocab_size)
         if decoder.device.type == "cuda":
@@ -128,7 +121,7 @@ class Engine:
             if tokenizer
             else None
         )
-        self._opening = Opening(
+        self._factory = SequenceFactory(
             decoder.config,
             self.cache.pool,
             kept_pages=lambda: self.pins.num_pages,
@@ -137,27 +130,32 @@ class Engine:
             max_model_len=self.max_model_len,
             together=share != "off",
             seed=seed,
+            stats=self.stats,
         )
+        self.scheduler = Scheduler(
+            self.cache,
+            self._queue,
+            self._factory,
+            self.pins,
+            max_step_tokens=max_step_tokens,
+            max_step_seconds=max_step_seconds,
+        )
+        slots = Slots(self._sampler, eos)
+        self.order = Order(self.cache, slots, windows=runner.windows, share=share != "storage")
+        self.launcher = Launcher(runner, self._sampler, slots)
+        self._suspects = Suspects()
         self._results = Results(
             scheduler=self.scheduler,
+            slots=slots,
             sampler=self._sampler,
+            factory=self._factory,
             tokenizer=tokenizer,
             eos_token_ids=eos,
             stats=self.stats,
-            new_sequence=self._opening.sequence,
-            on_finished=self._note_finished,
         )
-        self._streaks = Streaks(
-            self.cache,
-            self.scheduler,
-            self._runner,
-            self._sampler,
-            self._results,
-            self.stats,
-            eos_token_ids=eos,
-            share=share != "storage",
-        )
-        self._states: dict[str, RequestState] = {}
+        self._states = self._factory.states
+        self._committed_at = 0.0
+        self._kinds = (False, False)  # whether the step before had interactive decodes, and jobs
         self._runs_a_job = False
         self.tiers: ModuleTiers | None = None  # see `keep_modules`
         self._checked_at = 0
@@ -210,11 +208,11 @@ class Engine:
 
     def _gate(self, request: Request) -> Gate:
         """A grammar that no thread has compiled yet delays its request, and nobody else."""
-        answer, reason = self._opening.gate(request)
+        answer, reason = self._factory.gate(request)
         if answer is Gate.REFUSE:
-            self._opening.forget(request.request_id)
+            self._factory.forget(request.request_id)
             self._jobs.ended(request.request_id)
-            self._refused.append(refused_output(request, reason))
+            self._factory.refused.append(refused_output(request, reason))
         return answer
 
     def _prefetch(self, request: Request) -> None:
@@ -237,7 +235,7 @@ class Engine:
             )
 
     def _check_id(self, request: Request) -> None:
-        here = (self._states, self._opening.arrivals, self._fifo)
+        here = (self._states, self._factory.arrivals, self._fifo)
         if any(request.request_id in each for each in here):
             raise RequestError(
                 f"request id {request.request_id!r} is in use: give each request its own"
@@ -261,7 +259,7 @@ class Engine:
         try:
             self._admissible(request)
         except RequestError as error:
-            self._refused.append(refused_output(request, str(error)))
+            self._factory.refused.append(refused_output(request, str(error)))
             return None
         self._jobs.opened(job_id, request.request_id)
         return request
@@ -271,7 +269,7 @@ class Engine:
         self._queue.remove_job(job_id)
         outputs = []
         for request_id in self._jobs.remove(job_id):
-            self._opening.forget(request_id)
+            self._factory.forget(request_id)
             outputs.append(self.abort(request_id))
         return [output for output in outputs if output is not None]
 
@@ -322,21 +320,23 @@ class Engine:
         """End a request now; its pages are free at once. None if it is not here."""
         waiting = self._fifo.remove(request_id)
         if waiting is not None:
-            self._opening.forget(request_id)
+            self._factory.forget(request_id)
             return aborted_output(waiting)
         state = self._states.get(request_id)
         if state is None:
             return None
         for sequence in list(state.sequences):
             if sequence.finish_reason is None:
-                self._streaks.abort(sequence)
+                with uninterrupted():
+                    self._results.finish(sequence, "abort")
+        self._forget_ended()
         self._results.touched.pop(state, None)
         return request_output(state)
 
     def has_unfinished(self) -> bool:
         """Whether a step has something to do. An engine that falls idle checks its books now and
         then."""
-        if self._queue.holds or self._results.touched or self._refused:
+        if self._queue.holds or self._results.touched or self._factory.refused:
             return True
         if not self.scheduler.idle():
             return True
@@ -376,7 +376,7 @@ class Engine:
                     self.abort(request_id)
                 self.scheduler.queue = self._queue
                 self.scheduler.groups.release_all()
-                self._opening.arrivals.clear()
+                self._factory.arrivals.clear()
                 self._results.touched.clear()
                 self._runs_a_job = False
 
@@ -393,40 +393,18 @@ class Engine:
         self._check_id(request)
         self._check(request)
         self._prefetch(request)
-        self._opening.arrivals[request.request_id] = time.monotonic()
+        self._factory.arrivals[request.request_id] = time.monotonic()
 
-    def _open(self, request: Request) -> list[Sequence]:
-        state = self._opening.open(request)
-        self._states[request.request_id] = state
-        self.stats.requests += 1
-        self.stats.logical_prompt_tokens += len(request.prompt_token_ids) * max(
-            len(state.sequences), request.params.n
-        )
-        return list(state.sequences)
-
-    def _note_admitted(self, sequence: Sequence) -> None:
-        path = sequence.path(self.scheduler.version)
-        prefix = self.pins.admitted(sequence, path)
-        if self.cache.enabled and sequence.state.reuse is None:
-            sequence.state.reuse = explain(sequence, path, prefix)
-
-    def _end_unfit(self, sequence: Sequence, reason: str) -> None:
-        sequence.stop_reason = reason
-        self._results.finish(sequence, "error")
-
-    def _let_pins_go(self) -> bool:
-        """Pinned prefixes make room, and are computed again behind who waits; False: none did."""
-        requests = self.pins.let_go()
-        for request in requests:
-            self._fifo.push(request)
-        return bool(requests)
-
-    def _note_finished(self, state: RequestState, reason: FinishReason) -> None:
-        request = state.request
-        del self._states[request.request_id]
-        self._jobs.ended(request.request_id)
-        if isinstance(request, PrefixRequest) and reason != "abort":
-            self.pins.computed(request)
+    def _forget_ended(self) -> None:
+        """Requests whose last sequence has ended."""
+        for state in self._results.ended:
+            request = state.request
+            self._states.pop(request.request_id, None)
+            self._jobs.ended(request.request_id)
+            aborted = any(sequence.finish_reason == "abort" for sequence in state.sequences)
+            if isinstance(request, PrefixRequest) and not aborted:
+                self.pins.computed(request)
+        self._results.ended.clear()
 
     # ----------------------------------------------------------------------------- a step
 
@@ -439,11 +417,17 @@ class Engine:
         """`step` for who hands tokens on as they come: outputs of requests that finished, and the
         states of those that stream, have news and go on."""
         if self._queue.holds and not self._states and self._queue.peek() is None:
-            self._opening.wait(GATE_SECONDS)
-        if not self._streaks.step():
-            self._scheduled_step()
+            self._factory.wait(GATE_SECONDS)
+        try:
+            self._step()
+        except Exception as error:
+            self._contain(error)
+        except BaseException:  # Ctrl-C
+            self._recover()
+            raise
+        self._forget_ended()
         touched, self._results.touched = self._results.touched, {}
-        outputs, self._refused = self._refused, []
+        outputs, self._factory.refused = self._factory.refused, []
         going_on = []
         for state in touched:
             if isinstance(state.request, PrefixRequest):
@@ -454,53 +438,109 @@ class Engine:
                 going_on.append(state)
         return outputs, going_on
 
-    def _scheduled_step(self) -> None:
-        started = time.perf_counter()
-        was_computed = False
-        try:
-            with uninterrupted():
-                chunks = self.scheduler.schedule()
-                if not chunks:
-                    return
-                pool = self.cache.pool
-                self.stats.note_held(pool.num_held * pool.page_size)
-                self._results.note_scheduled(chunks)
-                inputs, prepared = self._build(chunks)
-            built = time.perf_counter()
-            logits = self._runner.run(inputs, prepared)
-            with uninterrupted():
-                was_computed = True
-                computed = time.perf_counter()
-                self._commit(chunks, inputs, logits)
-        except BaseException:
-            # Ctrl-C, or memory. What was scheduled and not computed has no KV, and nobody may take
-            # it for computed; of what was computed (on a GPU it is waited for by the commit) some
-            # results may not have been taken.
-            (self.scheduler.retake if was_computed else self.scheduler.undo)()
-            raise
-        self._save_modules(chunks)
-        ended = time.perf_counter()
-        self.scheduler.note_step(ended - started)
-        if self.tiers is not None and inputs.wanted:  # else a GPU was not waited for
-            self.tiers.note_step(sum(c.num_prompt_rows for c in chunks), ended - started)
-        self._count(built - started, computed - built, ended - computed)
-        self._streaks.begin()
+    def _step(self) -> None:
+        """Whose rows the next step has, its launch, and what became of the one before (on a CPU: of
+        itself)."""
+        tried, flights = self._suspects.tried, self.launcher.flights
+        with uninterrupted():
+            edits = self.scheduler.edits(self.order, may_preempt=not flights, only=tried)
+            if edits is not None:
+                self._apply(edits)
+        has_rows = edits is not None and len(self.order.inputs.positions) > 0
+        if edits is not None and has_rows:
+            self._launch(edits)
+            depth = 1 if tried is not None else self.launcher.runner.depth
+            self._commit(depth - 1)
+        else:
+            self._commit(0)
+        self._suspects.passed(has_rows=has_rows)
 
-    def _build(self, chunks: list[Chunk]) -> tuple[StepInputs, Any]:
-        inputs = build_inputs(
-            chunks,
-            page_size=self.cache.pool.page_size,
-            windows=self._runner.windows,
-            version=self.scheduler.version,
-            share=self.share != "storage",
+    def _apply(self, edits: Edits) -> None:
+        began = time.perf_counter()
+        for sequence, reason in edits.unfit:
+            sequence.stop_reason = reason
+            self._results.finish(sequence, "error")
+        self.order.apply(edits)
+        self._end_broken()
+        if not self.launcher.follows(self.order):
+            self._commit(0)
+        self.stats.host_seconds += time.perf_counter() - began
+
+    def _launch(self, edits: Edits) -> None:
+        began, pool = time.perf_counter(), self.cache.pool
+        logits = self.launcher.forward(self.order)
+        with uninterrupted():
+            self.scheduler.note_launched()
+            self._results.note_launched(edits.chunks)
+            self._save_modules(edits.chunks)
+            if self.launcher.has_masks:  # a grammar must have seen the tokens of the step before
+                self._commit(0)
+            self.launcher.sample(self.order, edits, logits)
+            self._end_broken()
+        stats = self.stats
+        stats.steps += 1
+        stats.shared_read_tokens += self.order.shared_read_tokens
+        stats.note_held(pool.num_held * pool.page_size)
+        stats.num_preempted = self.scheduler.num_preempted
+        stats.model_seconds += time.perf_counter() - began
+
+    def _commit(self, most: int) -> None:
+        """Take the oldest steps in flight, until so many are left."""
+        while len(self.launcher.flights) > most:
+            began = time.perf_counter()
+            with uninterrupted():
+                flight = self.launcher.flights[0]
+                self._results.commit(flight)
+                self.launcher.flights.pop(0)
+                self._note_time(flight)
+            self.stats.sample_seconds += time.perf_counter() - began
+
+    def _note_time(self, flight: Flight) -> None:
+        before, self._committed_at = self._committed_at, time.perf_counter()
+        seconds = self._committed_at - max(before, flight.began)
+        kinds, self._kinds = self._kinds, (flight.edits.decodes > 0, flight.edits.jobs > 0)
+        self.scheduler.note_step(flight.edits, seconds, is_steady=kinds == self._kinds)
+        if self.tiers is not None:
+            self.tiers.note_step(flight.edits.prompt_rows, seconds)
+
+    def _end_broken(self) -> None:
+        """Sequences that cannot be sampled."""
+        broken, self.order.slots.broken = self.order.slots.broken, []
+        for sequence, error in broken:
+            if sequence.finish_reason is None:
+                self._results.end_broken(sequence, error)
+
+    # ----------------------------------------------------------------------------- errors
+
+    def _contain(self, error: Exception) -> None:
+        """An error inside a step costs the requests that cause it, if the device can go on."""
+        scheduler, handled = self.scheduler, self.scheduler.handling
+        involved = [handled] if handled is not None else list(scheduler.running)
+        self._recover()
+        if isinstance(error, SourceError):
+            assert error.__cause__ is not None
+            raise error.__cause__
+        if _is_fatal(error):
+            raise error
+        found = self._suspects.failed(involved)
+        log.error(
+            "a step failed; of %d requests, %d end", len(involved), len(found), exc_info=error
         )
-        return inputs, self._runner.prepare(inputs)
+        for sequence in found:
+            self._results.end_broken(sequence, error)
+
+    def _recover(self) -> None:
+        """After any exception: nothing is in flight, and rows are made anew from the sequences."""
+        with uninterrupted():
+            self.launcher.abandon()
+            self.scheduler.recover()
+            self.order.clear()
 
     def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""
         if self.cache.enabled and (host is not None or disk is not None):
             self.tiers = self.scheduler.tiers = ModuleTiers(
-                self._runner.pages,
+                self.launcher.runner.pages,
                 host=host,
                 disk=disk,
             )
@@ -510,21 +550,6 @@ class Engine:
             for chunk in chunks:
                 if chunk.module is not None and chunk.module.complete:
                     self.tiers.save(chunk.module)
-
-    def _count(self, host: float, model: float, sample: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.host_seconds += host
-        stats.model_seconds += model
-        stats.sample_seconds += sample
-        stats.set_backs = self.scheduler.num_set_backs
-
-    def _commit(self, chunks: list[Chunk], inputs: StepInputs, logits: Tensor) -> None:
-        """Take the step's results."""
-        self._results.note_computed(chunks)
-        self.stats.shared_read_tokens += inputs.shared_read_tokens
-        self._results.score(inputs.wanted, logits)
-        self._results.sample(inputs.wanted, logits)
 
     # ----------------------------------------------------------------------------- end
 
@@ -543,7 +568,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         self.stats.reset()
-        self.scheduler.num_set_backs = 0
+        self.scheduler.num_preempted = 0
 
 
 def check_counts(**counts: object) -> None:
@@ -559,6 +584,11 @@ def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
         if not 0 <= token < vocab_size:
             log.warning("eos_token_id %d is not among the model's %d tokens", token, vocab_size)
     return tuple(token for token in token_ids if 0 <= token < vocab_size)
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether a device has failed, and nothing can be computed any more."""
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def _refuse_unsupported(check: Callable[..., object], request: Request) -> None:
@@ -579,7 +609,7 @@ def _make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runne
     """CUDA graphs where the attention can be in them."""
     if decoder.device.type != "cuda" or impl.name != "triton":
         return Runner(decoder, impl, **options)
-    from onestem.engine.graphs import GraphRunner
+    from onestem.engine.step.graphs import GraphRunner
 
     runner = GraphRunner(decoder, impl, **options)
     runner.warm_up()

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from onestem.cache import Run
-from onestem.engine.modules import ImportedRun, PmlPrompt, SequenceModules
+from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
 from onestem.tree import PLAIN, Label, Stretch, cut
 
 __all__ = ["RequestState", "Sequence", "stretches_of"]
+
+
+class SlotTable(Protocol):
+    """Where sequences that sample are known to steps (`onestem.engine.step.slots`)."""
+
+    def release(self, sequence: Sequence) -> None: ...
+    def num_launched(self, slot: int) -> int: ...
 
 
 @dataclass(eq=False)
@@ -56,8 +64,10 @@ class Sequence:
         score_only: nothing is sampled; done once the last token but one is computed (`choices`).
         scores: log-probability of each token that was scored, by its index.
         run: the deepest run of its path, which it writes; None while it is not admitted.
-        order: number of admission; the newest is set back first.
+        order: number of admission; the newest is preempted first.
         is_job: whether it runs in what interactive requests leave free.
+        slots, slot: where it is known to steps that sample for it (-1: nowhere).
+        sampling: the sampler's row, made with its first slot.
     """
 
     __slots__ = (
@@ -76,10 +86,11 @@ class Sequence:
         "order",
         "run",
         "sampling",
-        "scheduled_step",
         "score_from",
         "score_only",
         "scores",
+        "slot",
+        "slots",
         "state",
         "stop_reason",
         "stretches",
@@ -101,7 +112,8 @@ class Sequence:
         self.run: Run | None = None
         self.order = -1
         self.is_job = state.request.priority == "job"
-        self.scheduled_step = -1
+        self.slots: SlotTable | None = None
+        self.slot = -1
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
@@ -162,6 +174,12 @@ class Sequence:
         return min(last, self.score_from - 1)
 
     @property
+    def num_alternatives(self) -> int:
+        """Most probable tokens that are wanted beside each that is scored."""
+        params = self.state.request.params
+        return (params.logprobs if self.score_only else params.prompt_logprobs) or 0
+
+    @property
     def wants_scores(self) -> bool:
         """Whether tokens' log-probabilities are still wanted: their rows must be computed."""
         if self.score_from is None:
@@ -178,16 +196,40 @@ class Sequence:
         return node.start + node.computed
 
     @property
-    def decoding(self) -> bool:
-        """Whether one row more gives its next sample."""
+    def num_launched(self) -> int:
+        """Of one that decodes: its tokens whose rows were launched."""
+        if self.slots is None:
+            return len(self.tokens) - 1
+        return self.slots.num_launched(self.slot)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still sample."""
+        room = self.most_tokens - len(self.tokens)
+        most = self.state.request.params.max_tokens
+        return room if most is None else min(room, most - self.num_output)
+
+    def extend(self, token_ids: Seq[int], entries: Iterable[TokenLogprobs] = ()) -> None:
+        """Take sampled tokens, with their log-probabilities where they are wanted. All but the last
+        have keys and values, in the run that the sequence alone writes."""
         run = self.run
-        if len(self.tokens) == self.num_prompt or run is None:
-            return False
-        if self.modules is not None and not self.modules.complete:
-            return False
-        if run.computed:
-            return len(run.tokens) - run.computed <= 1
-        return self.num_to_compute - self.frontier <= 1
+        assert run is not None
+        self.tokens.extend(token_ids)
+        run.tokens.extend(token_ids)
+        run.computed = len(run.tokens) - 1
+        self.state.metrics.num_output_tokens += len(token_ids)
+        for token, entry in zip(token_ids, entries, strict=False):
+            self.note_logprobs(token, entry)
+
+    def note_logprobs(self, token: int, entry: TokenLogprobs) -> None:
+        """Log-probabilities of a sampled token, and of others in its place."""
+        self.logprobs.append(entry)
+        self.cumulative_logprob += entry[token]
+
+    def leave_slot(self) -> None:
+        """No step samples for it any more; it has all that was committed."""
+        if self.slots is not None:
+            self.slots.release(self)
 
     def path(self, version: int) -> list[Run]:
         """Its runs from the root's child down; `version` is the tree's count of splits."""

@@ -12,7 +12,7 @@ class EngineStats:
     """Counts since the engine was made (or `reset_stats`).
 
     `logical_prompt_tokens` counts each sequence's prompt, `processed_prompt_tokens` the prompt rows
-    computed (also those computed again after a set-back); `shared_read_tokens` the keys, over all
+    computed (also those computed again after a preemption); `shared_read_tokens` the keys, over all
     steps, that sequences saw and did not read, since one read of a run served several of them;
     `peak_kv_tokens` is the most KV memory in use by running requests, in tokens; times are seconds.
     """
@@ -23,7 +23,7 @@ class EngineStats:
     processed_prompt_tokens: int = 0
     output_tokens: int = 0
     shared_read_tokens: int = 0
-    set_backs: int = 0
+    num_preempted: int = 0
     peak_kv_tokens: int = 0
     host_seconds: float = 0.0
     model_seconds: float = 0.0

@@ -25,6 +25,7 @@ __all__ = ["RUN_FIELDS", "SPAN_FIELDS", "AttentionPlan", "PlanBuilder", "windowe
 # Columns of `AttentionPlan.runs` and `AttentionPlan.spans`.
 RUN_FIELDS = ("page_start", "offset", "len", "position")
 SPAN_FIELDS = ("row", "rows", "run", "first", "end", "step")
+RUN_PAGES, RUN_OFFSET, RUN_LEN, RUN_POSITION = range(4)
 ROW, ROWS, RUN, FIRST, END, STEP = range(6)
 
 
@@ -207,11 +208,11 @@ class PlanBuilder:
         self._num_pages = at
         return first
 
-    def add_row_spans(self, first_run: int, ends: Sequence[int]) -> int:
-        """Show row i tokens 0..ends[i]-1 of run `first_run + i`; the first span's index. All see
-        something."""
+    def add_row_spans(self, first_run: int, count: int, row: int) -> int:
+        """A span of row `row + i` over run `first_run + i`, for each of so many; the first one's
+        index. What they show (`END`) is told in the plan."""
         first = self._first_span + len(self._spans)
-        self._spans.extend((i, 1, first_run + i, 0, end, 0) for i, end in enumerate(ends))
+        self._spans.extend((row + i, 1, first_run + i, 0, 0, 0) for i in range(count))
         return first
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:

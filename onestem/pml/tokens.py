@@ -18,7 +18,7 @@ __all__ = ["Part", "Tokenizer", "around_turns", "encode_parts", "encode_text"]
 
 
 class Tokenizer(Protocol):
-    """What PML needs of a tokenizer (`onestem.engine.tokenizer.Tokenizer` has it)."""
+    """What PML needs of a tokenizer (`onestem.engine.text.tokenizer.Tokenizer` has it)."""
 
     @property
     def placeholder_token_id(self) -> int | None:

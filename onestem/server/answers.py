@@ -16,7 +16,7 @@ from onestem.batch.results import (
     chat_logprobs,
     completion_logprobs,
 )
-from onestem.engine.masked import is_masked, masking_fields
+from onestem.engine.sampling.masked import is_masked, masking_fields
 from onestem.request import RequestOutput
 from onestem.server.calls import Call, usage_of
 from onestem.server.errors import ApiError

@@ -26,7 +26,7 @@ ENGINE_COUNTS = {
     "logical_prompt_tokens": "Prompt tokens of all sequences.",
     "processed_prompt_tokens": "Prompt tokens computed.",
     "output_tokens": "Tokens sampled.",
-    "set_backs": "Sequences that had to give their memory back.",
+    "num_preempted": "Sequences that had to give their memory back.",
     "shared_read_tokens": "Keys that sequences saw and did not read: one read served several.",
 }
 
@@ -86,7 +86,7 @@ class Metrics:
                 ("prompt_tokens", "Prompt tokens of requests that ended."),
                 ("cached_prompt_tokens", "Of these, tokens whose KV was stored already."),
                 ("output_tokens", "Tokens of answers."),
-                ("request_set_backs", "Times that a request was set back."),
+                ("request_preemptions", "Times that a request was set back."),
             )
         }
         self._requests = Counter(
@@ -121,7 +121,7 @@ class Metrics:
             self._tokens["prompt_tokens"].labels(*labels).inc(metrics.num_prompt_tokens)
             self._tokens["cached_prompt_tokens"].labels(*labels).inc(metrics.num_cached_tokens)
             self._tokens["output_tokens"].labels(*labels).inc(metrics.num_output_tokens)
-            self._tokens["request_set_backs"].labels(*labels).inc(metrics.num_set_backs)
+            self._tokens["request_preemptions"].labels(*labels).inc(metrics.num_preempted)
 
     def _app(self, call: Call) -> str:
         """Its application's label: names that keys make up must not fill the memory."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from onestem.batch.fields import Kind, Prompt, read_prompt, show
 from onestem.batch.spool import NO_TOKENIZER
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
 from onestem.llm import find_model
 from onestem.server.app import make_app

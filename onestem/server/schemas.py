@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onestem.batch.fields import show
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.pml import (
     CompiledPrompt,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
-from onestem.engine.admission import MAX_CHOICE_TOKENS, check_request
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.schedule.admission import MAX_CHOICE_TOKENS, check_request
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
 from onestem.request import Request
 from onestem.server.chunk_size import ChunkSize

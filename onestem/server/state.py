@@ -72,7 +72,7 @@ async def state_of(service: Service, history_after: float = 0.0) -> dict[str, An
         "totals": {
             **service.history.totals,
             "computed_tokens": int(client.stats.get("processed_prompt_tokens", 0)),
-            "set_backs": int(client.stats.get("set_backs", 0)),
+            "num_preempted": int(client.stats.get("num_preempted", 0)),
             "steps": int(client.stats.get("steps", 0)),
             "shared_read_tokens": client.stats.get("shared_read_tokens"),
         },

@@ -85,15 +85,15 @@ def test_an_exception_of_the_real_engine_is_its_death(tmp_path, monkeypatch):
     lines = [completion(str(i), f"word {i}", max_tokens=3) for i in range(4)]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     llm = LLM(dtype="float32", kv_memory="4MiB", device="cpu")
-    run = llm.engine._runner.run
+    run = llm.engine.launcher.runner.run
 
-    def failing(inputs, prepared):
+    def failing(inputs, prepared, ids):
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(llm.engine._runner, "run", failing)
+    monkeypatch.setattr(llm.engine.launcher.runner, "run", failing)
     with pytest.raises(EngineDiedError, match=r"4 lines of .*: RuntimeError: CUDA"):
         run_file(llm, source, output)
     suspects = json.loads((tmp_path / "out.jsonl.work" / "suspects").read_bytes())
     assert suspects == [1, 2, 3, 4]
-    monkeypatch.setattr(llm.engine._runner, "run", run)
+    monkeypatch.setattr(llm.engine.launcher.runner, "run", run)
     assert run_file(llm, source, output).failed == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 import transformers
 
 from onestem.engine.engine import Engine
-from onestem.engine.inputs import StepInputs
 from onestem.engine.sequence import Sequence
 from onestem.models.config import GenerationDefaults
 from onestem.models.weights import load_decoder
@@ -69,42 +69,32 @@ def record_logprobs(engine: Engine) -> dict[tuple[str, int, int], torch.Tensor]:
     """Watch an engine: (request, sequence, index of the last token seen) -> log-probabilities
     over the whole vocabulary, for every row that it samples from or scores."""
     seen: dict[tuple[str, int, int], torch.Tensor] = {}
-    commit = engine._commit
 
-    def watched(chunks, inputs, logits):
-        for row, values in zip(inputs.wanted, torch.log_softmax(logits, -1), strict=True):
-            key = (row.sequence.state.request.request_id, row.sequence.index, row.index)
-            seen[key] = values.clone()
-        return commit(chunks, inputs, logits)
+    def note(sequence: Sequence, index: int, values: torch.Tensor) -> None:
+        seen[sequence.state.request.request_id, sequence.index, index] = values
 
-    decode = engine._runner.decode
-
-    def watched_decode(inputs, prepared, ids):
-        logits = decode(inputs, prepared, ids)
-        for row, sequence, position in rows_of(engine, inputs):
-            key = (sequence.state.request.request_id, sequence.index, position)
-            seen[key] = torch.log_softmax(logits[row], -1)
-        return logits
-
-    engine._commit = watched
-    engine._runner.decode = watched_decode
+    watch_logits(engine, note)
     return seen
 
 
-def rows_of(engine: Engine, inputs: StepInputs) -> list[tuple[int, Sequence, int]]:
-    """Of a streak's step: rows of the logits that count, each with its sequence and the position of
-    its last token."""
-    sequences = engine._streaks.present.sequences
-    decodes = [
-        (row, sequence, int(inputs.positions[row]))
-        for row, sequence in enumerate(sequences)
-        if inputs.slots[row] != engine._runner.scratch_slot
-    ]
-    joined = inputs.wanted if inputs.decodes is None else []
-    return decodes + [
-        (row, one.sequence, one.sequence.position(one.index))
-        for row, one in enumerate(joined, len(sequences))
-    ]
+def watch_logits(engine: Engine, note: Callable[[Sequence, int, torch.Tensor], None]) -> None:
+    """Have each row told that is sampled from or scored: its sequence, the index of the last token
+    that it sees, and log-probabilities over the whole vocabulary."""
+    sample = engine.launcher.sample
+
+    def watched(order, edits, logits):
+        slots, scores = order.slots, order.inputs.scores
+        rows = [
+            (slots.sequences[slot], slots.num_launched(slot) - 1) for slot in order.sampled.tolist()
+        ]
+        rows += [(row.sequence, row.index) for row in scores]
+        values = torch.log_softmax(logits, -1).clone()
+        for (sequence, index), one in zip(rows, values, strict=True):
+            if sequence is not None:
+                note(sequence, index, one)
+        return sample(order, edits, logits)
+
+    engine.launcher.sample = watched
 
 
 def requests_for(prompts: Seq[Seq[int]], *, max_tokens: int = 6, **params) -> list[Request]:

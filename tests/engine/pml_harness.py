@@ -30,7 +30,7 @@ from onestem.pml import (
     visible,
 )
 from onestem.request import Request, SamplingParams
-from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, rows_of
+from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, watch_logits
 from tests.pml.characters import Characters
 
 Seen = dict[tuple[str, int, int], Tensor]
@@ -97,23 +97,12 @@ def record(engine: Engine) -> Seen:
     """Watch an engine: (request, sequence, position of the last token seen) -> log-probabilities
     over the whole vocabulary."""
     seen: Seen = {}
-    commit, decode = engine._commit, engine._runner.decode
 
-    def watched(chunks, inputs, logits):
-        for row, values in zip(inputs.wanted, torch.log_softmax(logits, -1), strict=True):
-            name = row.sequence.state.request.request_id
-            position = row.sequence.position(row.index)
-            seen[name, row.sequence.index, position] = values.clone()
-        return commit(chunks, inputs, logits)
+    def note(sequence, index, values):
+        name = sequence.state.request.request_id
+        seen[name, sequence.index, sequence.position(index)] = values
 
-    def watched_decode(inputs, prepared, ids):
-        logits = decode(inputs, prepared, ids)
-        for row, sequence, position in rows_of(engine, inputs):
-            key = (sequence.state.request.request_id, sequence.index, position)
-            seen[key] = torch.log_softmax(logits[row], -1)
-        return logits
-
-    engine._commit, engine._runner.decode = watched, watched_decode
+    watch_logits(engine, note)
     return seen
 
 

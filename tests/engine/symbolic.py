@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from onestem.engine.engine import Engine
-from onestem.engine.sampler import Sampler
-from onestem.engine.sampling_row import SamplingRow
+from onestem.engine.sampling.row import SamplingRow
+from onestem.engine.sampling.sampler import Sampler
 from onestem.models.config import GenerationDefaults
 from onestem.ops.reference import visible
 from onestem.request import CompletionOutput, Request, SamplingParams
@@ -31,20 +31,12 @@ class SymbolicRunner:
         self.prefixes = np.full(num_slots + 1, -1, np.int64)
         self.windows = (None,)
         self.fail: BaseException | None = None
+        self.depth = 1
 
-    def prepare(self, inputs):
+    def prepare(self, inputs, change):
         return {}
 
-    def prepare_decode(self, inputs, change):
-        return {}
-
-    def run(self, inputs, prepared) -> torch.Tensor:
-        if self.fail is not None:
-            error, self.fail = self.fail, None
-            raise error
-        return self.compute(inputs, inputs.token_ids)
-
-    def decode(self, inputs, prepared, ids) -> torch.Tensor:
+    def run(self, inputs, prepared, ids) -> torch.Tensor:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
@@ -136,8 +128,8 @@ def _prompt_logprobs(one: Request, prefixes: list[int]) -> list | None:
         None
         if i < first
         else sampler.logprobs(
-            torch.from_numpy(_logits(prefixes[i])[None]), [0], [token], [count or 0]
-        )[0]
+            torch.from_numpy(_logits(prefixes[i])[None]), [token], [count or 0]
+        ).take()[0]
         for i, token in enumerate(one.prompt_token_ids)
     ]
 
@@ -153,7 +145,7 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
     engine = Engine(
         decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options
     )
-    engine._runner = engine._streaks.runner = SymbolicRunner(num_pages * page_size)
+    engine.launcher.runner = SymbolicRunner(num_pages * page_size)
     return engine
 
 

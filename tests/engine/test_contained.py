@@ -12,10 +12,10 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.engine import outputs
-from onestem.engine.detokenize import IncrementalDetokenizer
-from onestem.engine.grammar import GrammarState
-from onestem.engine.results import Results
-from onestem.engine.sampler import Sampler
+from onestem.engine.grammar.compiler import GrammarState
+from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.step.results import Results
+from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.request import Request
 from tests.engine.harness import assert_idle
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -123,9 +123,8 @@ def objects_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
         return sequence
 
-    opening, results = llm.engine._opening, llm.engine._results
-    monkeypatch.setattr(opening, "sequence", noted(opening.sequence))
-    monkeypatch.setattr(results, "_new_sequence", noted(results._new_sequence))
+    factory = llm.engine._factory
+    monkeypatch.setattr(factory, "sequence", noted(factory.sequence))
     text = Results._finish_text
 
     def finish_text(self: Results, sequence: Any, tokenizer: Any) -> None:

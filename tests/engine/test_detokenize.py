@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onestem.engine.detokenize import IncrementalDetokenizer, NoDetokenizer
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.detokenize import IncrementalDetokenizer, NoDetokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.request import SamplingParams
 from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
 

@@ -85,7 +85,7 @@ def test_set_back_happens_and_changes_nothing(tiny):
         outputs[pages] = (
             answer(engine, requests_for(prompts, max_tokens=90)),
             seen,
-            engine.stats.set_backs,
+            engine.stats.num_preempted,
         )
     assert outputs[4096][2] == 0
     assert outputs[12][2] > 0

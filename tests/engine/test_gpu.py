@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from onestem.engine import graphs
-from onestem.engine.streak import Streak
+from onestem.engine.step import graphs
 from onestem.ops.triton import Workspace
 from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
 
@@ -65,7 +64,7 @@ SAMPLING = [
 
 @pytest.mark.parametrize("fields", SAMPLING, ids=str)
 def test_decode_steps_wait_for_sampled_ids_alone(tiny, fields: dict) -> None:
-    """Steps of a streak, with the work list made anew and own runs that grow by pages."""
+    """Steps of decodes, with the work list made anew and own runs that grow by pages."""
     assert graphs.LIST_STEPS < 24
     prompts = shared_prompts()
     requests = requests_for(prompts, max_tokens=60, seed=5, **fields)
@@ -75,12 +74,9 @@ def test_decode_steps_wait_for_sampled_ids_alone(tiny, fields: dict) -> None:
         engine.add_request(request)
     for _ in range(20):  # prompts, compilers, and the graph
         engine.step()
-    streak = engine._streaks.present
     with no_synchronisation():
         for _ in range(24):
             engine.step()
-    assert streak is not None
-    assert engine._streaks.present is streak
     while engine.has_unfinished():
         found |= {output.request_id: output for output in engine.step()}
     for name, output in want.items():
@@ -93,7 +89,7 @@ def test_a_small_pool_sets_back(tiny) -> None:
     want = answer(engine_on("cpu", tiny("llama"), impl="torch", **pool), requests)
     engine = engine_on("cuda", tiny("llama"), **pool)
     found = answer(engine, requests)
-    assert engine.stats.set_backs > 0
+    assert engine.stats.num_preempted > 0
     for name, output in want.items():
         assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
 
@@ -111,7 +107,7 @@ def test_large_batches(tiny, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])  # without and with a window
-def test_work_lists_made_anew_in_a_streak(tiny, monkeypatch, family) -> None:
+def test_work_lists_made_anew(tiny, monkeypatch, family) -> None:
     """Own runs take pages all the while; tokens are those of a list that is kept, and the CPU's."""
     write, written = Workspace.write, []
 
@@ -135,25 +131,16 @@ def test_work_lists_made_anew_in_a_streak(tiny, monkeypatch, family) -> None:
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "mpt"])
-def test_who_joins_a_streak_answers_as_on_the_cpu(
-    tiny, monkeypatch: pytest.MonkeyPatch, family: str, share: str
-) -> None:
+def test_who_joins_answers_as_on_the_cpu(tiny, family: str, share: str) -> None:
     """Newcomers at every other step, while steps are in flight."""
-    streaks: list[Streak] = []
-    init = Streak.__init__
-    monkeypatch.setattr(
-        Streak, "__init__", lambda self, *a, **kw: streaks.append(self) or init(self, *a, **kw)
-    )
     prompts = [ids for seed in range(4) for ids in shared_prompts(seed)]
     requests = requests_for(prompts, max_tokens=33, temperature=0.7, seed=3)
     want = answer(engine_on("cpu", tiny(family), impl="torch", num_pages=1024), requests)
-    streaks.clear()
     engine = engine_on("cuda", tiny(family), share=share, num_pages=1024)
     late, found = list(requests), {}
     while late or engine.has_unfinished():
         if late and engine.scheduler.step % 2 == 0:
             engine.add_request(late.pop())
         found |= {output.request_id: output for output in engine.step() if output.finished}
-    assert sum(streak.num_joined for streak in streaks) > len(requests) // 2
     for name, output in want.items():
         assert found[name].outputs[0].token_ids == output.outputs[0].token_ids

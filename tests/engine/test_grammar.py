@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from onestem.engine.grammar import GrammarCompiler, GrammarState, check_response_format
-from onestem.engine.sampler import Sampler
-from onestem.engine.sampling_row import SamplingRow
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState, check_response_format
+from onestem.engine.sampling.row import SamplingRow
+from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import SamplingParams
 from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
@@ -322,7 +322,7 @@ def test_prepared_grammars_are_the_compiled_ones(
 def test_what_is_being_compiled_is_not_forgotten(
     stopped: tuple[GrammarCompiler, Stopped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onestem.engine.grammar._CACHE_ENTRIES", 2)
+    monkeypatch.setattr("onestem.engine.grammar.compiler._CACHE_ENTRIES", 2)
     compiler, inner = stopped
     first = compiler.prepare(json_schema(SLOW))
     for number in range(5):

@@ -142,13 +142,13 @@ def test_a_held_request_can_be_aborted(llm: LLM, compiler: Elsewhere) -> None:
     assert aborted is not None
     assert aborted.outputs[0].finish_reason == "abort"
     assert not engine.has_unfinished()
-    assert engine._opening._prepared == {}
+    assert engine._factory._prepared == {}
 
 
 def test_a_grammar_is_kept_until_all_choices_are_open(
     llm: LLM, compiler: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onestem.engine.grammar._CACHE_ENTRIES", 0)
+    monkeypatch.setattr("onestem.engine.grammar.compiler._CACHE_ENTRIES", 0)
     engine = llm.engine
     engine.add_request(request("many", SLOW, n=3, seed=1))
     compiler.let.set()

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from onestem.engine.grammar import GrammarCompiler, GrammarState, check_response_format
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState, check_response_format
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 

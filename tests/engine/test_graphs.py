@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from onestem.engine import engine as engines
-from onestem.engine import graphs
 from onestem.engine.engine import Engine
-from onestem.engine.inputs import StepInputs
+from onestem.engine.step import graphs
+from onestem.engine.step.inputs import StepInputs
 from onestem.models.weights import load_decoder
 from onestem.ops.triton import Workspace
 from tests.engine.harness import NO_DEFAULTS, make_engine, requests_for
@@ -93,6 +93,6 @@ def test_a_work_list_that_the_fixed_buffers_do_not_hold(with_graphs, tiny) -> No
     want = tokens(make_engine(tiny("llama"), impl="torch", **OPTIONS))
     roomy = with_graphs(1 << 16)
     assert tokens(roomy) == want
-    small = with_graphs(max(roomy._runner.words) - 1)
+    small = with_graphs(max(roomy.launcher.runner.words) - 1)
     assert tokens(small) == want
-    assert 0 < len(small._runner.replays) < len(roomy._runner.replays)
+    assert 0 < len(small.launcher.runner.replays) < len(roomy.launcher.runner.replays)

@@ -8,8 +8,8 @@ import signal
 import pytest
 import torch
 
-from onestem.engine import scheduler
-from onestem.engine.pins import prefix_id
+from onestem.engine.schedule import scheduler
+from onestem.engine.schedule.pins import prefix_id
 from onestem.errors import RequestError
 from onestem.request import Reuse
 from tests.engine.harness import assert_idle
@@ -19,10 +19,10 @@ from tests.engine.test_symbolic import grouped, interrupted_step, random_request
 
 def fast(engine):
     """An engine whose steps all take a second, so that its decisions do not depend on the clock."""
-    scheduler = engine.scheduler
-    step, decodes = scheduler.note_step, scheduler.note_decodes
-    scheduler.note_step = lambda seconds: step(1.0)
-    scheduler.note_decodes = lambda interactive, jobs, seconds: decodes(interactive, jobs, 1.0)
+    note = engine.scheduler.note_step
+    engine.scheduler.note_step = lambda edits, seconds, is_steady: note(
+        edits, 1.0, is_steady=is_steady
+    )
     return engine
 
 
@@ -87,11 +87,11 @@ def test_a_job_gives_way_before_an_interactive_request_waits():
     engine.add_request(request("a", [7, 6, 5] * 9, max_tokens=3, stream=True))
     engine.step()
     assert [s.state.request.request_id for s in engine.scheduler.running if not s.is_job] == ["a"]
-    assert engine.scheduler.num_set_backs > 0
+    assert engine.scheduler.num_preempted > 0
     assert engine.num_waiting == 0  # jobs that wait keep no interactive request out
     outputs = drain(engine)
     assert len(outputs) == 9
-    assert outputs["a"].metrics.num_set_backs == 0
+    assert outputs["a"].metrics.num_preempted == 0
 
 
 def test_a_job_computes_what_an_interactive_request_waits_for():
@@ -130,12 +130,13 @@ def test_a_newcomers_first_step_is_its_own(room: int):
     engine.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
     for _ in range(12):
         engine.step()
-    assert any(sequence.decoding for sequence in engine.scheduler.running)
+    assert len(engine.order) > 0
     engine.add_request(request("a", [7, 6, 5], max_tokens=3, stream=True))
     engine.step()
-    chunks = engine.scheduler._chunks
+    chunks = engine.order.chunks
     assert "a" in {chunk.sequence.state.request.request_id for chunk in chunks}
     job_rows = sum(chunk.end - chunk.start for chunk in chunks if chunk.sequence.is_job)
+    job_rows += sum(sequence.is_job for sequence in engine.order.sequences)
     assert job_rows <= engine.scheduler.job_share.limit == 1
     assert len(drain(engine)) == 41
 
@@ -314,7 +315,7 @@ def test_an_id_that_a_job_has_read_is_in_use():
     engine.add_job("j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()])
     engine.step()
     engine.step()
-    assert "a" in engine._opening.arrivals  # read, and not open
+    assert "a" in engine._factory.arrivals  # read, and not open
     with pytest.raises(RequestError, match="'a' is in use"):
         engine.add_request(request("a", [3, 4]))
     assert sorted(drain(engine)) == ["a", "b", "c"]
@@ -425,7 +426,7 @@ def test_ctrl_c_waits_until_the_books_are_written(moment):
     for i in range(4):
         engine.add_request(request(i, [1, 2, i], max_tokens=9))
     owner, name = {
-        "schedule": (engine.scheduler, "_attach"), "commit": (engine.scheduler, "append"),
+        "schedule": (engine.scheduler, "_attach"), "commit": (engine._results, "_take"),
     }[moment]  # fmt: skip
     method, armed = getattr(owner, name), [True]
 
@@ -448,7 +449,7 @@ def test_ctrl_c_waits_until_the_books_are_written(moment):
 def test_sequences_that_have_not_parted_fail_together():
     engine = make_symbolic()
     engine.add_request(request("a", [1, 2], max_tokens=3, n=3))
-    engine._runner.compute = lambda inputs, ids: torch.full((1, VOCAB), float("nan"))
+    engine.launcher.runner.compute = lambda inputs, ids: torch.full((1, VOCAB), float("nan"))
     output = drain(engine)["a"]
     assert [one.finish_reason for one in output.outputs] == ["error"] * 3
 
@@ -509,7 +510,7 @@ def test_many_choices_wait_in_order_without_a_look_at_each(monkeypatch):
     monkeypatch.setattr(scheduler, "_place", counted)
     engine = make_symbolic(num_pages=400, page_size=4)
     sequences = [
-        engine._opening.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
+        engine._factory.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
         for i in range(1024)
     ]
     for sequence in sequences:

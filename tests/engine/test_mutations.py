@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-import onestem.engine.engine as engine_module
-from onestem.engine.inputs import build_inputs
+from onestem.engine.step.order import Order
 from onestem.errors import OnestemError
 from onestem.ops.plan import END, FIRST, RUN, STEP
 from tests.engine.harness import check
@@ -125,16 +124,22 @@ OF_SOME = {"window": window_off_by_one, "run_position_shifted": run_position_shi
     ],
 )
 def test_the_exactness_check_sees(tiny, expected, monkeypatch, family, name):
-    mutate = {**MUTATIONS, **OF_SOME}[name]
-    monkeypatch.setattr(
-        engine_module, "build_inputs", lambda *args, **kw: mutate(build_inputs(*args, **kw))
-    )
+    mutate_steps(monkeypatch, {**MUTATIONS, **OF_SOME}[name])
     with pytest.raises((AssertionError, OnestemError)):
         check(tiny(family), expected(family), max_step_tokens=48)
 
 
+def mutate_steps(monkeypatch, mutate):
+    """Change what each step is."""
+    apply = Order.apply
+
+    def mutated(self, edits):
+        apply(self, edits)
+        self.inputs, self.change = mutate(self.inputs), None
+
+    monkeypatch.setattr(Order, "apply", mutated)
+
+
 def test_without_a_mutation_it_passes(tiny, expected, monkeypatch):
-    monkeypatch.setattr(
-        engine_module, "build_inputs", lambda *args, **kw: build_inputs(*args, **kw)
-    )
+    mutate_steps(monkeypatch, lambda inputs: inputs)
     check(tiny("llama"), expected("llama"), max_step_tokens=48)

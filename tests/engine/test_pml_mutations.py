@@ -6,24 +6,22 @@ import dataclasses
 
 import pytest
 
-import onestem.engine.engine as engine_module
-import onestem.engine.inputs as inputs_module
-import onestem.engine.streaks as streaks_module
-from onestem.engine.inputs import build_inputs, decodes_behind
-from onestem.engine.modules import PmlPrompt, SequenceModules
+import onestem.engine.step.inputs as inputs_module
+from onestem.engine.modules.prompt import PmlPrompt, SequenceModules
+from onestem.engine.step.order import Order
 from onestem.errors import OnestemError
 from tests.engine.pml_harness import check_pml
 
 
 def module_shifted(monkeypatch):
     """A module's rows stand one position too high."""
-    add_module = inputs_module._Layout.add_module
+    add_module = inputs_module._ChunkLayout.add_module
 
-    def mutated(layout, chunk, path):
-        add_module(layout, chunk, path)
+    def mutated(layout, chunk):
+        add_module(layout, chunk)
         layout.positions[-1] = layout.positions[-1] + 1
 
-    monkeypatch.setattr(inputs_module._Layout, "add_module", mutated)
+    monkeypatch.setattr(inputs_module._ChunkLayout, "add_module", mutated)
 
 
 def attended_dropped(monkeypatch):
@@ -78,17 +76,13 @@ def jump_ignored(monkeypatch):
 def answer_shifted(monkeypatch):
     """Decodes stand one position too high."""
 
-    def mutated(build):
-        def built(*args, **options):
-            inputs = build(*args, **options)
-            if inputs.decodes is not None:
-                inputs.positions[:] += 1
-            return inputs
+    apply = Order.apply
 
-        return built
+    def mutated(self, edits):
+        apply(self, edits)
+        self.inputs.positions[: len(self)] += 1
 
-    monkeypatch.setattr(engine_module, "build_inputs", mutated(build_inputs))
-    monkeypatch.setattr(streaks_module, "decodes_behind", mutated(decodes_behind))
+    monkeypatch.setattr(Order, "apply", mutated)
 
 
 MUTATIONS = {

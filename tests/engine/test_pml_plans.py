@@ -27,8 +27,11 @@ def test_one_read_of_each_module(tiny, isolation, share):
     compiled = compiled_prompts(isolation, PROMPTS, LIBRARY)
     answer(engine, [pml_request(i, one, max_tokens=2) for i, one in enumerate(compiled)])
     plans = []
-    prepare = engine._runner.prepare
-    engine._runner.prepare = lambda inputs: plans.append(inputs.plans[None]) or prepare(inputs)
+    runner = engine.launcher.runner
+    prepare = runner.prepare
+    runner.prepare = lambda inputs, change: (
+        plans.append(inputs.plans[None]) or prepare(inputs, change)
+    )
     answer(engine, [pml_request(i, one, max_tokens=4) for i, one in enumerate(compiled)])
     decodes = plans[-1]
     assert decodes.num_rows == len(PROMPTS)

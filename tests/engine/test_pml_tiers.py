@@ -164,7 +164,7 @@ def test_what_a_waiting_request_wants_is_read_ahead(tiny, tmp_path):
 def test_read_ahead_is_bounded(tiny, tmp_path, monkeypatch):
     compiled = compiled_prompts("anchored")
     run(engine_with(tiny("llama"), tmp_path), compiled)
-    monkeypatch.setattr("onestem.engine.tiers.MOST_READ_AHEAD", 2)
+    monkeypatch.setattr("onestem.engine.modules.tiers.MOST_READ_AHEAD", 2)
     engine = engine_with(tiny("llama"), tmp_path)
     engine.prefetch_modules([s for one in compiled for s in one.segments if s.kind == "cached"])
     assert len(engine.tiers._reading) == 2

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onestem.engine.drawing import Drawing
-from onestem.engine.sampled import Sampled
-from onestem.engine.sampler import LOWEST_TEMPERATURE, Sampler, SamplingDefaults
-from onestem.engine.sampling_row import SamplingRow
+from onestem.engine.sampling.row import SamplingRow
+from onestem.engine.sampling.sampled import Sampled
+from onestem.engine.sampling.sampler import LOWEST_TEMPERATURE, Sampler, SamplingDefaults, Step
 from onestem.errors import RequestError
 from onestem.ops.sampling import STATUS_MASKED, STATUS_NOT_FINITE, STATUS_OK
 from onestem.ops.sampling.reference import draw
@@ -178,13 +177,14 @@ def test_alone_is_as_in_any_batch_and_order(
 def test_steps_without_the_host_between_are_steps_one_by_one(
     rows: list[SamplingRow], seed: int, steps: int
 ) -> None:
-    """What a streak does: penalties, bias and early stop ids follow what is sampled."""
+    """What decodes do: penalties, bias and early stop ids follow what is sampled."""
     rows = [replace(row, allowed_mask=None) for row in rows]
     outputs = [list(row.output_token_ids()) for row in rows]
     logits = [random_logits(len(rows), VOCAB, seed + step) for step in range(steps)]
     sampler = Sampler(VOCAB)
-    drawing = Drawing(sampler, [replace(row) for row in rows])
-    pending = [drawing.start(step.clone()) for step in logits]
+    copies = [replace(row) for row in rows]
+    many = Step(sampler.records(copies), copies.__getitem__, sampler)
+    pending = [sampler.launch(step.clone(), many) for step in logits]
     for step, ahead in zip(logits, pending, strict=True):
         now = [
             replace(row, token_index=row.token_index, output_token_ids=lambda ids=ids: ids)
@@ -401,13 +401,10 @@ def test_only_rows_that_ask_get_logprobs() -> None:
 def test_alternatives_are_in_order_with_ties_by_id(seed: int, vocab_size: int, count: int) -> None:
     logits = random_logits(3, vocab_size, seed, ties=True)
     token_ids = [0, vocab_size // 2, vocab_size - 1]
-    found = Sampler(vocab_size).logprobs(logits, [2, 0, 1], token_ids, [count, 0, count])
+    rows = logits[[2, 0, 1]]
+    found = Sampler(vocab_size).logprobs(rows, token_ids, [count, 0, count]).take()
     for row, token, entry, k in zip([2, 0, 1], token_ids, found, [count, 0, count], strict=True):
         check_entry(entry, logits[row], token, k)
-
-
-def test_logprobs_of_no_rows() -> None:
-    assert Sampler(9).logprobs(random_logits(2, 9, 0), [], [], []) == []
 
 
 # --- errors ------------------------------------------------------------------------------------

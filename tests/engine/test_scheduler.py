@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from onestem.cache import PagePool, PrefixCache
-from onestem.engine.queue import FifoQueue, PlannedQueue
-from onestem.engine.scheduler import Scheduler
+from onestem.engine.schedule.pins import PinnedPrefixes
+from onestem.engine.schedule.queue import FifoQueue, PlannedQueue
+from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.planner import plan_job
 from onestem.request import Request, RequestMetrics, SamplingParams
@@ -24,37 +25,51 @@ class Simulation:
     ):
         pool = PagePool(kv_tokens // page_size, page_size)
         self.cache = PrefixCache(pool, enabled=share)
-        self.scheduler = Scheduler(self.cache, queue, self.open, max_step_tokens=max_step_tokens)
+        pins = PinnedPrefixes(self.cache, FifoQueue(), max_model_len=1, bytes_per_token=1)
+        self.scheduler = Scheduler(self.cache, queue, self, pins, max_step_tokens=max_step_tokens)
         self.processed = self.logical = self.steps = 0
         self.rows: list[int] = []
         self.next_token = 10**6
+        self.decoding: list[Sequence] = []
         self.order: list[str] = []
         self.most_running = 0
 
-    def open(self, request: Request) -> list[Sequence]:
+    def open(self, request: Request) -> RequestState:
         state = RequestState(request, 0, RequestMetrics())
         state.sequences = [Sequence(state, 0, array("i", request.prompt_token_ids))]
         self.logical += len(request.prompt_token_ids)
         self.order.append(request.request_id)
-        return state.sequences
+        return state
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [s for s in self.decoding if s.run is not None]
+
+    def any_stays(self, leave: list[Sequence]) -> bool:
+        return bool(self.sequences)
+
+    def page_ends(self) -> list[Sequence]:
+        return self.sequences
 
     def step(self) -> bool:
-        chunks = self.scheduler.schedule()
-        if not chunks:
+        edits = self.scheduler.edits(self, may_preempt=True)
+        assert edits is not None
+        rows = [*self.sequences, *edits.enter]
+        chunks = edits.chunks
+        if not rows and not chunks:
             return False
         self.steps += 1
-        self.rows.append(sum(chunk.end - chunk.start for chunk in chunks))
+        self.rows.append(len(rows) + sum(chunk.end - chunk.start for chunk in chunks))
         self.most_running = max(self.most_running, len(self.scheduler.running))
         for chunk in chunks:
             self.processed += max(0, min(chunk.end, chunk.sequence.num_prompt) - chunk.start)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if chunk.end == len(sequence.tokens):
-                self.next_token += 1
-                self.scheduler.append(sequence, self.next_token)
-                if sequence.num_output == sequence.state.request.params.max_tokens:
-                    sequence.finish_reason = "length"
-                    self.scheduler.finish(sequence)
+        for sequence in [*rows, *(one for chunk in chunks for one in chunk.samples)]:
+            self.next_token += 1
+            sequence.extend([self.next_token])
+            if sequence.num_left == 0:
+                sequence.finish_reason = "length"
+                self.scheduler.finish(sequence)
+        self.decoding = rows
         return True
 
     def run(self) -> float:
@@ -158,10 +173,10 @@ def test_steps_are_full_while_prompts_wait():
     assert min(busy) >= 256
 
 
-def test_small_pool_sets_back_and_finishes():
+def test_a_small_pool_preempts_and_finishes():
     simulation = Simulation(fifo(requests(job(1, 40, 50, 10), 200)), kv_tokens=1024, page_size=4)
     simulation.run()
-    assert simulation.scheduler.num_set_backs > 0
+    assert simulation.scheduler.num_preempted > 0
 
 
 def test_a_planned_prefix_stays_between_its_members():

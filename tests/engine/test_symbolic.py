@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from onestem.engine.queue import PlannedQueue
+from onestem.engine.schedule.queue import PlannedQueue
 from onestem.errors import RequestError
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request, run_all
@@ -113,19 +113,19 @@ def interrupted_step(engine, *, late: bool) -> list:
     """Ctrl-C while a step is computed, or (`late`) while its results are taken, if the scheduler
     makes it; the outputs of a step that was not interrupted."""
     if not late:
-        engine._runner.fail = KeyboardInterrupt()
+        engine.launcher.runner.fail = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         return []
-    sample, outputs = engine._sampler.sample, []
+    launch, outputs = engine._sampler.launch, []
 
     def fail(*args):
         raise KeyboardInterrupt
 
-    engine._sampler.sample = fail
+    engine._sampler.launch = fail
     with contextlib.suppress(KeyboardInterrupt):  # a step of prompts alone samples nothing
         outputs = engine.step()
-    engine._sampler.sample = sample
+    engine._sampler.launch = launch
     return outputs
 
 
@@ -135,14 +135,14 @@ def same_as_alone(one, output, limit: int) -> None:
         assert got == expected
     assert output.prompt_logprobs == prompt_logprobs
     metrics = output.metrics
-    if one.params.n == 1 and metrics.num_set_backs == 0:
+    if one.params.n == 1 and metrics.num_preempted == 0:
         assert metrics.num_cached_tokens + metrics.num_computed_tokens >= metrics.num_prompt_tokens
 
 
 def test_a_step_that_was_not_computed_leaves_no_kv_behind():
     engine = make_symbolic()
-    engine._runner.fail = MemoryError()
-    with pytest.raises(MemoryError):
+    engine.launcher.runner.fail = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
         list(engine.run([request("a", [1, 2, 3, 4, 5, 6], max_tokens=2)]))
     assert_idle(engine)
     assert engine.cache.cached_tokens() == 0
@@ -151,7 +151,6 @@ def test_a_step_that_was_not_computed_leaves_no_kv_behind():
 
 def test_an_interrupt_while_results_are_taken_costs_one_step():
     engine = make_symbolic(num_pages=400)
-    engine._streaks.begin = lambda: None
     for i in range(8):
         engine.add_request(request(i, [1, 2, i], max_tokens=20))
     for _ in range(3):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import (
     LLAMA_2_TEMPLATE,

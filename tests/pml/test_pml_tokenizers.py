@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onestem.cli.pml_model import load_tokenizer
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.pml import (
     ISOLATIONS,
     CompiledPrompt,

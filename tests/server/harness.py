@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from onestem.engine.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.llm import LLM, find_model
 from onestem.server.process import EngineProcess, Launcher, connect
 from onestem.server.run import HttpServer, bind

@@ -80,7 +80,7 @@ def state(seconds: int = 120, **changes: Any) -> dict[str, Any]:
         "queue": {"waiting": 3, "running": 12, "limit": 1024, "by_key": []},
         "totals": {
             "requests": 100, "prompt_tokens": 1000000, "cached_tokens": 800000,
-            "computed_tokens": 200000, "output_tokens": 50000, "set_backs": 4, "refused": 2,
+            "computed_tokens": 200000, "output_tokens": 50000, "num_preempted": 4, "refused": 2,
             "aborted": 1, "failed": 0, "steps": 1000, "shared_read_tokens": 123,
         },
         "history": {"time": times, **{

@@ -1,0 +1,1 @@
+"""Structured output: JSON schemas as masks over the next token."""

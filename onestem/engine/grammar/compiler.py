@@ -1,0 +1,345 @@
+"""Structured output: `response_format` as a mask over the next token, by xgrammar.
+
+A grammar is compiled once per format (milliseconds, or seconds for large schemas) and kept; each
+sequence then has a matcher that walks along its tokens. The matcher is a function of the sampled
+ids, so a sequence that was set back or resumed rebuilds it from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onestem.engine.grammar.schema import SCHEMA, check_schema, with_any_of
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import RequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    import xgrammar
+
+__all__ = ["GrammarCompiler", "GrammarState", "check_response_format"]
+
+_CACHE_ENTRIES = 256
+# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
+_MOST_WHITESPACE = 64
+# Of `prepare`: a slow schema does not hold up the next, and each has threads of its own besides.
+_THREADS = 2
+# Strings of limited length may hold raw control characters, says the compiler; JSON says not. Only
+# the newline can stand between values in what models write, and is no part of those strings.
+_CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
+
+
+def check_response_format(response_format: Mapping[str, Any] | None) -> None:
+    """Refuse what is not OpenAI's object, without compiling anything and without xgrammar.
+
+    Raises:
+        RequestError: an unknown type or field, or no schema.
+        UnsupportedError: the schema uses what cannot be enforced, or is too large.
+    """
+    wanted = _schema_of(response_format)
+    if wanted is not None:
+        check_schema(*wanted)
+
+
+def _schema_of(response_format: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool] | None:
+    """The JSON schema of a format and whether it is strict; None where any text will do."""
+    if response_format is None:
+        return None
+    if not isinstance(response_format, Mapping):
+        raise RequestError(
+            f"response_format is {type(response_format).__name__}, expected an object with a type"
+        )
+    kind = response_format.get("type")
+    if kind == "json_schema":
+        _refuse_unknown("response_format", response_format, {"type", "json_schema"})
+        return _given_schema(response_format.get("json_schema"))
+    if kind not in ("text", "json_object"):
+        raise RequestError(
+            f"response_format.type is {kind!r}, expected 'text', 'json_object' or 'json_schema'"
+        )
+    _refuse_unknown("response_format", response_format, {"type"})
+    return None if kind == "text" else ({"type": "object"}, False)
+
+
+def _given_schema(given: object) -> tuple[dict[str, Any], bool]:
+    name = "response_format.json_schema"
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{name} is {given!r}, expected an object with name and schema")
+    _refuse_unknown(name, given, {"name", "description", "schema", "strict"})
+    schema, strict = given.get("schema"), given.get("strict")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{name}.schema is {schema!r}, expected a JSON schema (an object)")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"{name}.strict is {strict!r}, expected true or false")
+    return dict(schema), strict is not False
+
+
+def _refuse_unknown(name: str, given: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise RequestError(
+            f"{name} has the unknown field {unknown[0]!r}, expected {', '.join(sorted(known))}"
+        )
+
+
+def _key(schema: dict[str, Any], strict: bool) -> str:
+    # Properties are written in the schema's order, so keys must not be sorted.
+    try:
+        return json.dumps([schema, strict])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{SCHEMA} is not JSON: {error}") from error
+
+
+class GrammarCompiler:
+    """Compiles response formats for one tokenizer. Safe to use from several threads: a format is
+    compiled once, and who wants another does not wait for it.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: columns of the logits, if there are more than tokens; those are never allowed.
+        stop_token_ids: ids that may end an answer once it is complete: all end-of-sequence ids of
+            the model. None: the tokenizer's one.
+
+    xgrammar is imported with the first format that needs it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int | None = None,
+        stop_token_ids: Iterable[int] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size or tokenizer.vocab_size
+        eos = tokenizer.eos_token_id
+        named = (() if eos is None else (eos,)) if stop_token_ids is None else stop_token_ids
+        self.stop_token_ids = sorted(set(named))
+        self._lock = threading.Lock()  # held for moments, never while compiling
+        self._loading = threading.Lock()
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._compiled: OrderedDict[str, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def compile(
+        self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
+    ) -> GrammarState | None:
+        """A new sequence's state; None where the format is text. Compiles in this thread, or waits
+        for the one that does.
+
+        Args:
+            response_format: OpenAI's object.
+            output_token_ids: tokens that the sequence sampled already.
+
+        Raises:
+            RequestError: the format or its schema is not one, or the tokens do not follow it.
+            UnsupportedError: the schema uses what cannot be enforced or is too large, or xgrammar
+                is not installed.
+        """
+        wanted = _schema_of(response_format)
+        if wanted is None:
+            return None
+        key, grammar, is_new = self._entry(*wanted)
+        if is_new:
+            self._compile_into(grammar, key, *wanted)
+        state = self.state(grammar)
+        for token in output_token_ids:
+            state.accept(token)
+        return state
+
+    def check(self, response_format: Mapping[str, Any] | None) -> None:
+        """`check_response_format`, for a format that is known at once."""
+        wanted = _schema_of(response_format)
+        if wanted is None:
+            return
+        with self._lock:
+            known = self._compiled.get(_key(*wanted))
+        if known is None:
+            check_schema(*wanted)
+
+    def prepare(
+        self, response_format: Mapping[str, Any] | None
+    ) -> Future[xgrammar.CompiledGrammar] | None:
+        """What will be the grammar, or the error that `compile` raises: compiled by another thread
+        if it is not there. None where the format is text."""
+        wanted = _schema_of(response_format)
+        if wanted is None:
+            return None
+        key, grammar, is_new = self._entry(*wanted)
+        if is_new:
+            self._executor().submit(self._compile_into, grammar, key, *wanted)
+        return grammar
+
+    def state(self, grammar: Future[xgrammar.CompiledGrammar]) -> GrammarState:
+        """A new sequence's state in a grammar of `prepare`; waits until it is compiled."""
+        return GrammarState(grammar.result(), self.vocab_size, self.stop_token_ids)
+
+    def close(self) -> None:
+        """End the threads; what is being compiled is not waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _entry(
+        self, schema: dict[str, Any], strict: bool
+    ) -> tuple[str, Future[xgrammar.CompiledGrammar], bool]:
+        """A schema's key, its grammar and whether the caller is to compile it."""
+        key = _key(schema, strict)
+        with self._lock:
+            known = self._compiled.get(key)
+            if known is not None:
+                self._compiled.move_to_end(key)
+                return key, known, False
+            new = self._compiled[key] = Future()
+            self._forget_oldest()
+            return key, new, True
+
+    def _forget_oldest(self) -> None:
+        """Those that are being compiled stay: nobody is to begin them again."""
+        left = len(self._compiled) - _CACHE_ENTRIES
+        if left > 0:
+            done = (key for key, grammar in self._compiled.items() if grammar.done())
+            for key in list(itertools.islice(done, left)):
+                del self._compiled[key]
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+            return self._threads
+
+    def _compile_into(
+        self,
+        grammar: Future[xgrammar.CompiledGrammar],
+        key: str,
+        schema: dict[str, Any],
+        strict: bool,
+    ) -> None:
+        try:
+            compiled = self._compile(schema, strict)
+        except BaseException as error:
+            with self._lock:
+                self._compiled.pop(key, None)
+            grammar.set_exception(error)
+            return
+        grammar.set_result(compiled)
+
+    def _compile(self, schema: dict[str, Any], strict: bool) -> xgrammar.CompiledGrammar:
+        check_schema(schema, strict)
+        compiler = self._loaded()
+        try:
+            return compiler.compile_json_schema(
+                json.dumps(with_any_of(schema)),
+                strict_mode=strict,
+                max_whitespace_cnt=_MOST_WHITESPACE,
+            )
+        except Exception as error:  # xgrammar raises many kinds for a bad schema
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            reason = re.sub(r"^\[[^]]*\] \S+: ", "", reason)  # time and source line
+            raise RequestError(f"{SCHEMA} cannot be used: {reason}") from error
+
+    def _loaded(self) -> xgrammar.GrammarCompiler:
+        with self._loading:
+            if self._compiler is None:
+                self._compiler = self._load()
+            return self._compiler
+
+    def _load(self) -> xgrammar.GrammarCompiler:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise UnsupportedError(
+                "response_format needs xgrammar, which is not installed: pip install xgrammar"
+            ) from error
+        vocabulary = [
+            self._usable_bytes(token)
+            for token in range(min(self._tokenizer.vocab_size, self.vocab_size))
+        ]
+        info = xgrammar.TokenizerInfo(
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids,
+        )
+        # One cache is enough, and ours is bounded.
+        return xgrammar.GrammarCompiler(info, cache_enabled=False)
+
+    def _usable_bytes(self, token_id: int) -> bytes:
+        """A token's bytes, or none, and xgrammar never allows it."""
+        if token_id in self._tokenizer.special_ids:
+            return b""
+        data = self._tokenizer.token_bytes(token_id)
+        return data if _CONTROL_BYTES.isdisjoint(data) else b""
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(
+        self, grammar: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: list[int]
+    ) -> None:
+        import xgrammar
+
+        self._origin = (grammar, vocab_size, stop_token_ids)
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._mask = torch.full(((vocab_size + 31) // 32,), -1, dtype=torch.int32)
+        self._stops = _packed(stop_token_ids, len(self._mask))
+        self._filled = False
+
+    def at_start(self) -> GrammarState:
+        """Another sequence's, in the same grammar."""
+        return GrammarState(*self._origin)
+
+    def fill_mask(self) -> Tensor:
+        """Which tokens may come next: bits packed in int32 `[ceil(vocab / 32)]`, on the CPU.
+
+        The tensor belongs to this state and is written again at the next call after `accept`.
+        """
+        if not self._filled:
+            if self._matcher.is_terminated():
+                self._mask.copy_(self._stops)
+            else:
+                self._matcher.fill_next_token_bitmask(self._mask.unsqueeze(0))
+            self._filled = True
+        return self._mask
+
+    def accept(self, token_id: int) -> None:
+        """Take a sampled token.
+
+        Raises:
+            RequestError: the grammar does not allow it.
+        """
+        if not self._matcher.accept_token(token_id):
+            raise RequestError(
+                f"token {token_id} does not follow the response_format, expected one that "
+                "fill_mask allows"
+            )
+        self._filled = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete and nothing but its end may follow, or it has ended.
+
+        So a closed JSON object ends without a step for the end-of-sequence token.
+        """
+        if self._matcher.is_terminated():
+            return True
+        if not self._matcher.is_completed():
+            return False
+        return not bool((self.fill_mask() & ~self._stops).any())
+
+
+def _packed(token_ids: Iterable[int], num_words: int) -> Tensor:
+    """Token ids as bits of int32 `[num_words]`."""
+    words = [0] * num_words
+    for token in token_ids:
+        if token < 32 * num_words:
+            words[token // 32] |= 1 << (token % 32)
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)

@@ -1,0 +1,1 @@
+"""Modules of prompts in PML, as the engine runs them."""

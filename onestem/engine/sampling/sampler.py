@@ -1,0 +1,378 @@
+"""From logits to token ids.
+
+The order of operations on a row, as in vLLM and Hugging Face: repetition, presence and frequency
+penalties; logit bias; stop ids before `min_tokens`; the grammar's mask; temperature; top-k; top-p;
+min-p. What is left is drawn by an exponential race (`onestem.ops.sampling`). Everything runs where
+the logits are, and nothing is waited for until a step's tokens are taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onestem.engine.sampling.row import SamplingRow, SamplingSettings
+from onestem.engine.sampling.sampled import Chosen, Pending, PendingLogprobs, Sampled
+from onestem.errors import RequestError
+from onestem.ops import resolve_sampling
+from onestem.ops.copies import on_device
+from onestem.ops.sampling import IDLE, ROW, RowTable
+from onestem.request import SamplingParams
+
+__all__ = ["Sampler", "SamplingDefaults", "Step"]
+
+_CACHE_ENTRIES = 8192
+_CACHE_PROMPTS = 256  # whose different ids are kept, 8 bytes each
+_MOST_TOKENS = 2**31 - 1  # no sequence has more
+# A lower one is greedy: float32 logits have no smaller differences.
+LOWEST_TEMPERATURE = 1e-6
+
+
+class SamplingDefaults(Protocol):
+    """The model's own defaults (`generation_config.json`); None where it is silent."""
+
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float | None: ...
+
+
+class Sampler:
+    """Samples all rows of a step.
+
+    Args:
+        vocab_size: columns of the logits.
+        defaults: the model's sampling defaults, used where a request leaves them open.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        defaults: SamplingDefaults | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._defaults = defaults
+        self._ops = resolve_sampling(self.device)
+        self._penalties = self._ops.penalties(vocab_size, self.device)
+        self._noted = np.zeros(0, np.int64)  # sampled tokens that the state of a place has
+        self._free: list[int] = []
+        # Keyed by identity; the keyed object is kept in the value, so its id stays its own.
+        self._settings: dict[int, tuple[SamplingParams, SamplingSettings]] = {}
+        self._prompts: dict[int, tuple[object, NDArray[np.int64]]] = {}
+
+    def warm_up(self) -> None:
+        """Sample in every way, so that no request waits until a GPU's kernels are compiled."""
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"top_k": 50},
+            {"top_p": 0.9},
+            {"logprobs": 2},
+            {"repetition_penalty": 1.1, "presence_penalty": 0.1},
+        ]
+        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        rows = [
+            SamplingRow(SamplingParams(**{**plain, **kind}), seed=0, prompt_token_ids=(0,))
+            for kind in kinds
+        ]
+        logits = torch.zeros(len(rows), self.vocab_size, device=self.device)
+        self.sample(logits, rows)
+        for row in rows:
+            self.release(row)
+
+    # ------------------------------------------------------------------------- requests
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse token ids that the model does not have. For admission.
+
+        Raises:
+            RequestError: an id in `logit_bias` or `stop_token_ids` is not in the vocabulary.
+        """
+        for name, ids in (
+            ("logit_bias", params.logit_bias or {}),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            beyond = [token for token in ids if token >= self.vocab_size]
+            if beyond:
+                raise RequestError(
+                    f"{name} names token {beyond[0]}, expected ids below {self.vocab_size} "
+                    "(the vocabulary's size)"
+                )
+
+    def settings_of(self, params: SamplingParams) -> SamplingSettings:
+        """What parameters mean for this model."""
+        known = self._settings.get(id(params))
+        if known is None:
+            if len(self._settings) >= _CACHE_ENTRIES:
+                self._settings.clear()
+            known = self._settings[id(params)] = (params, self._resolve(params))
+        return known[1]
+
+    def _resolve(self, params: SamplingParams) -> SamplingSettings:
+        self.check(params)
+
+        def value(name: str, neutral: float) -> float:
+            for source in (params, self._defaults):
+                found = getattr(source, name) if source is not None else None
+                if found is not None:
+                    return float(found)
+            return neutral
+
+        top_k, heat = value("top_k", 0), value("temperature", 1.0)
+        bias = params.logit_bias or {}
+        return SamplingSettings(
+            temperature=heat if heat >= LOWEST_TEMPERATURE else 0.0,
+            top_k=int(top_k) if 0 < top_k < self.vocab_size else 0,
+            top_p=_not_above(value("top_p", 1.0)),
+            min_p=value("min_p", 0.0),
+            repetition_penalty=value("repetition_penalty", 1.0),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
+            min_tokens=min(params.min_tokens, _MOST_TOKENS),
+            logprobs=params.logprobs,
+        )
+
+    def release(self, row: SamplingRow) -> None:
+        """A sequence has ended: its state of penalties goes."""
+        if row.place >= 0:
+            self._free.append(row.place)
+            self._penalties.release(row.place)
+            row.place, row.record = -1, b""
+
+    # ------------------------------------------------------------------------- a step
+
+    @torch.inference_mode()
+    def records(self, rows: Sequence[SamplingRow]) -> NDArray[np.void]:
+        """What the device is told of rows, `ROW` `[n]`."""
+        records = np.frombuffer(b"".join([self._record(row) for row in rows]), ROW).copy()
+        records["token"] = [row.token_index for row in rows]
+        return records
+
+    def _record(self, row: SamplingRow) -> bytes:
+        if not row.record:
+            row.record = self._new_record(row)
+        if row.place >= 0 and self._noted[row.place] != row.token_index:
+            self._assign(row)
+        return row.record
+
+    def _new_record(self, row: SamplingRow) -> bytes:
+        setting, record = self.settings_of(row.params), IDLE.copy()
+        if setting.penalised:
+            row.place = self._free.pop() if self._free else self._new_place()
+            self._noted[row.place] = -1
+        record["seed_low"] = row.seed & 0xFFFFFFFF
+        record["seed_high"] = (row.seed >> 32) & 0xFFFFFFFF
+        record["sequence"] = row.sequence_index
+        for name in ("temperature", "top_k", "top_p", "min_p", "min_tokens"):
+            record[name] = getattr(setting, name)
+        for name in ("repetition", "presence", "frequency"):
+            record[name] = getattr(setting, f"{name}_penalty")
+        record["penalty"] = row.place
+        record["told"] = 0 if setting.logprobs is None else setting.logprobs + 1
+        record["biased"] = len(setting.bias_ids) > 0
+        return record.tobytes()
+
+    def _assign(self, row: SamplingRow) -> None:
+        """Tell the device what a row has seen: at first, and after a step that came to nothing."""
+        repeats = self.settings_of(row.params).repetition_penalty != 1.0
+        prompt = self._prompt_ids(row.prompt_token_ids) if repeats else None
+        self._penalties.assign(row.place, prompt, np.asarray(row.output_token_ids(), np.int64))
+        self._noted[row.place] = row.token_index
+
+    def _new_place(self) -> int:
+        first = len(self._noted)
+        more = max(8, first)
+        self._noted = np.append(self._noted, np.zeros(more, np.int64))
+        self._free.extend(range(first + more - 1, first, -1))
+        return first
+
+    def _prompt_ids(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+        """The prompt's different ids; n sequences have them in common."""
+        known = self._prompts.get(id(token_ids))
+        if known is None:
+            if len(self._prompts) >= _CACHE_PROMPTS:
+                self._prompts.clear()
+            ids = np.unique(np.asarray(token_ids, np.int64))
+            known = self._prompts[id(token_ids)] = (token_ids, ids)
+        return known[1]
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+        """One token for each row of `logits` float32 `[n, vocab]`, which may be changed."""
+        masked = [i for i, row in enumerate(rows) if row.allowed_mask is not None]
+        step = Step(self.records(rows), rows.__getitem__, self, masked=masked)
+        return self.launch(logits, step).take()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, step: Step) -> Pending:
+        """Sample the next token of each row of `logits` float32 `[n, vocab]`, which may be changed.
+        Nothing is waited for."""
+        if logits.shape != (len(step.table), self.vocab_size):
+            raise ValueError(
+                f"logits have shape {list(logits.shape)}, expected "
+                f"[{len(step.table)}, {self.vocab_size}]"
+            )
+        table = step.table
+        told = logits[step.told_there] if step.changes and len(step.told) else None
+        if step.changes:
+            self._change(logits, step)
+        drawn = self._ops.draw(logits, table)
+        chosen = None
+        if len(step.told):
+            ids = drawn.ids[step.told_there]
+            chosen = self._chosen(logits, step.told_there, ids, step.most_told, told)
+        if len(table.penalised):
+            self._penalties.note(table, drawn.ids)
+            self._noted[table.rows["penalty"][table.penalised]] += 1
+        table.steps += 1
+        return Pending(drawn, chosen, step.told, step.told_counts)
+
+    def _change(self, logits: Tensor, step: Step) -> None:
+        """Penalties, bias, stop ids and masks, in place."""
+        self._penalties.apply(logits, step.table)
+        if step.bias is not None:
+            rows, ids, values = step.bias
+            logits[rows, ids] += values
+        if step.stops is not None and step.table.steps < step.last_stop:
+            rows, ids, until = step.stops
+            early = until > step.table.steps
+            logits[rows, ids] = logits[rows, ids].masked_fill(early, -math.inf)
+        if step.masked is not None:
+            _mask(logits, *step.masked)
+
+    def _chosen(
+        self, logits: Tensor, index: Tensor, ids: Tensor, most: int, told: Tensor | None
+    ) -> Chosen:
+        """Of rows `index` of the logits, or of all of `told`: what is asked of given tokens."""
+        if told is not None:
+            logits, index = told, torch.arange(len(told), device=told.device)
+        own = logits[index, ids]
+        sums = self._ops.log_sums(logits, index)
+        values, top_ids = self._ops.leading(logits, index, min(most, self.vocab_size))
+        return Chosen(own - sums, top_ids, values - sums[:, None])
+
+    @torch.inference_mode()
+    def logprobs(
+        self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
+    ) -> PendingLogprobs:
+        """Natural-log probabilities of a given token for each row of `logits` float32 `[n, vocab]`,
+        and of the `counts` most probable ones, under the model's own distribution: highest first,
+        equal ones by id. Nothing is waited for."""
+        index = on_device(np.arange(len(tokens)), logits.device)
+        ids = on_device(np.asarray(tokens, np.int64), logits.device)
+        return PendingLogprobs(self._chosen(logits, index, ids, max(counts), None), tokens, counts)
+
+
+def _not_above(share: float) -> float:
+    """The next float32 that is not larger, and above 0: equal logits at the limit stay outside."""
+    nearest = np.float32(share)
+    if float(nearest) > share:
+        nearest = np.nextafter(nearest, np.float32(0))
+    return float(max(nearest, np.finfo(np.float32).tiny))
+
+
+class Step:
+    """The rows of a step, as `Sampler.launch` takes them. It serves further steps of the same rows,
+    each a token later.
+
+    Args:
+        records: `ROW` `[n]`.
+        row_at: gives the sequence's of a row; asked for those that have a bias, a mask or stop ids
+            that may not come yet.
+
+    Attributes:
+        table: of the device's own work.
+        told: int64 `[m]`, rows whose log-probabilities are wanted; `told_counts`: of how many of
+            the most probable tokens beside the sampled one.
+        changes: whether logits are changed before tokens are drawn.
+    """
+
+    def __init__(
+        self,
+        records: NDArray[np.void],
+        row_at: Callable[[int], SamplingRow],
+        sampler: Sampler,
+        *,
+        masked: Sequence[int] = (),
+    ) -> None:
+        device = sampler.device
+        self.table = RowTable(records, device)
+        self.told = np.flatnonzero(records["told"])
+        self.told_counts = records["told"][self.told] - 1
+        self.most_told = int(self.told_counts.max(initial=0))
+        self.told_there = self.table.index(self.told)
+        left = records["min_tokens"] - records["token"].astype(np.int64)
+        self.last_stop = int(left.max(initial=0))
+        biased = np.flatnonzero(records["biased"]).tolist()
+        self.bias = _entries([_bias(i, row_at(i), sampler) for i in biased], device)
+        early = np.flatnonzero(left > 0).tolist()
+        self.stops = _entries([_stops(i, row_at(i)) for i in early], device)
+        masks = [(i, mask) for i in masked if (mask := row_at(i).allowed_mask) is not None]
+        self.masked = _stacked(masks, device) if masks else None
+        others = any(part is not None for part in (self.bias, self.stops, self.masked))
+        self.changes = others or len(self.table.penalised) > 0
+
+
+_Entry = tuple[int, NDArray[np.int64], NDArray[np.generic]]
+
+
+def _bias(i: int, row: SamplingRow, sampler: Sampler) -> _Entry:
+    setting = sampler.settings_of(row.params)
+    return i, setting.bias_ids, setting.bias_values
+
+
+def _stops(i: int, row: SamplingRow) -> _Entry:
+    """Ids that a row may not sample, and for how many steps from now on."""
+    ids = np.fromiter(row.stop_ids, np.int64, len(row.stop_ids))
+    until = min(row.params.min_tokens, _MOST_TOKENS) - row.token_index
+    return i, ids, np.full(len(ids), until)
+
+
+def _entries(entries: list[_Entry], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Logits that are changed one by one: rows, ids, and a value each."""
+    if not any(len(ids) for _, ids, _ in entries):
+        return None
+    rows = np.repeat([row for row, _, _ in entries], [len(ids) for _, ids, _ in entries])
+    ids = np.concatenate([ids for _, ids, _ in entries])
+    values = np.concatenate([values for _, _, values in entries])
+    return on_device(rows, device), on_device(ids, device), on_device(values, device)
+
+
+def _stacked(
+    masks: list[tuple[int, Tensor]], device: torch.device
+) -> tuple[NDArray[np.int64], Tensor]:
+    """Rows, and their masks `[m, words]`."""
+    stacked = torch.stack([mask for _, mask in masks])
+    if device.type == "cuda":
+        stacked = stacked.pin_memory()
+    return np.array([row for row, _ in masks]), stacked.to(device, non_blocking=True)
+
+
+def _mask(logits: Tensor, rows: NDArray[np.int64], masks: Tensor) -> None:
+    """-inf where a row's mask does not allow the token, by xgrammar's own kernel."""
+    import xgrammar
+
+    index = on_device(rows, logits.device)
+    # The kernel looks for a row's mask where it looks for its logits.
+    placed = masks.new_empty((len(logits), masks.shape[1]))
+    placed[index] = masks
+    reached = min(32 * masks.shape[1], logits.shape[1])
+    indices = rows.tolist()
+    xgrammar.apply_token_bitmask_inplace(logits, placed, vocab_size=reached, indices=indices)
+    if reached < logits.shape[1]:
+        logits[index, reached:] = -math.inf

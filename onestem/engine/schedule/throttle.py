@@ -1,0 +1,98 @@
+"""How much of a step jobs may take beside interactive requests, and how long steps are. No torch.
+
+Interactive tokens may come a little slower than without jobs and no more. What a row costs depends
+on the device, on the batch and on what it reads, so it is not predicted but followed: steps
+without jobs give the reference, and the number of jobs' rows grows slowly while steps with them
+are fast enough and shrinks fast when they are not (as TCP fits its window to a line).
+"""
+
+from __future__ import annotations
+
+__all__ = ["JobShare", "StepBudget"]
+
+SLOWDOWN = 1.15  # of a step, so that the 99th percentile stays below 1.25
+SAMPLES = 4  # steps of a cycle that run without jobs and measure the reference
+CYCLE = 68
+RETRY = 2  # cycles until jobs are tried again after one row of theirs was too much
+MEMORY = 0.25  # weight of the newest step in an average
+
+
+class JobShare:
+    """Rows of jobs in a step, beside interactive requests.
+
+    Attributes:
+        limit: rows that jobs may have in a step now.
+    """
+
+    def __init__(self, *, most: int) -> None:
+        self.limit = 1
+        self._most = most
+        self._seconds: dict[int, float] = {}  # of steps without jobs, by magnitude of rows
+        self._steps = 0
+
+    def rows(self, interactive: int) -> int:
+        """Rows for jobs in a step with so many interactive decodes; 0 in steps that measure how
+        long it takes without them. Where interactive prompts are all, jobs have as many as decodes
+        bear, and one at least: there is no decode by which the limit could rise again."""
+        if interactive == 0:
+            return max(1, self.limit)
+        known = interactive.bit_length() in self._seconds
+        return self.limit if known and self._steps % CYCLE >= SAMPLES else 0
+
+    def note(self, interactive: int, jobs: int, seconds: float) -> None:
+        """A step of so many rows took `seconds`; its interactive rows are decodes."""
+        key = interactive.bit_length()
+        known = self._seconds.get(key)
+        self._steps += 1
+        if self.limit == 0 and self._steps % (RETRY * CYCLE) == 0:
+            self.limit = 1
+        if jobs == 0:
+            self._seconds[key] = seconds if known is None else _mean(known, seconds)
+        elif known is not None:
+            self._follow(jobs, seconds / known)
+
+    def _follow(self, jobs: int, slowdown: float) -> None:
+        if slowdown > SLOWDOWN:
+            self.limit = min(self.limit, jobs) * 3 // 4
+        elif jobs >= self.limit:
+            self.limit = min(self._most, self.limit + max(1, self.limit // 4))
+
+
+class StepBudget:
+    """Rows of prompts in a step, so that it takes about a given time.
+
+    Args:
+        most: rows of a step at most, decodes counted; half of them are for prompts however many
+            decodes there are. Steps that are full then have one number of rows, for which
+            libraries have chosen their kernels before.
+        seconds: what a step may take; None: no limit but `most`.
+    """
+
+    def __init__(self, *, most: int, seconds: float | None = None) -> None:
+        self.most = most
+        self.seconds = seconds
+        self._row: float | None = None  # seconds of a prompt's row
+
+    def rows(self, decodes: int = 0) -> int:
+        """Rows of prompts that the next step may have beside so many decodes."""
+        most = max(self.most - decodes, (self.most + 1) // 2)
+        if self.seconds is None:
+            return most
+        if self._row is None:
+            return min(most, FIRST_ROWS)
+        return min(most, max(FEWEST_ROWS, int(self.seconds / self._row)))
+
+    def note(self, prompt_rows: int, seconds: float) -> None:
+        """A step with so many rows of prompts took `seconds`."""
+        if prompt_rows < FEWEST_ROWS:
+            return
+        row = seconds / prompt_rows
+        self._row = row if self._row is None else _mean(self._row, row)
+
+
+FIRST_ROWS = 64  # where nothing is known of a row's time yet
+FEWEST_ROWS = 16  # below it a step is not shorter: weights are read whole
+
+
+def _mean(old: float, new: float) -> float:
+    return old + MEMORY * (new - old)

@@ -1,0 +1,233 @@
+"""The runner of a GPU: steps of few rows are CUDA graphs over fixed buffers, which do not wait.
+
+A graph is made for each of a few batch sizes; a step takes the next larger one, its spare rows see
+nothing and write to a page that nobody reads. What a step attends to is in the plan's work list,
+which is data (`ops.triton.Workspace`): prefixes, their lengths and their number change nothing.
+
+A graph ends with the hidden states. Logits are made behind it, of those rows that want them: rows
+of prompts and spare rows want none, and the graphs hold no logits of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.engine.step.inputs import StepInputs
+from onestem.engine.step.order import Change
+from onestem.engine.step.runner import Prepared, Runner, ShareMode
+from onestem.models.decoder import Attend, Decoder
+from onestem.ops import Angles, AttentionImpl, Heads
+from onestem.ops.triton import Scores, States, Workspace
+from onestem.ops.work import ListTooLong
+
+__all__ = ["GraphRunner"]
+
+# Rows that graphs are made for; a larger step is launched kernel by kernel.
+BATCH_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,
+    320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048,
+)  # fmt: skip
+
+WORDS_PER_ROW = 256  # of a work list
+STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
+
+# Steps of decodes after which their work list is made anew: who takes what was settled for the
+# lengths of that time, and own runs grow.
+LIST_STEPS = 16
+
+
+@dataclass(eq=False)
+class _Staging:
+    """Ids, positions and slots of a step, int64 `[3, max_rows]`, pinned; `copied` says when they
+    may be written again."""
+
+    values: Tensor
+    array: np.ndarray
+    copied: torch.cuda.Event
+
+    @staticmethod
+    def make(max_rows: int) -> _Staging:
+        values = torch.zeros(3, max_rows, dtype=torch.int64, device="cpu", pin_memory=True)
+        return _Staging(values, values.numpy(), torch.cuda.Event())
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor  # [rows, hidden_size], written by each replay
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Cyclic garbage may hold graphs of another engine, and to destroy one breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class GraphRunner(Runner):
+    """`Runner` whose decode steps are CUDA graphs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        impl: AttentionImpl,
+        *,
+        num_pages: int,
+        page_size: int,
+        share: ShareMode,
+    ) -> None:
+        super().__init__(decoder, impl, num_pages=num_pages, page_size=page_size, share=share)
+        self.depth = 2
+        self._sizes = np.array(BATCH_SIZES)
+        self._stagings = [_Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
+        self._turn = 0
+        self._list_age = 0  # steps since the work lists were made
+        self._listed = False  # whether they are those of the step before
+        self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
+        self._inputs[2] = self.scratch_slot
+        self._workspaces = self._make_workspaces(num_pages, page_size)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, _Graph] = {}
+
+    def _make_workspaces(self, num_pages: int, page_size: int) -> dict[int | None, Workspace]:
+        config, device = self.decoder.config, self.decoder.device
+        max_states = STATES_PER_ROW * BATCH_SIZES[-1]
+        states = States.empty(max_states, config.num_q_heads, config.head_dim, device)
+        return {
+            window: Workspace(
+                max_rows=BATCH_SIZES[-1],
+                num_q_heads=config.num_q_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                page_size=page_size,
+                dtype=self.decoder.dtype,
+                device=device,
+                # Each page stands in the plan twice at most (a step's prompts list what they share
+                # with its decodes again), and each row's items, spans and slack beside: about
+                # twelve words for each run that it sees. A list that takes more runs without graph.
+                max_words=2 * num_pages + WORDS_PER_ROW * BATCH_SIZES[-1] + (1 << 17),
+                states=states,
+                share=self.share != "storage",
+                windowed=window is not None,
+            )
+            for window in set(self.windows)
+        }
+
+    def warm_up(self) -> None:
+        """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
+        for size in reversed(BATCH_SIZES):
+            self._graph(size)
+
+    # ----------------------------------------------------------------------------- a step
+
+    def prepare(self, inputs: StepInputs, change: Change | None) -> Prepared | int:
+        """What `run` takes: for a step of few rows the batch size of its graph. A step of more, and
+        one whose work list the fixed buffers do not hold, is launched kernel by kernel."""
+        rows = len(inputs.positions)
+        self._list_age += 1
+        if change is None or self._list_age >= LIST_STEPS or not self._listed:
+            self._listed = rows <= BATCH_SIZES[-1] and self._write_lists(inputs)
+            return self._size(rows) if self._listed else super().prepare(inputs, change)
+        if self.share != "no-attention":
+            for workspace in self._workspaces.values():
+                assert workspace.work is not None
+                words = workspace.work.page_word(change.runs, change.page_index)
+                workspace.advance(change.spans, words, change.pages)
+        return self._size(rows)
+
+    def _size(self, rows: int) -> int:
+        """Rows of the graph that a step of so many takes."""
+        return int(self._sizes[np.searchsorted(self._sizes, rows)])
+
+    def _write_lists(self, inputs: StepInputs) -> bool:
+        """Whether they fit in the fixed buffers."""
+        self._list_age, size = 0, self._size(len(inputs.positions))
+        if self.share == "no-attention":
+            return True
+        try:
+            for window, workspace in self._workspaces.items():
+                workspace.write(inputs.plans[window], num_rows=size)
+        except ListTooLong:
+            return False
+        return True
+
+    def run(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Tensor:
+        if not isinstance(prepared, int):
+            return super().run(inputs, prepared, ids)
+        rows = len(inputs.positions)
+        self._stage(inputs, rows, prepared)
+        if ids is not None:
+            self._inputs[0, : len(ids)].copy_(ids)
+        if self.share != "no-attention":
+            for workspace in self._workspaces.values():
+                workspace.upload()
+        graph = self._graph(prepared)
+        graph.graph.replay()
+        hidden, wanted = graph.hidden[:rows], inputs.logit_rows
+        if not len(wanted):
+            return hidden.new_zeros((0, self.decoder.config.vocab_size), dtype=torch.float32)
+        if not np.array_equal(wanted, np.arange(rows)):
+            hidden = hidden[self.on_device(wanted)]
+        return self.decoder.logits(hidden)
+
+    def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
+        self._turn = 1 - self._turn
+        staging = self._stagings[self._turn]
+        staging.copied.synchronize()
+        array = staging.array
+        array[0, :rows], array[1, :rows] = inputs.token_ids, inputs.positions
+        array[2, :rows], array[2, rows:size] = inputs.slots, self.scratch_slot
+        self._inputs.copy_(staging.values, non_blocking=True)
+        staging.copied.record()
+
+    # ----------------------------------------------------------------------------- graphs
+
+    def _graph(self, size: int) -> _Graph:
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        return self._graphs[size]
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> _Graph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with _without_collector(), torch.cuda.graph(graph, pool=self._pool):
+            hidden = self._fixed_forward(size)
+        return _Graph(graph, hidden)
+
+    def _fixed_forward(self, size: int) -> Tensor:
+        ids, positions, slots = self._inputs[:, :size]
+        return self.decoder.forward(ids, positions, self._fixed_attend(slots))
+
+    def _fixed_attend(self, slots: Tensor) -> Attend:
+        ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
+        scores = Scores(1 / math.sqrt(self.decoder.config.head_dim), alibi_slopes=slopes)
+
+        def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
+            k_pages, v_pages = self.pages[layer]
+            q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
+            if self.share == "no-attention":
+                return q
+            out = torch.empty_like(q)
+            workspace = self._workspaces[self.windows[layer]]
+            workspace.launch(q, k_pages, v_pages, out, scores=scores, num_rows=len(q))
+            return out
+
+        return attend

@@ -1,0 +1,296 @@
+"""A step's tensors: ids, positions, slots to write, the attention plan, rows that want logits.
+
+Decodes come first, then chunks of prompts; within each, rows stand in depth-first order of the
+tree, so that a run's rows are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from onestem.cache import Run
+from onestem.engine.modules.prompt import ImportedRun
+from onestem.engine.schedule.edits import Chunk
+from onestem.engine.sequence import Sequence
+from onestem.ops import AttentionPlan, PlanBuilder, windowed
+
+__all__ = ["DecodeLayout", "ScoreRow", "StepInputs", "join_prompts"]
+
+# Page ids that a decode's own run may take before its plan must be laid out anew.
+SLACK_PAGES = 8
+# Of a row that decodes: see `onestem.engine.step.order`.
+OWN = np.dtype([(name, np.int64) for name in ("held", "base", "run", "span")])
+
+
+@dataclass(slots=True)
+class ScoreRow:
+    """Logits after token `index` of a sequence score the one that follows."""
+
+    sequence: Sequence
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """Host arrays of one step.
+
+    Attributes:
+        token_ids, positions, slots: int64 `[num_rows]`; `slots` is where each row's K and V go.
+        plans: attention plan by window (None: unlimited).
+        logit_rows: int64 `[num_logits]`, rows whose logits are wanted: of decodes, each once; then
+            of `ends`, as often as they are sampled from; then of `scores`.
+        ends: chunks behind which sequences sample.
+        scores: what the last logits are for.
+        shared_read_tokens: keys that sequences see and need not read, since one read of a run
+            serves several of them.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    plans: dict[int | None, AttentionPlan]
+    logit_rows: np.ndarray
+    ends: list[Chunk]
+    scores: list[ScoreRow]
+    shared_read_tokens: int
+
+
+def join_prompts(
+    decodes: StepInputs, chunks: list[Chunk], *, page_size: int, version: int, share: bool = True
+) -> StepInputs:
+    """A step of decodes with chunks of prompts behind their rows. `shared_read_tokens` is that of
+    the chunks."""
+    layout = _ChunkLayout(page_size, share, decodes)
+    modules = [chunk for chunk in chunks if chunk.module is not None]
+    for chunk in sorted(modules, key=lambda one: [run.uid for run in one.module_path]):
+        layout.add_module(chunk)
+    prompts = [(c, c.sequence.path(version)) for c in chunks if c.module is None]
+    for chunk, path in sorted(prompts, key=lambda one: _uids(one[0].sequence, one[1])):
+        layout.add_chunk(chunk, path)
+    return layout.inputs(tuple(decodes.plans))
+
+
+def _uids(sequence: Sequence, path: list[Run]) -> list[int]:
+    """What rows are sorted by: those who import the same stand together."""
+    return [*(one.run.uid for one in sequence.imports), *(run.uid for run in path)]
+
+
+class DecodeLayout:
+    """Runs and spans of rows that decode.
+
+    Args:
+        behind: a plan that they are added to.
+    """
+
+    def __init__(self, page_size: int, behind: AttentionPlan | None = None) -> None:
+        self._builder = PlanBuilder(page_size, behind)
+        self._runs: dict[Run, int] = {}
+        self._path: list[Run] = []  # that the row before sees above its own run
+        self._first_rows: list[int] = []  # where the rows of each of them begin
+
+    def add_all(
+        self, rows: list[tuple[Sequence, list[Run]]], *, share: bool
+    ) -> tuple[list[Sequence], np.ndarray]:
+        """Sequences with their paths, in tree order then, each with its own run and what it sees
+        above; `OWN` `[n]`."""
+        rows = sorted(rows, key=lambda row: _uids(*row))
+        sequences = [sequence for sequence, _ in rows]
+        own = self.add_own(sequences, 0)
+        before: object = None
+        for row, (sequence, path) in enumerate(rows):
+            parent = path[-1].parent
+            if sequence.modules is not None:
+                self._see([*self._import_whole(sequence, row), *path[:-1]], row, share)
+                parent = None
+            elif not share or parent is not before:
+                self._see(path[:-1], row, share)
+            before = parent
+        self._close(0, len(rows))
+        return sequences, own
+
+    def add_own(self, sequences: list[Sequence], row: int) -> np.ndarray:
+        """The runs that sequences write, and a span over each, of rows `row`, `row + 1`, ...; their
+        lengths are told later. `OWN` `[n]`."""
+        own = np.zeros(len(sequences), OWN)
+        runs = [sequence.run for sequence in sequences if sequence.run is not None]
+        first = self._builder.add_runs(
+            [run.page_ids() for run in runs],
+            [(run.offset, 0, run.position) for run in runs],
+            slack=SLACK_PAGES,
+        )
+        own["held"] = [len(run.pages) + SLACK_PAGES for run in runs]
+        own["base"] = [run.start for run in runs]
+        own["run"] = np.arange(first, first + len(runs))
+        own["span"] = self._builder.add_row_spans(first, len(runs), row) + np.arange(len(runs))
+        return own
+
+    def add_shared(self, run: Run, row: int, rows: int) -> None:
+        """So many rows see a run whole."""
+        if run not in self._runs:
+            self._runs[run] = self._builder.add_run(
+                run.page_ids(), run.offset, len(run.tokens), run.position
+            )
+        self._builder.add_span(row, rows, self._runs[run], len(run.tokens))
+
+    def plan(self, row_position: np.ndarray) -> AttentionPlan:
+        return self._builder.build(row_position)
+
+    def _import_whole(self, sequence: Sequence, row: int) -> list[Run]:
+        """Imported runs that a decode sees whole. What it sees a part of has a span of its own."""
+        for one in sequence.imports:
+            if not one.whole:
+                index = self._builder.add_run(
+                    one.run.page_ids(), one.run.offset, len(one.run.tokens), one.run.position
+                )
+                self._builder.add_span(row, 1, index, one.in_use)
+        return [one.run for one in sequence.imports if one.whole]
+
+    def _see(self, above: list[Run], row: int, share: bool) -> None:
+        """Runs that the row before sees too go on, the others begin."""
+        common = 0
+        limit = min(len(self._path), len(above)) if share else 0
+        while common < limit and self._path[common] is above[common]:
+            common += 1
+        self._close(common, row)
+        self._path.extend(above[common:])
+        self._first_rows.extend([row] * (len(above) - common))
+
+    def _close(self, depth: int, row: int) -> None:
+        """End the spans over what lies deeper."""
+        while len(self._path) > depth:
+            run, first = self._path.pop(), self._first_rows.pop()
+            self.add_shared(run, first, row - first)
+
+
+@dataclass(slots=True)
+class _OpenSpan:
+    """Rows, of so many sequences, that see a run up to `end`; the rows behind may go on with it."""
+
+    row: int
+    rows: int
+    end: int
+    readers: int
+
+
+class _ChunkLayout:
+    """Rows of prompts, behind those of a step of decodes."""
+
+    def __init__(self, page_size: int, share: bool, decodes: StepInputs) -> None:
+        plan = next(iter(decodes.plans.values()))
+        self.share = share
+        self.builder = PlanBuilder(page_size, plan)
+        self.ids = [decodes.token_ids]
+        self.positions = [decodes.positions]
+        self.slots = [decodes.slots]
+        self.num_rows = plan.num_rows
+        self.ends: list[Chunk] = []
+        self.end_rows: list[int] = []
+        self.scores: list[ScoreRow] = []
+        self.score_rows: list[int] = []
+        self._num_decodes = plan.num_rows
+        self._runs: dict[Run, int] = {}
+        self._open: dict[int, _OpenSpan] = {}  # by run
+        self._shared_read_tokens = 0
+
+    def add_chunk(self, chunk: Chunk, path: list[Run]) -> None:
+        sequence, a, b = chunk.sequence, chunk.start, chunk.end
+        self.ids.append(sequence.ids()[a:b].astype(np.int64))
+        self.positions.append(sequence.positions(a, b))
+        for one in sequence.imports:
+            self._import(one, a, b)
+        for run in path:
+            if run.start >= b:
+                break
+            self._add_run(run, a, b)
+        self._add_logits(chunk)
+        self.num_rows += b - a
+
+    def _import(self, one: ImportedRun, a: int, b: int) -> None:
+        """Rows from the import's first on see it."""
+        rows = b - max(a, one.first)
+        if rows <= 0:
+            return
+        index, row = self._run_index(one.run), self.num_rows + b - a - rows
+        if one.whole:
+            self._see_whole(index, row, rows, one.in_use)
+        else:
+            self.builder.add_span(row, rows, index, one.in_use)
+
+    def add_module(self, chunk: Chunk) -> None:
+        """Rows of a module: they see what it attends to whole, and itself causally."""
+        (*attended, module), a, b = chunk.module_path, chunk.start, chunk.end
+        self.ids.append(np.array(module.tokens[a:b], np.int64))
+        self.positions.append(module.position + np.arange(a, b))
+        self._add_run(module, a, b)
+        for run in attended:
+            self._see_whole(self._run_index(run), self.num_rows, b - a, len(run.tokens))
+        self.num_rows += b - a
+
+    def _add_run(self, run: Run, a: int, b: int) -> None:
+        """Rows inside the run see it causally, rows behind it see it whole."""
+        index = self._run_index(run)
+        inside = min(b, run.end) - max(a, run.start)
+        if inside > 0:
+            first = max(a, run.start)
+            self.slots.append(run.slots(first - run.start, first - run.start + inside))
+            self.builder.add_span(
+                self.num_rows + first - a, inside, index, first - run.start + 1, step=1
+            )
+        behind = b - max(a, run.end)
+        if behind > 0:
+            self._see_whole(index, self.num_rows + b - a - behind, behind, len(run.tokens))
+
+    def _see_whole(self, index: int, row: int, rows: int, end: int) -> None:
+        """Rows of one sequence more see a run whole."""
+        span = self._open.get(index)
+        if self.share and span is not None and span.row + span.rows == row:
+            span.rows += rows
+            span.readers += 1
+            return
+        if span is not None:
+            self._add_open(index, span)
+        self._open[index] = _OpenSpan(row, rows, end, 1)
+
+    def _add_open(self, index: int, span: _OpenSpan) -> None:
+        self.builder.add_span(span.row, span.rows, index, span.end)
+        self._shared_read_tokens += (span.readers - 1) * span.end
+
+    def _run_index(self, run: Run) -> int:
+        if run not in self._runs:
+            self._runs[run] = self.builder.add_run(
+                run.page_ids(), run.offset, run.computed, run.position
+            )
+        return self._runs[run]
+
+    def _add_logits(self, chunk: Chunk) -> None:
+        sequence, a, b = chunk.sequence, chunk.start, chunk.end
+        if chunk.samples:
+            self.ends.append(chunk)
+            self.end_rows.extend([self.num_rows + b - 1 - a] * len(chunk.samples))
+        if sequence.score_from is None:
+            return
+        # Row i scores token i + 1; sampled tokens have theirs from the step that sampled them.
+        last_given = len(sequence.tokens) if sequence.score_only else sequence.num_prompt
+        for index in range(max(a, sequence.score_from - 1), min(b, last_given - 1)):
+            self.scores.append(ScoreRow(sequence, index))
+            self.score_rows.append(self.num_rows + index - a)
+
+    def inputs(self, windows: Seq[int | None]) -> StepInputs:
+        for index, span in self._open.items():
+            self._add_open(index, span)
+        ids, positions, slots = map(np.concatenate, (self.ids, self.positions, self.slots))
+        plan = self.builder.build(positions)
+        wanted = [*range(self._num_decodes), *self.end_rows, *self.score_rows]
+        return StepInputs(
+            ids,
+            positions,
+            slots,
+            {window: windowed(plan, window) for window in set(windows)},
+            np.array(wanted, np.int64),
+            self.ends,
+            self.scores,
+            self._shared_read_tokens,
+        )

@@ -1,0 +1,397 @@
+"""The rows that decode, in tree order, and the inputs of a step, edited in place.
+
+A row stands below those that see the same, so that one span shows a run to all of them. From one
+step to the next only lengths change, and now and then a run takes a page: no sequence is visited.
+Who leaves is cut out of all columns at once; who comes is put beside those that it shares most
+with. `rebuild` makes all of it from the sequences: when much has changed, and as what tests compare
+with. Chunks of prompts are rows of one step, after all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onestem.cache import PrefixCache, Run
+from onestem.engine.schedule.edits import Chunk, Edits
+from onestem.engine.sequence import Sequence
+from onestem.engine.step.inputs import DecodeLayout, StepInputs, join_prompts
+from onestem.engine.step.slots import Slots
+from onestem.ops import AttentionPlan, windowed
+from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_OFFSET, RUN_PAGES, RUN_POSITION
+
+__all__ = ["Change", "Order"]
+
+# page_start: where the page list of its own run begins in the plan; held: how many ids it has room
+# for. offset, base: slot and index in the sequence of that run's first token, as they were when it
+# was put into the plan; they hold also when the run is split. run, span: of the plan, its own.
+COLUMNS = np.dtype(
+    [
+        ("slot", np.int64),
+        ("generation", np.int64),
+        ("page_start", np.int64),
+        ("held", np.int64),
+        ("offset", np.int64),
+        ("base", np.int64),
+        ("run", np.int64),
+        ("span", np.int64),
+    ]
+)
+# Rows are made anew: where so many words of page lists belong to nobody; where a newcomer would
+# read so many tokens apart from others that read them too; where more than this share comes.
+SPARE_WORDS = 1 << 15
+APART_TOKENS = 64
+FEW, FEW_SHARE = 8, 0.125
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a step of decodes differs in from the one before it, where only lengths have changed.
+
+    Attributes:
+        spans: int64 `[n]`, the spans that grew by one token.
+        runs, page_index, pages: int64 `[m]`: page `pages[i]` was put at `page_index[i]` of run
+            `runs[i]`.
+    """
+
+    spans: np.ndarray
+    runs: np.ndarray
+    page_index: np.ndarray
+    pages: np.ndarray
+
+
+class Order:
+    """The rows of steps.
+
+    Args:
+        cache: of the runs.
+        slots: what is known of each row's sequence.
+        windows: of the model's layers.
+        share: False gives each sequence spans of its own, also over runs that several see.
+
+    Attributes:
+        rows: `COLUMNS` `[num_rows]`, those that decode.
+        inputs: of the step, with its chunks.
+        change: what differs from the step before; None: also who sees what, or who is there.
+        chunks: of prompts, in the step.
+        sampled: int64 `[n]`, slots that sample in the step: of all rows, then of prompts.
+        shared_read_tokens: keys that its sequences see and need not read.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, slots: Slots, *, windows: Seq[int | None], share: bool
+    ) -> None:
+        self.slots = slots
+        self.chunks: list[Chunk] = []
+        self.change: Change | None = None
+        self._cache = cache
+        self._windows = windows
+        self._share = share
+        self._changed = True  # who is there, since the last step
+        self._readers: dict[Run, dict[int, None]] = {}  # slots of rows, by the runs of their paths
+        self._reads: dict[int, list[Run]] = {}
+        self._spare_words = 0
+        self.rows: np.ndarray
+        self.inputs: StepInputs
+        self.sampled: np.ndarray
+        self.shared_read_tokens = 0
+        self._decodes: StepInputs
+        self._plan: AttentionPlan
+        self._shared_tokens = 0
+        self._put([])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def sequences(self) -> list[Sequence | None]:
+        """Of each row that decodes."""
+        return [self.slots.sequences[slot] for slot in self.rows["slot"].tolist()]
+
+    # ----------------------------------------------------------------------------- edits
+
+    def apply(self, edits: Edits) -> None:
+        """Make the next step: who leaves, who comes, one token more in each row, and chunks."""
+        self._drop(edits.leave)
+        self._enter(edits.enter)
+        was_mixed, self.chunks = bool(self.chunks), edits.chunks
+        change = self._advance()
+        self.change = None if self._changed or was_mixed else change
+        self._changed = False
+        samples = self.rows["slot"]
+        inputs = replace(self._decodes, token_ids=self.slots.columns["last_id"][samples])
+        self.shared_read_tokens = self._shared_tokens
+        if self.chunks:
+            self.change = None
+            inputs = join_prompts(
+                inputs,
+                self.chunks,
+                page_size=self._cache.pool.page_size,
+                version=self._cache.tree.num_splits,
+                share=self._share,
+            )
+            self.shared_read_tokens += inputs.shared_read_tokens
+            joined = [self._begin(sequence) for chunk in inputs.ends for sequence in chunk.samples]
+            samples = np.concatenate((samples, np.array(joined, np.int64)))
+        self.inputs, self.sampled = inputs, samples
+
+    def _begin(self, sequence: Sequence) -> int:
+        """A slot for one that samples behind its prompt."""
+        return self.slots.put(sequence, len(sequence.tokens))
+
+    def _drop(self, leave: list[Sequence]) -> None:
+        """Rows of those that leave, have ended, or sample no more leave no gap."""
+        keep, slots = self._staying(leave), self.rows["slot"]
+        if keep.all():
+            return
+        self._changed = True
+        for slot in slots[~keep].tolist():
+            for run in self._reads.pop(slot):
+                readers = self._readers[run]
+                del readers[slot]
+                if not readers:
+                    del self._readers[run]
+        before = np.concatenate(([0], np.cumsum(keep)))
+        plan, rows = self._plan, self.rows[keep]
+        self._spare_words += int(self.rows["held"][~keep].sum())
+        spans = plan.spans.copy()
+        first, end = spans[:, ROW], spans[:, ROW] + spans[:, ROWS]
+        spans[:, ROW], spans[:, ROWS] = before[first], before[end] - before[first]
+        kept = spans[:, ROWS] > 0
+        spans = spans[kept]
+        used, spans[:, RUN] = np.unique(spans[:, RUN], return_inverse=True)
+        rows["span"] = (np.cumsum(kept) - 1)[rows["span"]]
+        rows["run"] = spans[rows["span"], RUN]
+        self.rows = rows
+        self._set(replace(plan, runs=np.ascontiguousarray(plan.runs[used]), spans=spans))
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        if not sequences and self._spare_words < SPARE_WORDS and not self._is_full():
+            return
+        for sequence in sequences:
+            if sequence.slot < 0:  # its step came to nothing
+                self.slots.put(sequence, len(sequence.tokens) - 1)
+        many = len(sequences) > max(FEW, FEW_SHARE * len(self.rows))
+        if (
+            many
+            or self._spare_words >= SPARE_WORDS
+            or self._is_full()
+            or any(sequence.modules is not None for sequence in sequences)
+            or not all(map(self._insert, self._alike(sequences)))
+        ):
+            self.rebuild(sequences)
+
+    def _is_full(self) -> bool:
+        """Whether a row's list of pages has no room for the next token's."""
+        rows = self.rows
+        place = rows["offset"] + self.slots.columns["computed"][rows["slot"]] - rows["base"]
+        return bool((place >= rows["held"] * self._cache.pool.page_size).any())
+
+    # ----------------------------------------------------------------------------- a step
+
+    def _staying(self, leave: list[Sequence]) -> np.ndarray:
+        """bool `[num_rows]`: whose sequences sample on, and are none of those."""
+        columns, slots = self.slots.columns, self.rows["slot"]
+        going = (columns["generation"][slots] == self.rows["generation"]) & (
+            columns["left"][slots] > 0
+        )
+        paused = [sequence.slot for sequence in leave if sequence.slot >= 0]
+        return going & ~np.isin(slots, paused) if paused else going
+
+    def any_stays(self, leave: list[Sequence]) -> bool:
+        """Whether somebody decodes on, beside those that leave."""
+        return bool(self._staying(leave).any())
+
+    def page_ends(self) -> list[Sequence]:
+        """Whose next token stands in a new page; they may not be all there any more."""
+        rows, columns = self.rows, self.slots.columns
+        slots = rows["slot"]
+        place = rows["offset"] + columns["computed"][slots] - rows["base"]
+        fresh = (place % self._cache.pool.page_size == 0) & self._staying([])
+        found = [self.slots.sequences[slot] for slot in slots[fresh].tolist()]
+        return [sequence for sequence in found if sequence is not None]
+
+    def _advance(self) -> Change:
+        """One token further in every row."""
+        rows, columns, plan = self.rows, self.slots.columns, self._plan
+        slots, size = rows["slot"], self._cache.pool.page_size
+        length = columns["computed"][slots] - rows["base"]  # before this token
+        place = rows["offset"] + length
+        index = place // size
+        fresh = np.flatnonzero((place % size == 0) | (length == 0))
+        pages = self._pages(fresh, place[fresh] // size)
+        plan.run_pages[rows["page_start"][fresh] + index[fresh]] = pages
+        plan.runs[rows["run"], RUN_LEN] = length + 1
+        plan.spans[rows["span"], END] = length + 1
+        positions = plan.runs[rows["run"], RUN_POSITION].astype(np.int64) + length
+        plan.row_position[:] = positions
+        self._decodes.positions[:] = positions
+        pages_of = plan.run_pages[rows["page_start"] + index].astype(np.int64)
+        self._decodes.slots[:] = pages_of * size + place % size
+        columns["computed"][slots] += 1
+        return Change(rows["span"], rows["run"][fresh], index[fresh], pages)
+
+    def _pages(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Pages that rows come to, of their runs as they are now."""
+        pages = np.zeros(len(rows), np.int64)
+        for i, row in enumerate(rows.tolist()):
+            sequence = self.slots.sequences[int(self.rows["slot"][row])]
+            assert sequence is not None
+            assert sequence.run is not None
+            run, computed = sequence.run, int(self.slots.columns["computed"][sequence.slot])
+            pages[i] = run.pages[(run.offset + computed - run.start) // self._cache.pool.page_size]
+        return pages
+
+    # ----------------------------------------------------------------------------- newcomers
+
+    def _alike(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+        """Those that see the same above their own runs, together (if anything is shared)."""
+        groups: dict[object, list[Sequence]] = {}
+        for sequence in sequences:
+            assert sequence.run is not None
+            key = sequence.run.parent if self._share else sequence
+            groups.setdefault(key, []).append(sequence)
+        return list(groups.values())
+
+    def _insert(self, group: list[Sequence]) -> bool:
+        """Rows for those that see the same, beside whom they share most with; False: all rows
+        should be made anew."""
+        path = group[0].path(self._cache.tree.num_splits)
+        above = path[:-1]
+        count, at, read = len(group), len(self.rows), 0
+        alike = np.zeros(0, np.int64)
+        row, end = self._neighbour(above) if self._share else (-1, 0)
+        if row >= 0:
+            spans, stops = self._seen(row)
+            alike = spans[stops <= end]
+            read = int(stops[len(alike) - 1]) if len(alike) else 0
+            if end - read > APART_TOKENS:
+                return False
+        spans = self._plan.spans
+        if len(alike):
+            at = int(spans[alike[-1], [ROW, ROWS]].sum())
+        across = np.flatnonzero((spans[:, ROW] < at) & (spans[:, ROW] + spans[:, ROWS] > at))
+        if not np.isin(across, alike).all():
+            return False
+        self._changed = True
+        spans[spans[:, ROW] >= at, ROW] += count
+        spans[alike, ROWS] += count
+        self._add_rows(group, at, [run for run in above if run.start >= read])
+        return True
+
+    def _neighbour(self, above: list[Run]) -> tuple[int, int]:
+        """A row that sees most of these runs, and how many tokens of them; -1: none does."""
+        version = self._cache.tree.num_splits
+        for run in reversed(above):
+            # Who stood in a run that was split is known by its lower part.
+            nodes = [run] if run in self._readers else [run, *run.children.values()]
+            for node in nodes:
+                for slot in self._readers.get(node, ()):
+                    other = self.slots.sequences[slot]
+                    if other is not None and other.run is not None and run in other.path(version):
+                        return int(np.flatnonzero(self.rows["slot"] == slot)[0]), run.end
+        return -1, 0
+
+    def _seen(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the spans over what a row sees above its own run, from the root down, and how
+        many tokens of its path each ends behind."""
+        spans, runs = self._plan.spans, self._plan.runs
+        seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
+        seen[self.rows["span"][row]] = False
+        found = np.flatnonzero(seen)
+        found = found[np.argsort(runs[spans[found, RUN], RUN_POSITION], kind="stable")]
+        return found, np.cumsum(spans[found, END])
+
+    def _add_rows(self, group: list[Sequence], at: int, apart: list[Run]) -> None:
+        """Put rows before row `at`, each with its own run, and spans of theirs over runs."""
+        plan, layout = self._plan, DecodeLayout(self._cache.pool.page_size, self._plan)
+        columns, count = self.slots.columns, len(group)
+        rows = layout.add_own(group, at)
+        for run in apart:
+            layout.add_shared(run, at, count)
+        plan, inputs = layout.plan(np.insert(plan.row_position, [at] * count, 0)), self._decodes
+        fresh = np.zeros(count, COLUMNS)
+        for name in rows.dtype.names or ():
+            fresh[name] = rows[name]
+        fresh["page_start"] = plan.runs[fresh["run"], RUN_PAGES]
+        fresh["offset"] = plan.runs[fresh["run"], RUN_OFFSET]
+        fresh["slot"] = [sequence.slot for sequence in group]
+        fresh["generation"] = columns["generation"][fresh["slot"]]
+        self.rows = np.insert(self.rows, [at] * count, fresh)
+        self._decodes = replace(
+            inputs,
+            positions=np.zeros(len(self.rows), np.int64),
+            slots=np.zeros(len(self.rows), np.int64),
+            logit_rows=np.arange(len(self.rows)),
+        )
+        self._set(plan)
+        self._note_readers(group)
+
+    def _note_readers(self, sequences: list[Sequence]) -> None:
+        version = self._cache.tree.num_splits
+        for sequence in sequences:
+            path = sequence.path(version) if sequence.modules is None else []
+            self._reads[sequence.slot] = list(path)
+            for run in path:
+                self._readers.setdefault(run, {})[sequence.slot] = None
+
+    # ----------------------------------------------------------------------------- anew
+
+    def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
+        """Make all rows anew from their sequences, and those that come."""
+        there = dict.fromkeys(s for s in self.sequences if s is not None)
+        self._put([*there, *(s for s in newcomers if s not in there)])
+
+    def clear(self) -> None:
+        """Nobody has a row."""
+        self._put([])
+        self.chunks = []
+
+    def _put(self, sequences: list[Sequence]) -> None:
+        version, columns = self._cache.tree.num_splits, self.slots.columns
+        layout = DecodeLayout(self._cache.pool.page_size)
+        sequences, own = layout.add_all(
+            [(sequence, sequence.path(version)) for sequence in sequences], share=self._share
+        )
+        rows = np.zeros(len(sequences), COLUMNS)
+        for name in own.dtype.names or ():
+            rows[name] = own[name]
+        empty = np.zeros(len(rows), np.int64)
+        plan = layout.plan(empty)
+        rows["page_start"] = plan.runs[rows["run"], RUN_PAGES]
+        rows["offset"] = plan.runs[rows["run"], RUN_OFFSET]
+        rows["slot"] = [sequence.slot for sequence in sequences]
+        rows["generation"] = columns["generation"][rows["slot"]]
+        self.rows, self._changed, self._spare_words = rows, True, 0
+        self._decodes = StepInputs(
+            empty, empty.copy(), empty.copy(), {}, np.arange(len(rows)), [], [], 0
+        )
+        self._readers.clear()
+        self._reads.clear()
+        self._set(plan)
+        self._note_readers(sequences)
+        self.inputs, self.sampled = self._decodes, rows["slot"]
+
+    def _set(self, plan: AttentionPlan) -> None:
+        """Another plan; arrays of inputs are as long as its rows."""
+        self._plan, count = plan, len(self.rows)
+        if len(plan.row_position) != count:
+            plan = self._plan = replace(plan, row_position=np.zeros(count, np.int32))
+        inputs = self._decodes
+        if len(inputs.slots) != count:
+            inputs = replace(
+                inputs,
+                positions=np.zeros(count, np.int64),
+                slots=np.zeros(count, np.int64),
+                logit_rows=np.arange(count),
+            )
+        plans = {window: windowed(plan, window) for window in set(self._windows)}
+        self._decodes = replace(inputs, plans=plans)
+        self._shared_tokens = self._count_shared()
+
+    def _count_shared(self) -> int:
+        """Keys that one read of a run spares all rows of a span but the first."""
+        spans = self._plan.spans.astype(np.int64)
+        return int(((spans[:, ROWS] - 1) * spans[:, END]).sum())

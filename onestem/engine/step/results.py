@@ -1,0 +1,295 @@
+"""What becomes of a step: scores, sampled tokens, texts, ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from onestem.engine.outputs import BROKEN
+from onestem.engine.sampling.masked import why_masked
+from onestem.engine.sampling.sampled import Sampled
+from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.schedule.edits import Chunk
+from onestem.engine.schedule.factory import SequenceFactory
+from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.stats import EngineStats
+from onestem.engine.step.flight import Flight
+from onestem.engine.step.inputs import ScoreRow
+from onestem.engine.step.slots import Slots
+from onestem.engine.text.detokenize import IncrementalDetokenizer
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
+from onestem.request import FinishReason, TokenLogprobs
+
+__all__ = ["Results"]
+
+NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
+
+log = logging.getLogger(__name__)
+
+
+class Results:
+    """Takes what steps computed.
+
+    Args:
+        scheduler: told of ends.
+        slots: of the sequences that sample.
+        sampler: told of ends.
+        factory: makes a request's sequences that end before they part.
+        tokenizer: None: there is no text.
+        eos_token_ids: tokens that end a sequence.
+        stats: output tokens are counted there.
+
+    Attributes:
+        touched: requests that had news, in order; whoever hands them on empties it.
+        ended: those whose last sequence has ended; whoever forgets them empties it.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        slots: Slots,
+        sampler: Sampler,
+        factory: SequenceFactory,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        stats: EngineStats,
+    ) -> None:
+        self.touched: dict[RequestState, None] = {}
+        self.ended: list[RequestState] = []
+        self._scheduler = scheduler
+        self._slots = slots
+        self._sampler = sampler
+        self._factory = factory
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids
+        self._eos_array = np.array(sorted(eos_token_ids), np.int64)
+        self._stats = stats
+
+    def note_launched(self, chunks: list[Chunk]) -> None:
+        """Chunks are rows of a step."""
+        now = time.monotonic()
+        for chunk in chunks:
+            rows, metrics = chunk.num_prompt_rows, chunk.sequence.state.metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or now
+            metrics.num_computed_tokens += rows
+            self._stats.processed_prompt_tokens += rows
+
+    # ----------------------------------------------------------------------------- a step
+
+    def commit(self, flight: Flight) -> None:
+        """Take what a step has scored and sampled; wait for it, if it is not there yet."""
+        if flight.scored is not None:
+            self._take_scores(flight.scores, flight.scored.tokens, flight.scored.take())
+        if flight.sampled is not None:
+            self._take_samples(flight, flight.sampled.take())
+
+    def _take_samples(self, flight: Flight, sampled: Sampled) -> None:
+        """Rows that nobody looks at are taken all at once."""
+        columns, slots, ids = self._slots.columns, flight.slots, sampled.ids
+        rows = columns["generation"][slots] == flight.generations
+        none = rows & (sampled.status != STATUS_OK)
+        for i in np.flatnonzero(none).tolist():
+            self._end_without_token(self._sequence(slots[i]), int(sampled.status[i]))
+        rows &= ~none
+        stops = rows & columns["heeds_eos"][slots] & np.isin(ids, self._eos_array)
+        shown = rows & (columns["is_watched"][slots] | flight.last | stops)
+        shown[flight.num_decodes :] = rows[flight.num_decodes :]
+        rest = rows & ~shown
+        self._slots.note_committed(slots[rest], ids[rest])
+        self._stats.output_tokens += int(rest.sum())
+        for i, entry in sampled.entries.items():
+            if rest[i]:
+                self._slots.note_entry(int(slots[i]), entry)
+        columns["last_id"][slots[shown]] = ids[shown]
+        for i in np.flatnonzero(shown).tolist():
+            ending: FinishReason | None = "length" if flight.last[i] else None
+            self._slots.flush(int(slots[i]))
+            self._take(
+                self._sequence(slots[i]),
+                int(ids[i]),
+                sampled.entries.get(i),
+                "stop" if stops[i] else ending,
+            )
+        self._slots.end_commit()
+
+    def _sequence(self, slot: int) -> Sequence:
+        sequence = self._slots.sequences[slot]
+        assert sequence is not None
+        return sequence
+
+    def _take(
+        self,
+        sequence: Sequence,
+        token: int,
+        entry: TokenLogprobs | None,
+        ending: FinishReason | None,
+    ) -> None:
+        """Append a sampled token and see whether it ends the sequence; `ending` is known."""
+        metrics = sequence.state.metrics
+        self.touched[sequence.state] = None
+        if metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
+        self._stats.output_tokens += 1
+        sequence.extend((token,))
+        try:
+            reason = self._note_sampled(sequence, token, entry, ending)
+        except Exception as error:
+            self.end_broken(sequence, error)
+            return
+        if reason is not None:
+            self.finish(sequence, reason)
+
+    def _note_sampled(
+        self,
+        sequence: Sequence,
+        token: int,
+        entry: TokenLogprobs | None,
+        ending: FinishReason | None,
+    ) -> FinishReason | None:
+        """A token was appended; how the sequence ends with it."""
+        if entry is not None:
+            sequence.note_logprobs(token, entry)
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token)
+        if ending == "stop":
+            return ending
+        params = sequence.state.request.params
+        may_stop = sequence.num_output >= params.min_tokens
+        if self._is_stopped(sequence, token, may_stop=may_stop):
+            return "stop"
+        if sequence.grammar is not None and sequence.grammar.is_finished:
+            if may_stop:
+                return "stop"
+            sequence.stop_reason = why_masked(params)
+            return "error"
+        return ending
+
+    def _take_scores(
+        self, rows: list[ScoreRow], targets: Seq[int], entries: list[TokenLogprobs]
+    ) -> None:
+        """Note the log-probabilities of given tokens."""
+        for row, target, entry in zip(rows, targets, entries, strict=True):
+            if row.sequence.finish_reason is not None:
+                continue
+            self.touched[row.sequence.state] = None
+            try:
+                self._take_score(row, target, entry)
+            except Exception as error:
+                self.end_broken(row.sequence, error)
+
+    def _take_score(self, row: ScoreRow, target: int, entry: TokenLogprobs) -> None:
+        sequence = row.sequence
+        if not math.isfinite(entry[target]):
+            sequence.stop_reason = NOT_FINITE
+            self.finish(sequence, "error")
+            return
+        self._note_score(row, target, entry)
+        if sequence.score_only and row.index + 2 == len(sequence.tokens):
+            self.finish(sequence, "stop")
+
+    def _note_score(self, row: ScoreRow, target: int, entry: TokenLogprobs) -> None:
+        known = row.index + 1 in row.sequence.scores  # computed again after a preemption
+        row.sequence.scores[row.index + 1] = entry[target]
+        if not row.sequence.score_only:
+            row.sequence.state.prompt_logprobs[row.index + 1] = entry
+        elif not known:
+            row.sequence.logprobs.append(entry)
+
+    def _end_without_token(self, sequence: Sequence, status: int) -> None:
+        """No token can follow: a grammar at its end before min_tokens, weights that overflow."""
+        params = sequence.state.request.params
+        reason = why_masked(params) if status == STATUS_MASKED else None
+        sequence.stop_reason = reason or NOT_FINITE
+        self.finish(sequence, "error")
+
+    def _is_stopped(self, sequence: Sequence, token: int, *, may_stop: bool) -> bool:
+        """By a stop id of its own, or by a text; else the token's text is added."""
+        if may_stop and token in sequence.state.request.params.stop_token_ids:
+            sequence.stop_reason = token
+            return True
+        detokenizer = sequence.detokenizer
+        if detokenizer is None:
+            return False
+        sequence.text += detokenizer.append(token, check_stop=may_stop)
+        sequence.stop_reason = detokenizer.stop_reason
+        return detokenizer.stop_reason is not None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence: its text is completed, its runs are let go."""
+        sequence.leave_slot()
+        sequence.finish_reason = reason
+        if self._tokenizer is not None:
+            try:
+                self._finish_text(sequence, self._tokenizer)
+            except Exception as error:
+                self._note_broken(sequence, error)
+        self._let_go(sequence)
+
+    def end_broken(self, sequence: Sequence, error: Exception) -> None:
+        """Something failed that is a sequence's own: that ends it, and nobody else."""
+        sequence.leave_slot()
+        self._note_broken(sequence, error)
+        self._let_go(sequence)
+
+    def _note_broken(self, sequence: Sequence, error: Exception) -> None:
+        name = sequence.state.request.request_id
+        log.error("request %s: its answer cannot be computed or taken", name, exc_info=error)
+        sequence.finish_reason = "error"
+        sequence.stop_reason = f"{BROKEN}{type(error).__name__}: {error}"
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Of the runs of a sequence that has ended, and of its request after its last one."""
+        state, reason = sequence.state, sequence.finish_reason
+        assert reason is not None
+        if sequence.sampling is not None:
+            self._sampler.release(sequence.sampling)
+        if reason in ("abort", "error") and not state.forked:
+            self._end_unforked(sequence, reason)
+        self.touched[state] = None
+        if state.finished:
+            state.metrics.finished_time = time.monotonic()
+        self._scheduler.finish(sequence)
+        if state.finished:
+            self.ended.append(state)
+
+    def _end_unforked(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Sequences of a request that have not parted yet end like the one that stands for them."""
+        state = sequence.state
+        state.forked = True
+        for index in range(len(state.sequences), state.request.params.n):
+            other = self._factory.sequence(state, index)
+            other.finish_reason, other.stop_reason = reason, sequence.stop_reason
+            state.sequences.append(other)
+
+    def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        """The rest of the text; all of it where nobody needed it before."""
+        detokenizer = sequence.detokenizer
+        if detokenizer is not None and detokenizer.stop_reason is not None:
+            return
+        if detokenizer is None:
+            request = sequence.state.request
+            detokenizer = IncrementalDetokenizer(
+                tokenizer, request.params, request.prompt_token_ids
+            )
+            sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
+        sequence.text += detokenizer.finish()
+        if detokenizer.stop_reason is not None and sequence.finish_reason != "abort":
+            # An unfinished character's replacement completed a stop string.
+            sequence.stop_reason, sequence.finish_reason = detokenizer.stop_reason, "stop"
+
+    def _visible_ids(self, sequence: Sequence) -> list[int]:
+        """Ids that make the text: not the one that ended it."""
+        ids = sequence.output_ids.tolist()
+        ended = sequence.finish_reason == "stop" and not sequence.score_only and ids
+        return ids[:-1] if ended and self._ends(sequence, ids[-1]) else ids
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        params = sequence.state.request.params
+        return token in params.stop_token_ids or (not params.ignore_eos and token in self._eos)

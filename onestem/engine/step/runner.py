@@ -1,0 +1,128 @@
+"""Runs a step: the decoder over its rows, with attention over KV pages."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onestem.engine.step.inputs import StepInputs
+from onestem.engine.step.order import Change
+from onestem.models.decoder import Attend, Decoder
+from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
+from onestem.ops.copies import on_device
+
+__all__ = ["Prepared", "Runner", "ShareMode"]
+
+ShareMode = Literal["full", "storage", "off", "no-attention"]
+
+# By window; empty where nothing is attended.
+Prepared = dict[int | None, PreparedAttention]
+
+
+class Runner:
+    """Holds the model and its KV pages.
+
+    Attributes:
+        depth: steps that may be in flight: 1, they end before they return.
+        scratch_slot: a slot that nobody reads.
+
+    Args:
+        decoder: the model.
+        impl: the attention implementation.
+        share: `no-attention` writes K and V but attends to nothing (the ceiling).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        impl: AttentionImpl,
+        *,
+        num_pages: int,
+        page_size: int,
+        share: ShareMode,
+    ) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.impl = impl
+        self.share = share
+        self.depth = 1
+        self.windows = config.sliding_windows
+        # One page more than the pool knows of: rows that stand for nobody write there.
+        self.scratch_slot = num_pages * page_size
+        shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        allocate = partial(
+            allocate_pages,
+            *shape,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            head_major=impl.head_major,
+        )
+        self.pages = [(allocate(), allocate()) for _ in range(config.num_layers)]
+
+    def prepare(self, inputs: StepInputs, change: Change | None) -> Any:
+        """Make the step's plans ready, the same for all layers: what `run` takes. `change` is what
+        it differs in from the step before; None: also in who sees what."""
+        if self.share == "no-attention":
+            return {}
+        together = self.share != "storage"
+        return {
+            window: self.impl.prepare(plan, share=together) for window, plan in inputs.plans.items()
+        }
+
+    def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Tensor:
+        """Logits float32 `[num_logits, vocab_size]` of the rows that want them. `ids` int64
+        `[num_decodes]` are the first rows' tokens where they are on the device already, instead of
+        `inputs.token_ids`."""
+        if ids is None:
+            ids = self.on_device(inputs.token_ids)
+        elif len(ids) < len(inputs.token_ids):
+            ids = torch.cat((ids, self.on_device(inputs.token_ids[len(ids) :])))
+        return self._forward(inputs, prepared, ids)
+
+    def on_device(self, values: np.ndarray) -> Tensor:
+        """A copy, for which a GPU is not waited for."""
+        return on_device(values, self.decoder.device)
+
+    @torch.inference_mode()
+    def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Tensor:
+        rows, wanted = len(inputs.positions), inputs.logit_rows
+        spare = self.decoder.padded_rows(rows) - rows
+        slots = _padded(inputs.slots, spare, self.scratch_slot)
+        hidden = self.decoder.forward(
+            F.pad(ids, (0, spare)) if spare else ids,
+            self.on_device(_padded(inputs.positions, spare, 0)),
+            self._attend(prepared, self.on_device(slots), rows),
+        )
+        if not len(wanted):
+            return hidden.new_zeros((0, self.decoder.config.vocab_size), dtype=torch.float32)
+        if not np.array_equal(wanted, np.arange(rows)):
+            spare = self.decoder.padded_rows(len(wanted)) - len(wanted)
+            hidden = hidden[self.on_device(_padded(wanted, spare, 0))]
+        return self.decoder.logits(hidden)[: len(wanted)]
+
+    def _attend(self, prepared: Prepared, slots: Tensor, rows: int) -> Attend:
+        """Of the first `rows`; the others see nothing, and what stands there is not read."""
+        ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
+
+        def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
+            k_pages, v_pages = self.pages[layer]
+            q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
+            if not prepared:
+                return q
+            plan = prepared[self.windows[layer]]
+            out = plan.attend(q[:rows], k_pages, v_pages, alibi_slopes=slopes).out.to(q.dtype)
+            if rows == len(q):
+                return out
+            q[:rows] = out
+            return q
+
+        return attend
+
+
+def _padded(values: np.ndarray, spare: int, fill: int) -> np.ndarray:
+    return np.pad(values, (0, spare), constant_values=fill) if spare else values

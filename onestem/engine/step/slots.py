@@ -1,0 +1,202 @@
+"""Slots: what steps must know of each sequence that samples, in columns.
+
+A sequence has a slot from the launch that samples its first token until it ends or is preempted.
+Which rows a step has, and in which order, is another matter (`onestem.engine.step.order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from onestem.engine.sampling.row import SamplingRow
+from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.sequence import Sequence
+from onestem.ops.sampling import IDLE, ROW
+from onestem.request import TokenLogprobs
+
+__all__ = ["Slots"]
+
+# generation: grows when the slot is released: what was launched for another sequence is ignored.
+# computed: tokens of the sequence whose rows were launched. left: tokens that may still be
+# launched. token: tokens sampled by all launches. last_id: the sequence's last token that is known.
+# flight_row: which sample of the step launched last it is, -1: none. num_new: tokens that are
+# committed and that the sequence does not have yet.
+COLUMNS = np.dtype(
+    [
+        ("generation", np.int64),
+        ("computed", np.int64),
+        ("left", np.int64),
+        ("token", np.int64),
+        ("last_id", np.int64),
+        ("flight_row", np.int64),
+        ("num_new", np.int64),
+        ("is_watched", bool),
+        ("heeds_eos", bool),
+    ]
+)
+# Tokens that nobody looks at as they come are handed to their sequences so many at a time.
+FLUSH_TOKENS = 32
+
+
+class Slots:
+    """The slots of an engine.
+
+    Args:
+        sampler: makes the rows' records.
+        eos_token_ids: of the model.
+
+    Attributes:
+        columns: `COLUMNS` `[num_slots]`.
+        records: `ROW` `[num_slots]`, how each samples; `token` is that of `columns` at a launch.
+        sequences: of each slot; None where it is free.
+        masked: slots of sequences with a grammar.
+        broken: sequences whose row the sampler cannot make, and why: they are to be ended.
+    """
+
+    def __init__(self, sampler: Sampler, eos_token_ids: Seq[int]) -> None:
+        self.columns = np.zeros(0, COLUMNS)
+        self.records = np.zeros(0, ROW)
+        self.sequences: list[Sequence | None] = []
+        self.masked: set[int] = set()
+        self.broken: list[tuple[Sequence, Exception]] = []
+        self._sampler = sampler
+        self._eos = eos_token_ids
+        self._tokens = np.zeros((0, FLUSH_TOKENS), np.int64)
+        self._entries: dict[int, list[TokenLogprobs]] = {}
+        self._commits = 0  # since all slots were flushed
+        self._free: list[int] = []
+
+    def put(self, sequence: Sequence, computed: int) -> int:
+        """Give a sequence a slot, of whose tokens so many rows are launched; the slot. Where one
+        is launched for its next token too, `note_launched` is told."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        sequence.slots, sequence.slot = self, slot
+        self.sequences[slot] = sequence
+        request = sequence.state.request
+        column = self.columns[slot]
+        column["computed"], column["left"] = computed, sequence.num_left
+        column["token"], column["last_id"] = sequence.num_output, sequence.tokens[-1]
+        column["flight_row"], column["num_new"] = -1, 0
+        column["is_watched"] = (
+            sequence.detokenizer is not None
+            or sequence.grammar is not None
+            or request.stream
+            or len(request.params.stop_token_ids) > 0
+        )
+        column["heeds_eos"] = not request.params.ignore_eos
+        if sequence.grammar is not None:
+            self.masked.add(slot)
+        try:
+            self.records[slot] = self._sampler.records([self.row(sequence)])[0]
+        except Exception as error:
+            self.records[slot] = IDLE
+            self.broken.append((sequence, error))
+        return slot
+
+    def _grow(self) -> None:
+        """All columns at once."""
+        first = len(self.sequences)
+        more = max(16, first)
+        self.columns = np.concatenate((self.columns, np.zeros(more, COLUMNS)))
+        self.records = np.concatenate((self.records, np.full(more, IDLE)))
+        self._tokens = np.concatenate((self._tokens, np.zeros((more, FLUSH_TOKENS), np.int64)))
+        self.sequences.extend([None] * more)
+        self._free.extend(range(first + more - 1, first - 1, -1))
+
+    def row(self, sequence: Sequence) -> SamplingRow:
+        """What the sampler needs of a sequence: one object, from its first token to its last."""
+        row = sequence.sampling
+        if row is None:
+            params = sequence.state.request.params
+            eos = () if params.ignore_eos else self._eos
+            row = sequence.sampling = SamplingRow(
+                params=params,
+                seed=sequence.state.seed,
+                sequence_index=sequence.index,
+                prompt_token_ids=sequence.state.request.prompt_token_ids,
+                output_token_ids=lambda: sequence.output_ids,
+                stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            )
+        row.token_index = sequence.num_output
+        return row
+
+    def sampling_row(self, slot: int) -> SamplingRow:
+        """The row of a slot, as of the next launch."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        row: SamplingRow = sequence.sampling
+        row.token_index = int(self.columns["token"][slot])
+        return row
+
+    def num_launched(self, slot: int) -> int:
+        """Tokens of a slot's sequence whose rows were launched."""
+        return int(self.columns["computed"][slot])
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence ends or is preempted: it has all its tokens, and what is launched for it is
+        ignored."""
+        slot = sequence.slot
+        self.flush(slot)
+        sequence.slots, sequence.slot = None, -1
+        self.columns["generation"][slot] += 1
+        self.records[slot] = IDLE
+        self.sequences[slot] = None
+        self.masked.discard(slot)
+        self._free.append(slot)
+
+    # ----------------------------------------------------------------------------- a step
+
+    def fill_mask(self, slot: int) -> bool:
+        """Which tokens its grammar allows next; False: it fails, and the sequence is `broken`."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        try:
+            sequence.sampling.allowed_mask = sequence.grammar.fill_mask()
+        except Exception as error:
+            self.broken.append((sequence, error))
+            return False
+        return True
+
+    def note_launched(self, slots: np.ndarray) -> None:
+        """A token is sampled for each of these slots, in this order."""
+        columns = self.columns
+        columns["flight_row"] = -1
+        columns["flight_row"][slots] = np.arange(len(slots))
+        columns["token"][slots] += 1
+        columns["left"][slots] -= 1
+
+    def note_committed(self, slots: np.ndarray, ids: np.ndarray) -> None:
+        """Tokens that nobody looks at as they come."""
+        columns = self.columns
+        self._tokens[slots, columns["num_new"][slots]] = ids
+        columns["num_new"][slots] += 1
+        columns["last_id"][slots] = ids
+
+    def note_entry(self, slot: int, entry: TokenLogprobs) -> None:
+        """Log-probabilities of a token of `note_committed`."""
+        self._entries.setdefault(slot, []).append(entry)
+
+    def end_commit(self) -> None:
+        """A step is committed: all sequences get their tokens now and then."""
+        self._commits += 1
+        if self._commits >= FLUSH_TOKENS:
+            self.flush_all()
+
+    def flush_all(self) -> None:
+        """Hand all sequences their tokens."""
+        self._commits = 0
+        for slot in np.flatnonzero(self.columns["num_new"]).tolist():
+            self.flush(slot)
+
+    def flush(self, slot: int) -> None:
+        """Hand a sequence its tokens."""
+        count = int(self.columns["num_new"][slot])
+        if count:
+            self.columns["num_new"][slot] = 0
+            sequence = self.sequences[slot]
+            assert sequence is not None
+            sequence.extend(self._tokens[slot, :count].tolist(), self._entries.pop(slot, ()))

@@ -1,0 +1,70 @@
+"""Whose an error of a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onestem.engine.sequence import Sequence
+
+__all__ = ["Suspects"]
+
+# Failed steps until all that are suspected are ended: more than halving 2^15 sequences takes.
+MAX_FAILURES = 40
+
+
+class Suspects:
+    """Sequences of a step that failed. They are tried by themselves, in halves, until one fails
+    alone: the error is its own. What fails once and not again costs nobody an answer."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[Sequence]] = []
+        self._known: dict[Sequence, int] = {}  # tokens that each had when it was suspected
+        self._num_failures = 0
+
+    @property
+    def tried(self) -> frozenset[Sequence] | None:
+        """Who may have rows in the next step; None: nobody is suspected."""
+        return frozenset(self._groups[-1]) if self._groups else None
+
+    def failed(self, involved: Iterable[Sequence]) -> list[Sequence]:
+        """A step of these failed, or of those that are tried; whom the error is put down to. What
+        was in flight is lost."""
+        self._num_failures += 1
+        is_trial = bool(self._groups)
+        group = self._groups.pop() if is_trial else list(involved)
+        group = [sequence for sequence in group if sequence.finish_reason is None]
+        if self._num_failures > MAX_FAILURES:
+            found = [*involved, *group, *(s for other in self._groups for s in other)]
+            self._groups.clear()
+            return [s for s in dict.fromkeys(found) if s.finish_reason is None]
+        if len(group) == 1 and is_trial:
+            return group
+        self._known.update((sequence, _position(sequence)) for sequence in group)
+        half = len(group) // 2
+        self._groups += [part for part in (group[half:], group[:half]) if part]
+        return []
+
+    def passed(self, *, has_rows: bool) -> None:
+        """A step was computed and taken. Who came further than before is not to blame; nor are
+        those that cannot be tried, since they wait for others."""
+        if not self._groups:
+            self._num_failures *= not has_rows
+            return
+        left = [s for s in self._groups[-1] if s.finish_reason is None and self._stands(s)]
+        if left and has_rows:
+            self._groups[-1] = left
+        else:
+            self._groups.pop()
+        if not self._groups:
+            self._known.clear()
+
+    def _stands(self, sequence: Sequence) -> bool:
+        return _position(sequence) <= self._known[sequence]
+
+
+def _position(sequence: Sequence) -> int:
+    """Tokens of a sequence whose rows were launched; one that lost its memory is to come to its
+    next token."""
+    if sequence.slot >= 0:
+        return sequence.num_launched
+    return sequence.frontier if sequence.run is not None else len(sequence.tokens) - 1

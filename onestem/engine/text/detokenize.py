@@ -1,0 +1,187 @@
+"""Token ids to text, one at a time: UTF-8 across tokens, and stop strings.
+
+A token gives bytes (`Tokenizer.token_bytes`); an incremental UTF-8 decoder turns them into text and
+keeps an unfinished character back. What it gives out is final, so the pieces of a sequence are
+together `Tokenizer.decode` of its ids, and each token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.request import SamplingParams
+
+__all__ = ["Detokenizer", "IncrementalDetokenizer", "NoDetokenizer"]
+
+_MOST_CONTEXT = 4  # bytes: no UTF-8 character is longer
+
+
+class Detokenizer(Protocol):
+    """What the engine needs of a sequence's detokenizer."""
+
+    stop_reason: str | None
+
+    def append(self, token_id: int, *, check_stop: bool = True) -> str: ...
+    def finish(self) -> str: ...
+
+
+class NoDetokenizer:
+    """For a model without a tokenizer: there is no text, and so no stop string."""
+
+    stop_reason: str | None = None
+
+    def append(self, token_id: int, *, check_stop: bool = True) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence as it grows.
+
+    A stop string is found wherever it lies in the text, across tokens too. The one that is
+    complete first wins, whatever the tokens' borders; of those complete at the same character, the
+    longest. Text that a stop string may have begun in is held back until that is decided.
+
+    Args:
+        tokenizer: gives tokens their bytes.
+        params: `stop`, `include_stop_str_in_output` and `skip_special_tokens` are used.
+        prompt_token_ids: if given, the text goes on from the prompt's: a SentencePiece tokenizer's
+            leading space stays, a character that the prompt begins is completed. Without, the text
+            is that of the sampled ids alone, as `Tokenizer.decode` gives it.
+
+    Attributes:
+        stop_reason: the stop string that ended the text; None as long as there is none. Then
+            `append` must not be called again, and `finish` gives nothing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams | None = None,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        params = params or SamplingParams()
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._unfinished = b""  # the beginning of a character
+        self._at_start = True
+        self._stops = _StopStrings(params)
+        self._checks = True
+        self.stop_reason: str | None = None
+        self._read_prompt(prompt_token_ids)
+
+    def append(self, token_id: int, *, check_stop: bool = True) -> str:
+        """Take one token; the text that is final now.
+
+        Args:
+            token_id: sampled id.
+            check_stop: False before `min_tokens`: a stop string that ends in this token's text
+                does not count (one that ends in a later token's does).
+        """
+        assert self.stop_reason is None, "text after a stop string"
+        self._checks = check_stop
+        text = self._decode(self._bytes(token_id))
+        return self._release(text) if self._stops.any else text
+
+    def finish(self) -> str:
+        """The rest of the text: an unfinished character as U+FFFD, and what was held back.
+
+        A stop string may still be completed by it, so read `stop_reason` afterwards.
+        """
+        if self.stop_reason is not None:
+            return ""
+        released = self._release(self._decode(b"", final=True))
+        return released if self.stop_reason is not None else released + self._stops.rest()
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        """What `codecs`' incremental decoder gives, which calls Python where this calls C."""
+        if self._unfinished:
+            data = self._unfinished + data
+        text, consumed = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[consumed:]
+        return text
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        later = self._tokenizer.token_bytes(token_id)
+        if not self._at_start or not later:
+            return later
+        self._at_start = False
+        return self._tokenizer.first_token_bytes(token_id)
+
+    def _release(self, text: str) -> str:
+        released, self.stop_reason = self._stops.take(text, counts=self._checks)
+        return released
+
+    def _read_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Bring the decoder to where the prompt's last characters leave it."""
+        context: list[bytes] = []
+        for token in reversed(prompt_token_ids):
+            part = b"" if token in self._skipped else self._tokenizer.token_bytes(token)
+            context.append(part)
+            if sum(map(len, context)) >= _MOST_CONTEXT:
+                break
+        data = b"".join(reversed(context))
+        self._at_start = not data
+        self._decode(data)
+
+
+class _StopStrings:
+    """Looks for stop strings in a growing text, and holds back where one may have begun."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        assert isinstance(params.stop, tuple)
+        self._stops: tuple[str, ...] = params.stop
+        self._included = params.include_stop_str_in_output
+        self._longest = max(map(len, self._stops), default=0)
+        self.any = bool(self._stops)
+        self._held = ""
+
+    def take(self, text: str, *, counts: bool) -> tuple[str, str | None]:
+        """Text to give out now, and the stop string that ended it, if one did.
+
+        With `counts` False no stop string may end within `text`.
+        """
+        if not self._stops:
+            return text, None
+        old = len(self._held)
+        self._held += text
+        if counts and text:
+            found = self._first(old)
+            if found is not None:
+                end, stop = found
+                kept = end if self._included else end - len(stop)
+                return self._held[:kept], stop
+        kept = len(self._held) - self._beginning()
+        released, self._held = self._held[:kept], self._held[kept:]
+        return released, None
+
+    def rest(self) -> str:
+        rest, self._held = self._held, ""
+        return rest
+
+    def _first(self, old: int) -> tuple[int, str] | None:
+        """End and text of the stop string that ends first, past the `old` leading characters."""
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = self._held.find(stop, max(0, old - len(stop) + 1))
+            if start < 0:
+                continue
+            end = start + len(stop)
+            if best is None or (end, -len(stop)) < (best[0], -len(best[1])):
+                best = end, stop
+        return best
+
+    def _beginning(self) -> int:
+        """How many last characters of the text may be a stop string's beginning."""
+        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
+            end = self._held[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
+                return size
+        return 0

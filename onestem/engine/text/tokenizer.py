@@ -1,0 +1,612 @@
+"""Text to token ids and back, over a Hugging Face tokenizer directory.
+
+Two rules hold everywhere:
+
+* What a user typed is text. `<|im_end|>` or `</s>` inside a prompt or a message gives the tokens
+  of those characters, never the control token of that name. Control tokens come from the
+  tokenizer's post-processing, from the chat template, and from callers who hand in ids.
+* The beginning-of-sequence token stands once, where the tokenizer's own post-processing puts one;
+  also where a chat template writes it itself, and where a template leaves it out.
+
+Decoding is defined over bytes: a token stands for bytes (`token_bytes`), the first token of a text
+may lose a leading space (SentencePiece), and the bytes are read as UTF-8 with U+FFFD for what is
+not. That is what the `tokenizers` library computes, with one exception: where byte-fallback tokens
+do not form UTF-8, it replaces every byte of the whole run of byte tokens, and here the valid
+characters among them stay. So text never changes when more tokens follow, and a stream of pieces
+(`onestem.engine.text.detokenize`) is the whole text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from onestem.errors import ConfigError, RequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+__all__ = ["Tokenizer"]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+# Decoders of which each token's text is its own, whatever follows it.
+_LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
+
+
+# What `transformers` takes beside a template's own variables.
+_NOT_TEMPLATE_FIELDS = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+        "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+    )
+)  # fmt: skip
+
+
+class Ending(NamedTuple):
+    """How a rendered conversation ends."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Tokenizer:
+    """A tokenizer and its chat template. Safe to use from several threads.
+
+    Args:
+        hugging_face: a fast `transformers` tokenizer; it is taken over, not copied.
+
+    Attributes:
+        bos_token_id, eos_token_id: None where the tokenizer names none. A model's other
+            end-of-sequence ids stand in its `generation_config.json`.
+        special_ids: ids of control tokens, those that `skip_special_tokens` leaves out.
+
+    Raises:
+        UnsupportedError: the tokenizer is not a fast one, or decodes in a way that cannot be
+            streamed (a token's text would depend on the tokens after it).
+    """
+
+    def __init__(self, hugging_face: Any) -> None:
+        if not getattr(hugging_face, "is_fast", False):
+            raise UnsupportedError(
+                f"tokenizer {type(hugging_face).__name__} has no fast version, expected one with a "
+                "tokenizer.json: convert it with transformers' convert_slow_tokenizer"
+            )
+        self._hugging_face = hugging_face
+        # One backend takes control tokens in a text for what they are, the other for characters.
+        self._control: Backend = hugging_face.backend_tokenizer
+        _encode_everything(self._control)
+        self._text = _copy(self._control)
+        self._text.encode_special_tokens = True
+        self._decoders = _decoder_kinds(self._control)
+        added = self._control.get_added_tokens_decoder()
+        self._special = {token_id: token for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self._special)
+        self.bos_token_id: int | None = hugging_face.bos_token_id
+        self.eos_token_id: int | None = hugging_face.eos_token_id
+        unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
+        #: stands in an argument's place while a module is encoded alone (PML)
+        self.placeholder_token_id: int | None = padding if unknown is None else unknown
+        # Characters may become the unknown token; that forges nothing.
+        self._unforgeable = self.special_ids - {hugging_face.unk_token_id}
+        self._prefix, self._suffix = self._post_processing()
+        self._bytes: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer | None:
+        """The tokenizer of a model directory; None where it has none.
+
+        Raises:
+            ConfigError: its files cannot be read.
+            UnsupportedError: see the class.
+        """
+        directory = Path(path)
+        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            loaded = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever its files make transformers raise
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(f"tokenizer of {directory} cannot be loaded: {reason[0]}") from error
+        return cls(loaded)
+
+    # --- text to ids ---------------------------------------------------------------------------
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with what the post-processor puts around it unless told otherwise.
+
+        Names of control tokens in the text are characters.
+        """
+        body = self._text_ids(text)
+        return [*self._prefix, *body, *self._suffix] if add_special_tokens else body
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` of many texts, on all cores and without Python's lock.
+
+        Raises:
+            RequestError: a text holds half of a surrogate pair.
+        """
+        with _whole_characters(texts):
+            encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        bodies = [
+            self._unforged(self._text, text, encoding.ids)
+            for text, encoding in zip(texts, encoded, strict=True)
+        ]
+        if not add_special_tokens:
+            return bodies
+        return [[*self._prefix, *body, *self._suffix] for body in bodies]
+
+    def encode_control(self, text: str) -> list[int]:
+        """Ids of a text that its writer vouches for: names of control tokens are control tokens.
+
+        For prompts rendered elsewhere from a template. The beginning-of-sequence token is not
+        doubled if the text has it.
+        """
+        with _whole_characters([text]):
+            return self._begun(self._control.encode(text, add_special_tokens=False).ids)
+
+    def _text_ids(self, text: str) -> list[int]:
+        with _whole_characters([text]):
+            ids = self._text.encode(text, add_special_tokens=False).ids
+        return self._unforged(self._text, text, ids)
+
+    def _unforged(self, backend: Backend, text: str, ids: list[int]) -> list[int]:
+        """`ids` of `text`, or others if characters became control tokens.
+
+        Vocabularies of whole words or pieces may hold a control token's name as a word. There the
+        text is cut inside each such name and the parts are encoded alone.
+        """
+        if self._unforgeable.isdisjoint(ids):
+            return ids
+        assert self._special_names is not None
+        cuts = [found.start() + 1 for found in self._special_names.finditer(text)]
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        joined = [id for part in parts for id in backend.encode(part, add_special_tokens=False).ids]
+        return [token for token in joined if token not in self._unforgeable]
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        if ids[: len(self._prefix)] == self._prefix:
+            return ids
+        return [*self._prefix, *ids]
+
+    def _post_processing(self) -> tuple[list[int], list[int]]:
+        """Ids that the post-processor puts before and after a text."""
+        whole = self._text.encode("a", add_special_tokens=True).ids
+        body = self._text.encode("a", add_special_tokens=False).ids
+        for start in range(len(whole) - len(body) + 1):
+            if whole[start : start + len(body)] == body:
+                return whole[:start], whole[start + len(body) :]
+        raise UnsupportedError(
+            "the tokenizer's post-processor changes the text's own tokens, expected one that only "
+            "adds control tokens around them"
+        )
+
+    # --- chat ----------------------------------------------------------------------------------
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hugging_face.chat_template)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        fields: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a conversation, as the model's template writes it.
+
+        Args:
+            add_generation_prompt: end with what begins an answer.
+            continue_final_message: end inside the last message, which the answer goes on from.
+            fields: further variables of the template (vLLM's `chat_template_kwargs`).
+
+        Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined
+        by newlines. A control token that the template writes is one; its name inside a message is
+        characters. The rule:
+
+        * No message mentions a control token (nearly always): the rendered text is encoded as a
+          whole, as `transformers` does.
+        * One does: before rendering, each such name in the messages is replaced by a mark that no
+          user can guess. After rendering, the names that are left are the template's own; they are
+          replaced by other unguessable strings, which a copy of the tokenizer knows as added
+          tokens, and the marks are turned back into the names. This copy encodes the whole text in
+          one go, with control tokens read as characters. Thus the text is cut at the template's
+          control tokens and nowhere else, and everything between is tokenised as ever. The
+          template sees the messages with marks in place of the names, otherwise as they are.
+
+        Raises:
+            RequestError: no template, a malformed message, or the template refuses.
+        """
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        ending = Ending(add_generation_prompt, continue_final_message)
+        fields = _template_fields(fields)
+        if self._special_names is None or not _mentions([plain, fields], self._special_names):
+            return self.encode_control(self._render(plain, ending, fields))
+        with self._lock:
+            marker = self._marker
+        rendered = self._render(marker.mark(plain), ending, marker.mark(fields))
+        text, literal = marker.unmark(rendered)
+        ids = marker.backend.encode(text, add_special_tokens=False).ids
+        ids = self._unforged(marker.backend, text, ids) if literal else ids
+        return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation's text, to show; its tokens are `apply_chat_template`'s."""
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        return self._render(plain, Ending(add_generation_prompt), {})
+
+    def _render(
+        self, messages: list[dict[str, Any]], ending: Ending, fields: Mapping[str, Any]
+    ) -> str:
+        if not self.has_chat_template:
+            raise RequestError(
+                "the model's tokenizer has no chat template, expected one for messages: send a "
+                "prompt instead"
+            )
+        if not messages:
+            raise RequestError("messages is empty, expected at least one message")
+        if ending.add_generation_prompt and ending.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message are both set: an answer either "
+                "begins or goes on, so set one of them"
+            )
+        try:
+            rendered: str = self._hugging_face.apply_chat_template(
+                messages, tokenize=False, **ending._asdict(), **fields
+            )
+        except Exception as error:  # a template is a program: it can do anything wrong
+            reason = " ".join(str(error).split()) or "it fails"
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise RequestError(f"the chat template refuses the messages: {kind}{reason}") from error
+        return rendered
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str] | None:
+        """Matches a control token's name, the longest that begins at a place."""
+        return _any_of(token.content for token in self._special.values())
+
+    @cached_property
+    def _marker(self) -> _Marker:
+        return _Marker(self._text, self._special)
+
+    # --- ids to text ---------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids that the vocabulary does not have give nothing."""
+        ids = [token for token in token_ids if 0 <= token < self.vocab_size]
+        text: str = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
+        if "\ufffd" in text and "ByteFallback" in self._decoders:
+            return self._decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
+        return text
+
+    def _decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
+        parts: list[bytes] = []
+        for token in token_ids:
+            if skip_special_tokens and token in self.special_ids:
+                continue
+            later = self.token_bytes(token)
+            if later:
+                parts.append(later if parts else self.first_token_bytes(token))
+        return b"".join(parts)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token that does not come first; a control token's are its name.
+
+        They need not be UTF-8 by themselves. Empty for ids that the vocabulary does not have.
+        """
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._token_bytes(token_id)
+        return known
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token that comes first in a text (SentencePiece drops a leading space)."""
+        byte = self._fallback_byte(token_id)
+        if self._is_byte_level or (byte is not None and byte >= 0x80):
+            return self.token_bytes(token_id)
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        text: str = self._control.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        name = self.token_name(token_id)
+        if name is None:
+            return b""
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTE_LEVEL[character] for character in name)
+            except KeyError:  # an added token with characters that stand for no byte
+                return name.encode()
+        byte = self._fallback_byte(token_id)
+        if byte is not None:
+            return bytes([byte])
+        anchor_id, anchor = self._anchor
+        text: str = self._control.decode([anchor_id, token_id], skip_special_tokens=False)
+        return text.removeprefix(anchor).encode()
+
+    def token_name(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token; None where it has no such id."""
+        if not 0 <= token_id < self.vocab_size:
+            return None
+        name: str | None = self._control.id_to_token(token_id)
+        return name
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id, added tokens included. A model may have more logits."""
+        return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token's name, at least 1."""
+        names = map(self.token_name, range(self.vocab_size))
+        return max((len(name) for name in names if name is not None), default=1)
+
+    @property
+    def _is_byte_level(self) -> bool:
+        return "ByteLevel" in self._decoders
+
+    def _fallback_byte(self, token_id: int) -> int | None:
+        if "ByteFallback" not in self._decoders:
+            return None
+        found = _BYTE_TOKEN.fullmatch(self.token_name(token_id) or "")
+        return int(found.group(1), 16) if found else None
+
+    @cached_property
+    def _anchor(self) -> tuple[int, str]:
+        """An ordinary token and its text: what stands after it does not come first."""
+        for token_id in range(self.vocab_size):
+            if token_id in self.special_ids or self._fallback_byte(token_id) is not None:
+                continue
+            text: str = self._control.decode([token_id], skip_special_tokens=False)
+            if text.isalnum():
+                return token_id, text
+        raise UnsupportedError("the tokenizer's vocabulary has no token of letters or digits")
+
+
+# --- backends ----------------------------------------------------------------------------------
+
+
+def _copy(backend: Backend) -> Backend:
+    from tokenizers import Tokenizer as BackendClass
+
+    copied = BackendClass.from_str(backend.to_str())
+    _encode_everything(copied)
+    return copied
+
+
+def _encode_everything(backend: Backend) -> None:
+    """A directory may carry truncation and padding from training; a prompt is never cut."""
+    backend.no_truncation()
+    backend.no_padding()
+
+
+def _decoder_kinds(backend: Backend) -> list[str]:
+    """Names of the decoder's steps, refused if they do not give each token a text of its own."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    byte_level = "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
+    if not byte_level and not all(_is_local(index, steps) for index in range(len(steps))):
+        raise UnsupportedError(
+            f"tokenizer decoder {' + '.join(kinds)} cannot be streamed, expected ByteLevel, or a "
+            f"sequence of {', '.join(sorted(_LOCAL_DECODERS))}"
+        )
+    return kinds
+
+
+def _is_local(index: int, steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step of the decoder works on single tokens, or at the text's beginning."""
+    step = steps[index]
+    fused = any(before["type"] == "Fuse" for before in steps[:index])
+    if step["type"] == "Strip":
+        return bool(step["stop"] == 0)
+    if step["type"] == "Replace":
+        return not fused
+    return step["type"] in _LOCAL_DECODERS
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones as they are, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    # The longest first, as the tokenizer prefers it too.
+    ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+@contextmanager
+def _whole_characters(texts: Sequence[str]) -> Iterator[None]:
+    """The library raises a bare TypeError for text that has no UTF-8."""
+    try:
+        yield
+    except TypeError as error:
+        for text in texts:
+            _check_whole(text)
+        raise RequestError(f"a text cannot be tokenised: {error}") from error
+
+
+def _check_whole(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!r} at character {error.start}"
+        raise RequestError(
+            f"a text has {found}, which is half a character: give both surrogates, or none"
+        ) from error
+
+
+# --- messages ----------------------------------------------------------------------------------
+
+
+def _template_fields(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables for a template that are not arguments of the library that renders it."""
+    if not isinstance(fields, Mapping | None):
+        raise RequestError(f"chat_template_kwargs is {type(fields).__name__}, expected a mapping")
+    taken = sorted(_NOT_TEMPLATE_FIELDS.intersection(fields or ()))
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave it "
+            "out"
+        )
+    return dict(fields or {})
+
+
+def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its content as one string; other fields are the template's business."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is {type(message).__name__}, expected an object")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise RequestError(f"{where}.role is {role!r}, expected a name such as 'user'")
+    return {**message, "content": _plain_content(where, message.get("content"))}
+
+
+def _plain_content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(
+            f"{where}.content is {type(content).__name__}, expected a string or a list of parts"
+        )
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise RequestError(
+                f"{where}.content[{index}] is of type {kind!r}, expected "
+                '{"type": "text", "text": ...}: this engine reads text only'
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _mentions(value: Any, names: re.Pattern[str]) -> bool:
+    """Whether a string anywhere in a message mentions one of `names`."""
+    if isinstance(value, str):
+        return names.search(value) is not None
+    if isinstance(value, Mapping):
+        return any(_mentions(part, names) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_mentions(part, names) for part in value)
+    return False
+
+
+class _Marker:
+    """Tells the control tokens that a template writes from those that messages mention.
+
+    Attributes:
+        backend: reads control tokens' names as characters, and stand-ins of theirs as tokens.
+        ids: a stand-in's id -> the control token's.
+    """
+
+    def __init__(self, text_backend: Backend, special: Mapping[int, Any]) -> None:
+        from tokenizers import AddedToken
+
+        self._nonce = secrets.token_hex(12)
+        self._names = [token.content for token in special.values()]
+        names = _any_of(self._names)
+        assert names is not None
+        self._mentioned = names
+        self._rendered = re.compile(f"mark{self._nonce}n([0-9]+)n|({names.pattern})")
+        self._place = {name: place for place, name in enumerate(self._names)}
+        self.backend = _copy(text_backend)
+        self.backend.encode_special_tokens = True
+        stand_ins = [
+            AddedToken(
+                self._stand_in(name),
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=False,
+            )
+            for name, token in zip(self._names, special.values(), strict=True)
+        ]
+        self.backend.add_tokens(stand_ins)
+        vocabulary = self.backend.get_added_tokens_decoder()
+        by_name = {token.content: token_id for token_id, token in vocabulary.items()}
+        self.ids: dict[int, int] = {
+            by_name[token.content]: token_id
+            for token, token_id in zip(stand_ins, special, strict=True)
+        }
+
+    def _stand_in(self, name: str) -> str:
+        return f"token{self._nonce}n{self._place[name]}n"
+
+    def mark(self, value: Any) -> Any:
+        """The messages with marks in place of the names that they mention."""
+        if isinstance(value, str):
+            return self._mentioned.sub(
+                lambda found: f"mark{self._nonce}n{self._place[found.group()]}n", value
+            )
+        if isinstance(value, Mapping):
+            return {key: self.mark(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(part) for part in value]
+        return value
+
+    def unmark(self, rendered: str) -> tuple[str, bool]:
+        """Stand-ins for the template's control tokens, names for the marks; and if there are any
+        names: a template may have dropped the messages that mention them."""
+        literal = False
+
+        def replace(found: re.Match[str]) -> str:
+            nonlocal literal
+            mark, name = found.groups()
+            if mark is None:
+                return self._stand_in(name)
+            literal = True
+            meant: str = self._names[int(mark)]
+            return meant
+
+        kept = self._rendered.sub("", rendered)
+        if self._nonce in kept.lower():
+            raise RequestError(
+                "the chat template changes the letters of a message that mentions a control "
+                "token: leave the control token's name out of the message"
+            )
+        return self._rendered.sub(replace, rendered), literal

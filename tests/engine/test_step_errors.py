@@ -1,0 +1,176 @@
+"""An error anywhere in a step costs the requests that cause it, and nobody else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from onestem.cache import PrefixCache
+from onestem.engine.engine import Engine
+from onestem.engine.schedule.factory import SequenceFactory
+from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.sequence import Sequence
+from onestem.engine.step.inputs import DecodeLayout
+from onestem.engine.step.launch import Launcher
+from onestem.engine.step.order import Order
+from onestem.engine.step.results import Results
+from onestem.engine.step.slots import Slots
+from onestem.engine.step.suspects import MAX_FAILURES
+from onestem.request import Request
+from tests.engine.harness import assert_idle
+from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request
+from tests.engine.test_order import at_depth
+
+
+def of_order(order: Order) -> Iterable[Sequence | None]:
+    """Whose rows a step has."""
+    yield from order.sequences
+    yield from (chunk.sequence for chunk in order.chunks)
+
+
+# Where it is raised, and whose work it is there, by the call's arguments.
+PLACES: dict[str, tuple[Any, str, Callable[..., Iterable[Sequence | None]]]] = {
+    "schedule a prompt": (Scheduler, "_extend_path", lambda self, sequence, *_: [sequence]),
+    "admit": (PrefixCache, "attach", lambda self, tokens, limit, owner, *_: [owner]),
+    "reserve": (Scheduler, "_reserve_row", lambda self, sequence: [sequence]),
+    "end a prompt": (Scheduler, "_end_prompt", lambda self, sequence: [sequence]),
+    "lay out": (DecodeLayout, "add_own", lambda self, sequences, row: sequences),
+    "give a slot": (Slots, "put", lambda self, sequence, *_: [sequence]),
+    "apply": (Order, "apply", lambda self, edits: [c.sequence for c in edits.chunks]),
+    "forward": (Launcher, "forward", lambda self, order: of_order(order)),
+    "sample": (
+        Launcher,
+        "sample",
+        lambda self, order, *_: [order.slots.sequences[slot] for slot in order.sampled],
+    ),
+    "commit": (
+        Results,
+        "_take_samples",
+        lambda self, flight, _: [self._slots.sequences[slot] for slot in flight.slots],
+    ),
+}
+
+
+def break_at(
+    monkeypatch: pytest.MonkeyPatch, place: str, is_victim: Callable[[Sequence], bool]
+) -> list[str]:
+    """Raise there; the places where it was raised."""
+    where, name, whose = PLACES[place]
+    method, raised = getattr(where, name), []
+
+    def broken(*args: Any, **options: Any) -> Any:
+        if any(one is not None and is_victim(one) for one in whose(*args)):
+            raised.append(place)
+            raise ZeroDivisionError("a fault of ours")
+        return method(*args, **options)
+
+    monkeypatch.setattr(where, name, broken)
+    return raised
+
+
+def name_of(sequence: Sequence) -> str:
+    return sequence.state.request.request_id
+
+
+def some_requests() -> list[Request]:
+    head = [1, 2, 3, 4, 5]
+    kinds = [{}, {"n": 3}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"presence_penalty": 0.5}]
+    return [
+        request(i, [*head[: i % 6], i % VOCAB, i // 2], max_tokens=4 + i, seed=i, **kinds[i % 5])
+        for i in range(10)
+    ]
+
+
+def at_work(depth: int, after: int) -> tuple[Engine, list]:
+    """An engine after some steps, and what came of them."""
+    engine = at_depth(make_symbolic(num_pages=200, page_size=2, max_step_tokens=8), depth)
+    for one in some_requests():
+        engine.add_request(one)
+    found = [output for _ in range(after) for output in engine.step() if output.finished]
+    return engine, found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", [0, 6])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_causes_it(monkeypatch: pytest.MonkeyPatch, place: str, after: int, depth: int) -> None:
+    engine, found = at_work(depth, after)
+    raised = break_at(monkeypatch, place, lambda sequence: name_of(sequence) == "7")
+    outputs = {output.request_id: output for output in found} | drain(engine)
+    assert_idle(engine)
+    for one in some_requests():
+        if one.request_id != "7":
+            assert outputs[one.request_id].outputs == alone(one, 400)[0]
+    if raised:
+        (end,) = outputs["7"].outputs
+        assert end.finish_reason == "error"
+        assert "ZeroDivisionError: a fault of ours" in end.stop_reason
+    else:
+        assert after > 0  # it was past that place
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_it_happens_once(monkeypatch: pytest.MonkeyPatch, place: str, depth: int) -> None:
+    """Nobody ends: what failed is computed again."""
+    engine, found = at_work(depth, 2)
+    armed = [True]
+    raised = break_at(monkeypatch, place, lambda sequence: bool(armed and armed.pop()))
+    outputs = {output.request_id: output for output in found} | drain(engine)
+    assert raised == [place]
+    assert_idle(engine)
+    for one in some_requests():
+        assert outputs[one.request_id].outputs == alone(one, 400)[0]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_happens_now_and_then(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Whoever does not end with an error has the right answer."""
+    rng = random.Random(place)
+    engine, found = at_work(2, 0)
+    break_at(monkeypatch, place, lambda sequence: rng.random() < 0.02)
+    outputs = {output.request_id: output for output in found} | drain(engine)
+    assert_idle(engine)
+    for one in some_requests():
+        for got, want in zip(outputs[one.request_id].outputs, alone(one, 400)[0], strict=True):
+            if got.finish_reason == "error":
+                assert "a fault of ours" in got.stop_reason
+            else:
+                assert got == want
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_happens_always(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """All end, within a bound, and the engine answers who comes after that."""
+    with monkeypatch.context() as patch:
+        engine, found = at_work(2, 3)
+        break_at(patch, place, lambda sequence: True)
+        outputs = {output.request_id: output for output in found}
+        outputs |= drain(engine, most_steps=6 * MAX_FAILURES)
+        assert len(outputs) == 10
+        assert_idle(engine)
+    late = request("late", [1, 2, 3], max_tokens=5)
+    engine.add_request(late)
+    assert drain(engine)["late"].outputs == alone(late, 400)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    engine = at_depth(make_symbolic(num_pages=200), depth)
+    opened = SequenceFactory.open
+
+    def broken(self: SequenceFactory, one: Request) -> Any:
+        if one.request_id == "7":
+            raise ZeroDivisionError("a fault of ours")
+        return opened(self, one)
+
+    monkeypatch.setattr(SequenceFactory, "open", broken)
+    for one in some_requests():
+        engine.add_request(one)
+    outputs = drain(engine)
+    assert_idle(engine)
+    assert outputs["7"].outputs[0].finish_reason == "error"
+    assert all(outputs[str(i)].outputs[0].finish_reason == "length" for i in range(10) if i != 7)
