@@ -60,6 +60,25 @@ class PagePool:
             self._lowest = int(pages[-1]) + 1
         return [int(page) for page in pages]
 
+    def allocate_each(self, after: np.ndarray) -> np.ndarray:
+        """A free page behind each of these, int64 `[n]` (-1: anywhere), and else the lowest."""
+        wanted = after + 1
+        fits = (after >= 0) & (wanted < self.num_pages)
+        fits[fits] = self._free[wanted[fits]]
+        self._free[wanted[fits]] = False
+        pages = np.where(fits, wanted, -1)
+        missing = int((~fits).sum())
+        pages[~fits] = np.flatnonzero(self._free)[:missing]
+        self._free[pages] = False
+        self._num_free -= len(pages)
+        self._refs[pages] = 1
+        return pages
+
+    def hold_new(self, pages: np.ndarray) -> None:
+        """`hold` of different pages that nobody holds."""
+        self._num_held += len(pages)
+        self._holds[pages] = 1
+
     def _stretch(self, count: int, after: int | None) -> np.ndarray:
         for start in (after + 1 if after is not None else -1, self._lowest):
             if (

@@ -172,6 +172,20 @@ class PrefixCache:
         self.pool.hold(pages)
         return True
 
+    def add_pages(self, runs: Sequence[Run]) -> bool:
+        """Give each of several pinned runs a page more; False: there are not enough, and nobody has
+        got one."""
+        if not runs:
+            return True
+        if not self.make_room(len(runs)):
+            return False
+        after = np.array([run.pages[-1] if run.pages else -1 for run in runs], np.int64)
+        pages = self.pool.allocate_each(after)
+        self.pool.hold_new(pages)
+        for run, page in zip(runs, pages.tolist(), strict=True):
+            run.pages.append(page)
+        return True
+
     def make_room(self, pages: int) -> bool:
         """Evict, least recently used first, until so many pages are free."""
         if pages > self.pool.num_available:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
@@ -441,21 +442,20 @@ class Engine:
     def _step(self) -> None:
         """Whose rows the next step has, its launch, and what became of the one before (on a CPU: of
         itself)."""
-        tried, flights = self._suspects.tried, self.launcher.flights
-        with uninterrupted():
-            edits = self.scheduler.edits(self.order, may_preempt=not flights, only=tried)
-            if edits is not None:
-                self._apply(edits)
-        has_rows = edits is not None and len(self.order.inputs.positions) > 0
-        if edits is not None and has_rows:
-            self._launch(edits)
-            depth = 1 if tried is not None else self.launcher.runner.depth
-            self._commit(depth - 1)
-        else:
-            self._commit(0)
-        self._suspects.passed(has_rows=has_rows)
+        tried, launcher = self._suspects.tried, self.launcher
+        with uninterrupted() as interrupts:
+            edits = self.scheduler.edits(self.order, may_preempt=not launcher.flights, only=tried)
+            has_rows = edits is not None and self._apply(edits)
+            if edits is not None and has_rows:
+                with interrupts.lifted():
+                    logits = launcher.forward(self.order)
+                self._sample(edits, logits)
+            depth = launcher.runner.depth if has_rows and tried is None else 1
+            self._commit(depth - 1 if has_rows else 0)
+            self._suspects.passed(has_rows=has_rows)
 
-    def _apply(self, edits: Edits) -> None:
+    def _apply(self, edits: Edits) -> bool:
+        """The rows of the next step; whether there are any."""
         began = time.perf_counter()
         for sequence, reason in edits.unfit:
             sequence.stop_reason = reason
@@ -465,34 +465,32 @@ class Engine:
         if not self.launcher.follows(self.order):
             self._commit(0)
         self.stats.host_seconds += time.perf_counter() - began
+        return len(self.order.inputs.positions) > 0
 
-    def _launch(self, edits: Edits) -> None:
-        began, pool = time.perf_counter(), self.cache.pool
-        logits = self.launcher.forward(self.order)
-        with uninterrupted():
-            self.scheduler.note_launched()
-            self._results.note_launched(edits.chunks)
-            self._save_modules(edits.chunks)
-            if self.launcher.has_masks:  # a grammar must have seen the tokens of the step before
-                self._commit(0)
-            self.launcher.sample(self.order, edits, logits)
-            self._end_broken()
-        stats = self.stats
+    def _sample(self, edits: Edits, logits: Tensor) -> None:
+        """The step is on its way."""
+        self.scheduler.note_launched()
+        self._results.note_launched(edits.chunks)
+        self._save_modules(edits.chunks)
+        if self.launcher.has_masks:  # a grammar must have seen the tokens of the step before
+            self._commit(0)
+        self.launcher.sample(self.order, edits, logits)
+        self._end_broken()
+        stats, pool = self.stats, self.cache.pool
         stats.steps += 1
         stats.shared_read_tokens += self.order.shared_read_tokens
         stats.note_held(pool.num_held * pool.page_size)
         stats.num_preempted = self.scheduler.num_preempted
-        stats.model_seconds += time.perf_counter() - began
+        stats.model_seconds += time.perf_counter() - self.launcher.began
 
     def _commit(self, most: int) -> None:
         """Take the oldest steps in flight, until so many are left."""
         while len(self.launcher.flights) > most:
             began = time.perf_counter()
-            with uninterrupted():
-                flight = self.launcher.flights[0]
-                self._results.commit(flight)
-                self.launcher.flights.pop(0)
-                self._note_time(flight)
+            flight = self.launcher.flights[0]
+            self._results.commit(flight)
+            self.launcher.flights.pop(0)
+            self._note_time(flight)
             self.stats.sample_seconds += time.perf_counter() - began
 
     def _note_time(self, flight: Flight) -> None:

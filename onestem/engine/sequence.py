@@ -213,6 +213,8 @@ class Sequence:
         """Take sampled tokens, with their log-probabilities where they are wanted. All but the last
         have keys and values, in the run that the sequence alone writes."""
         run = self.run
+        if not token_ids:
+            return
         assert run is not None
         self.tokens.extend(token_ids)
         run.tokens.extend(token_ids)

@@ -167,6 +167,9 @@ class PlanBuilder:
     Args:
         page_size: slots in a page.
         behind: a plan whose runs and spans come first; those that are added count on from its.
+
+    Attributes:
+        num_page_ids: page ids of all runs so far, and room for more.
     """
 
     def __init__(self, page_size: int, behind: AttentionPlan | None = None) -> None:
@@ -175,7 +178,7 @@ class PlanBuilder:
         self._first_run = behind.num_runs if behind is not None else 0
         self._first_span = behind.num_spans if behind is not None else 0
         self._pages: list[np.ndarray] = [behind.run_pages] if behind is not None else []
-        self._num_pages = len(behind.run_pages) if behind is not None else 0
+        self.num_page_ids = len(behind.run_pages) if behind is not None else 0
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
 
@@ -199,21 +202,18 @@ class PlanBuilder:
     ) -> int:
         """`add_run` of many, each with its offset, length and position, and with room for `slack`
         further page ids behind its pages; the first one's index."""
-        first, at, room = self._first_run + len(self._runs), self._num_pages, _ZEROS[:slack]
+        first, at, room = self._first_run + len(self._runs), self.num_page_ids, _ZEROS[:slack]
         for ids, (offset, length, position) in zip(pages, runs, strict=True):
             self._runs.append((at, offset, length, position))
             self._pages.append(ids)
             self._pages.append(room)
             at += len(ids) + slack
-        self._num_pages = at
+        self.num_page_ids = at
         return first
 
-    def add_row_spans(self, first_run: int, count: int, row: int) -> int:
-        """A span of row `row + i` over run `first_run + i`, for each of so many; the first one's
-        index. What they show (`END`) is told in the plan."""
-        first = self._first_span + len(self._spans)
-        self._spans.extend((row + i, 1, first_run + i, 0, 0, 0) for i in range(count))
-        return first
+    def add_row_spans(self, count: int) -> None:
+        """A span of row i over run i, for so many: what they show (`END`) is told in the plan."""
+        self._spans.extend((i, 1, i, 0, 0, 0) for i in range(count))
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""

@@ -35,9 +35,9 @@ def of_order(order: Order) -> Iterable[Sequence | None]:
 PLACES: dict[str, tuple[Any, str, Callable[..., Iterable[Sequence | None]]]] = {
     "schedule a prompt": (Scheduler, "_extend_path", lambda self, sequence, *_: [sequence]),
     "admit": (PrefixCache, "attach", lambda self, tokens, limit, owner, *_: [owner]),
-    "reserve": (Scheduler, "_reserve_row", lambda self, sequence: [sequence]),
+    "reserve": (Scheduler, "_reserve_rows", lambda self, sequences: sequences),
     "end a prompt": (Scheduler, "_end_prompt", lambda self, sequence: [sequence]),
-    "lay out": (DecodeLayout, "add_own", lambda self, sequences, row: sequences),
+    "lay out": (DecodeLayout, "add_own", lambda self, sequences: sequences),
     "give a slot": (Slots, "put", lambda self, sequence, *_: [sequence]),
     "apply": (Order, "apply", lambda self, edits: [c.sequence for c in edits.chunks]),
     "forward": (Launcher, "forward", lambda self, order: of_order(order)),

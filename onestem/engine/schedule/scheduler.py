@@ -204,10 +204,23 @@ class Scheduler:
 
     def _choose(self, rows: Rows) -> None:
         self._choose_rows(rows)
-        for sequence in sorted([*rows.page_ends(), *self._edits.enter], key=_order):
+        self._reserve_rows([*rows.page_ends(), *self._edits.enter])
+        self._fill()
+
+    def _reserve_rows(self, sequences: list[Sequence]) -> None:
+        """Pages for the next token of each. Together, where there are enough."""
+        size = self.cache.pool.page_size
+        runs = [
+            run
+            for sequence in sequences
+            if (run := sequence.run) is not None
+            and run.offset + sequence.num_launched - run.start >= size * len(run.pages)
+        ]
+        if self.cache.add_pages(runs):
+            return
+        for sequence in sorted(sequences, key=_order):
             if sequence.run is not None:
                 self._reserve_row(sequence)
-        self._fill()
 
     def _has_rows(self, rows: Rows) -> bool:
         """Whether the step computes anything."""

@@ -15,14 +15,37 @@ from onestem.cache import Run
 from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.schedule.edits import Chunk
 from onestem.engine.sequence import Sequence
+from onestem.engine.step.columns import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 
-__all__ = ["DecodeLayout", "ScoreRow", "StepInputs", "join_prompts"]
+__all__ = ["DecodeLayout", "Rows", "ScoreRow", "StepInputs", "join_prompts"]
 
 # Page ids that a decode's own run may take before its plan must be laid out anew.
 SLACK_PAGES = 8
-# Of a row that decodes: see `onestem.engine.step.order`.
-OWN = np.dtype([(name, np.int64) for name in ("held", "base", "run", "span")])
+
+
+class Rows(Columns):
+    """Rows that decode, int64 `[num_rows]` each.
+
+    Attributes:
+        slot, generation: of the sequence.
+        page_start: where the page list of its own run begins in the plan.
+        held: how many pages it has room for.
+        offset, base: slot and index in the sequence of that run's first token, as they were when it
+            was put into the plan; they hold also when the run is split.
+        length: tokens of that run whose rows were launched.
+
+    Run and span i of the plan are row i's own.
+    """
+
+    NAMES = ("slot", "generation", "page_start", "held", "offset", "base", "length")
+    slot: np.ndarray
+    generation: np.ndarray
+    page_start: np.ndarray
+    held: np.ndarray
+    offset: np.ndarray
+    base: np.ndarray
+    length: np.ndarray
 
 
 @dataclass(slots=True)
@@ -93,12 +116,12 @@ class DecodeLayout:
 
     def add_all(
         self, rows: list[tuple[Sequence, list[Run]]], *, share: bool
-    ) -> tuple[list[Sequence], np.ndarray]:
+    ) -> tuple[list[Sequence], Rows]:
         """Sequences with their paths, in tree order then, each with its own run and what it sees
-        above; `OWN` `[n]`."""
+        above."""
         rows = sorted(rows, key=lambda row: _uids(*row))
         sequences = [sequence for sequence, _ in rows]
-        own = self.add_own(sequences, 0)
+        own = self.add_own(sequences)
         before: object = None
         for row, (sequence, path) in enumerate(rows):
             parent = path[-1].parent
@@ -111,21 +134,22 @@ class DecodeLayout:
         self._close(0, len(rows))
         return sequences, own
 
-    def add_own(self, sequences: list[Sequence], row: int) -> np.ndarray:
-        """The runs that sequences write, and a span over each, of rows `row`, `row + 1`, ...; their
-        lengths are told later. `OWN` `[n]`."""
-        own = np.zeros(len(sequences), OWN)
+    def add_own(self, sequences: list[Sequence]) -> Rows:
+        """The runs that sequences write, and a span over each, before all others; their lengths are
+        told later, and whose they are."""
+        rows, builder = Rows(len(sequences)), self._builder
         runs = [sequence.run for sequence in sequences if sequence.run is not None]
-        first = self._builder.add_runs(
+        rows.held[:] = [len(run.pages) + SLACK_PAGES for run in runs]
+        rows.page_start[:] = builder.num_page_ids + np.cumsum(rows.held) - rows.held
+        rows.offset[:] = [run.offset for run in runs]
+        rows.base[:] = [run.start for run in runs]
+        builder.add_runs(
             [run.page_ids() for run in runs],
             [(run.offset, 0, run.position) for run in runs],
             slack=SLACK_PAGES,
         )
-        own["held"] = [len(run.pages) + SLACK_PAGES for run in runs]
-        own["base"] = [run.start for run in runs]
-        own["run"] = np.arange(first, first + len(runs))
-        own["span"] = self._builder.add_row_spans(first, len(runs), row) + np.arange(len(runs))
-        return own
+        builder.add_row_spans(len(runs))
+        return rows
 
     def add_shared(self, run: Run, row: int, rows: int) -> None:
         """So many rows see a run whole."""

@@ -5,14 +5,45 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-__all__ = ["uninterrupted"]
+__all__ = ["Held", "uninterrupted"]
+
+
+class Held:
+    """SIGINT, held back."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+        self._caught: list[FrameType | None] = []
+        self._is_lifted = False
+
+    def catch(self, number: int, frame: FrameType | None) -> None:
+        if self._is_lifted:
+            self._handler(number, frame)
+        else:
+            self._caught.append(frame)
+
+    def deliver(self) -> None:
+        """Call the handler for what has come."""
+        if self._caught:
+            self._handler(signal.SIGINT, self._caught.pop())
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let it through for a while."""
+        self._is_lifted = True
+        try:
+            self.deliver()
+            yield
+        finally:
+            self._is_lifted = False
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[Held]:
     """Hold SIGINT back until the end of the block, where its handler is called.
 
     Steps take milliseconds of host work between computations that may take seconds; an interrupt is
@@ -20,13 +51,12 @@ def uninterrupted() -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
+        yield Held(lambda number, frame: None)
         return
-    caught: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(frame))
+    held = Held(handler)
+    signal.signal(signal.SIGINT, held.catch)
     try:
-        yield
+        yield held
     finally:
         signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(signal.SIGINT, caught[0])
+        held.deliver()

@@ -27,6 +27,7 @@ class Launcher:
     Attributes:
         runner: of the model.
         flights: steps that are not committed, the oldest first.
+        began: when the last one was launched, in seconds.
     """
 
     def __init__(self, runner: Runner, sampler: Sampler, slots: Slots) -> None:
@@ -35,7 +36,7 @@ class Launcher:
         self._sampler = sampler
         self._slots = slots
         self._step: Step | None = None  # how rows sample, while they stay the same
-        self._began = 0.0
+        self.began = 0.0
 
     @property
     def has_masks(self) -> bool:
@@ -45,12 +46,12 @@ class Launcher:
     def follows(self, order: Order) -> bool:
         """Whether the step launched last samples the token of each row that decodes, or nothing is
         in flight: else what is in flight is taken before the next launch."""
-        rows = self._slots.columns["flight_row"][order.rows["slot"]]
+        rows = self._slots.flight_row[order.rows.slot]
         return not self.flights or bool((rows >= 0).all())
 
     def forward(self, order: Order) -> Tensor:
         """Logits float32 `[num_logits, vocab]` of the order's step."""
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         prepared: Any = self.runner.prepare(order.inputs, order.change)
         return self.runner.run(order.inputs, prepared, self._ids(order))
 
@@ -60,29 +61,32 @@ class Launcher:
             return None
         sampled = self.flights[-1].sampled
         assert sampled is not None
-        rows = self._slots.columns["flight_row"][order.rows["slot"]]
+        rows = self._slots.flight_row[order.rows.slot]
         if np.array_equal(rows, np.arange(len(rows))):
             return sampled.ids[: len(rows)]
         return sampled.ids[self.runner.on_device(rows)]
 
     def sample(self, order: Order, edits: Edits, logits: Tensor) -> Flight:
         """Sample and score the step's rows. Nothing is waited for."""
-        columns, slots = self._slots.columns, order.sampled
-        generations = columns["generation"][slots]
+        columns, slots = self._slots, order.sampled
+        generations = order.rows.generation
+        if len(slots) > len(generations):
+            generations = columns.generation[slots]
         with torch.inference_mode():
             sampled = self._sample(order, logits[: len(slots)]) if len(slots) else None
             scored = self._score(order.inputs.scores, logits[len(slots) :])
-        self._slots.note_launched(slots)
+        if order.change is None:
+            columns.note_launched(slots)
         flight = Flight(
             edits=edits,
             slots=slots,
             generations=generations,
-            last=columns["left"][slots] <= 0,
+            last=columns.computed[slots] >= columns.end[slots],
             num_decodes=len(order),
             sampled=sampled,
             scores=order.inputs.scores,
             scored=scored,
-            began=self._began,
+            began=self.began,
         )
         self.flights.append(flight)
         return flight
@@ -91,7 +95,7 @@ class Launcher:
         masked = self._masked(order)
         if order.change is None or masked or self._step is None:
             records = self._slots.records[order.sampled].copy()
-            records["token"] = self._slots.columns["token"][order.sampled]
+            records["token"] = (self._slots.computed - self._slots.num_prompt)[order.sampled]
             rows = order.sampled.tolist()
             self._step = Step(
                 records,

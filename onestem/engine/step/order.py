@@ -17,28 +17,13 @@ import numpy as np
 from onestem.cache import PrefixCache, Run
 from onestem.engine.schedule.edits import Chunk, Edits
 from onestem.engine.sequence import Sequence
-from onestem.engine.step.inputs import DecodeLayout, StepInputs, join_prompts
+from onestem.engine.step.inputs import DecodeLayout, Rows, StepInputs, join_prompts
 from onestem.engine.step.slots import Slots
 from onestem.ops import AttentionPlan, windowed
-from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_OFFSET, RUN_PAGES, RUN_POSITION
+from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITION
 
 __all__ = ["Change", "Order"]
 
-# page_start: where the page list of its own run begins in the plan; held: how many ids it has room
-# for. offset, base: slot and index in the sequence of that run's first token, as they were when it
-# was put into the plan; they hold also when the run is split. run, span: of the plan, its own.
-COLUMNS = np.dtype(
-    [
-        ("slot", np.int64),
-        ("generation", np.int64),
-        ("page_start", np.int64),
-        ("held", np.int64),
-        ("offset", np.int64),
-        ("base", np.int64),
-        ("run", np.int64),
-        ("span", np.int64),
-    ]
-)
 # Rows are made anew: where so many words of page lists belong to nobody; where a newcomer would
 # read so many tokens apart from others that read them too; where more than this share comes.
 SPARE_WORDS = 1 << 15
@@ -72,7 +57,7 @@ class Order:
         share: False gives each sequence spans of its own, also over runs that several see.
 
     Attributes:
-        rows: `COLUMNS` `[num_rows]`, those that decode.
+        rows: those that decode.
         inputs: of the step, with its chunks.
         change: what differs from the step before; None: also who sees what, or who is there.
         chunks: of prompts, in the step.
@@ -93,7 +78,7 @@ class Order:
         self._readers: dict[Run, dict[int, None]] = {}  # slots of rows, by the runs of their paths
         self._reads: dict[int, list[Run]] = {}
         self._spare_words = 0
-        self.rows: np.ndarray
+        self.rows: Rows
         self.inputs: StepInputs
         self.sampled: np.ndarray
         self.shared_read_tokens = 0
@@ -108,7 +93,7 @@ class Order:
     @property
     def sequences(self) -> list[Sequence | None]:
         """Of each row that decodes."""
-        return [self.slots.sequences[slot] for slot in self.rows["slot"].tolist()]
+        return [self.slots.sequences[slot] for slot in self.rows.slot.tolist()]
 
     # ----------------------------------------------------------------------------- edits
 
@@ -120,8 +105,8 @@ class Order:
         change = self._advance()
         self.change = None if self._changed or was_mixed else change
         self._changed = False
-        samples = self.rows["slot"]
-        inputs = replace(self._decodes, token_ids=self.slots.columns["last_id"][samples])
+        samples = self.rows.slot
+        inputs = replace(self._decodes, token_ids=self.slots.last_id[samples])
         self.shared_read_tokens = self._shared_tokens
         if self.chunks:
             self.change = None
@@ -143,7 +128,7 @@ class Order:
 
     def _drop(self, leave: list[Sequence]) -> None:
         """Rows of those that leave, have ended, or sample no more leave no gap."""
-        keep, slots = self._staying(leave), self.rows["slot"]
+        keep, slots = self._staying(leave), self.rows.slot
         if keep.all():
             return
         self._changed = True
@@ -154,18 +139,19 @@ class Order:
                 if not readers:
                     del self._readers[run]
         before = np.concatenate(([0], np.cumsum(keep)))
-        plan, rows = self._plan, self.rows[keep]
-        self._spare_words += int(self.rows["held"][~keep].sum())
+        plan, rows, num_before = self._plan, self.rows.kept(keep), len(keep)
+        self._spare_words += int(self.rows.held[~keep].sum())
         spans = plan.spans.copy()
         first, end = spans[:, ROW], spans[:, ROW] + spans[:, ROWS]
         spans[:, ROW], spans[:, ROWS] = before[first], before[end] - before[first]
-        kept = spans[:, ROWS] > 0
-        spans = spans[kept]
-        used, spans[:, RUN] = np.unique(spans[:, RUN], return_inverse=True)
-        rows["span"] = (np.cumsum(kept) - 1)[rows["span"]]
-        rows["run"] = spans[rows["span"], RUN]
+        spans = spans[spans[:, ROWS] > 0]
+        own, shared = np.flatnonzero(keep), spans[len(rows) :, RUN]
+        used, shared[:] = np.unique(shared, return_inverse=True)
+        shared += len(rows)
+        spans[: len(rows), RUN] = np.arange(len(rows))
+        assert not len(used) or used[0] >= num_before
         self.rows = rows
-        self._set(replace(plan, runs=np.ascontiguousarray(plan.runs[used]), spans=spans))
+        self._set(replace(plan, runs=plan.runs[np.concatenate((own, used))], spans=spans))
 
     def _enter(self, sequences: list[Sequence]) -> None:
         if not sequences and self._spare_words < SPARE_WORDS and not self._is_full():
@@ -186,63 +172,67 @@ class Order:
     def _is_full(self) -> bool:
         """Whether a row's list of pages has no room for the next token's."""
         rows = self.rows
-        place = rows["offset"] + self.slots.columns["computed"][rows["slot"]] - rows["base"]
-        return bool((place >= rows["held"] * self._cache.pool.page_size).any())
+        return bool((rows.offset + rows.length >= rows.held * self._cache.pool.page_size).any())
 
     # ----------------------------------------------------------------------------- a step
 
     def _staying(self, leave: list[Sequence]) -> np.ndarray:
         """bool `[num_rows]`: whose sequences sample on, and are none of those."""
-        columns, slots = self.slots.columns, self.rows["slot"]
-        going = (columns["generation"][slots] == self.rows["generation"]) & (
-            columns["left"][slots] > 0
+        columns, slots = self.slots, self.rows.slot
+        going = (columns.generation[slots] == self.rows.generation) & (
+            columns.computed[slots] < columns.end[slots]
         )
         paused = [sequence.slot for sequence in leave if sequence.slot >= 0]
         return going & ~np.isin(slots, paused) if paused else going
 
+    def _stays(self, row: int) -> bool:
+        slots, slot = self.slots, int(self.rows.slot[row])
+        known = slots.generation[slot] == self.rows.generation[row]
+        return bool(known and slots.computed[slot] < slots.end[slot])
+
     def any_stays(self, leave: list[Sequence]) -> bool:
         """Whether somebody decodes on, beside those that leave."""
+        if not leave and len(self.rows) and self._stays(0):
+            return True
         return bool(self._staying(leave).any())
 
     def page_ends(self) -> list[Sequence]:
         """Whose next token stands in a new page; they may not be all there any more."""
-        rows, columns = self.rows, self.slots.columns
-        slots = rows["slot"]
-        place = rows["offset"] + columns["computed"][slots] - rows["base"]
-        fresh = (place % self._cache.pool.page_size == 0) & self._staying([])
-        found = [self.slots.sequences[slot] for slot in slots[fresh].tolist()]
+        fresh = self._fresh()
+        if not len(fresh):
+            return []
+        fresh = fresh[self._staying([])[fresh]]
+        found = [self.slots.sequences[slot] for slot in self.rows.slot[fresh].tolist()]
         return [sequence for sequence in found if sequence is not None]
+
+    def _fresh(self) -> np.ndarray:
+        """Rows whose next token stands in a new page."""
+        place, size = self.rows.offset + self.rows.length, self._cache.pool.page_size
+        return np.flatnonzero(place // size * size == place)
 
     def _advance(self) -> Change:
         """One token further in every row."""
-        rows, columns, plan = self.rows, self.slots.columns, self._plan
-        slots, size = rows["slot"], self._cache.pool.page_size
-        length = columns["computed"][slots] - rows["base"]  # before this token
-        place = rows["offset"] + length
-        index = place // size
-        fresh = np.flatnonzero((place % size == 0) | (length == 0))
-        pages = self._pages(fresh, place[fresh] // size)
-        plan.run_pages[rows["page_start"][fresh] + index[fresh]] = pages
-        plan.runs[rows["run"], RUN_LEN] = length + 1
-        plan.spans[rows["span"], END] = length + 1
-        positions = plan.runs[rows["run"], RUN_POSITION].astype(np.int64) + length
-        plan.row_position[:] = positions
-        self._decodes.positions[:] = positions
-        pages_of = plan.run_pages[rows["page_start"] + index].astype(np.int64)
-        self._decodes.slots[:] = pages_of * size + place % size
-        columns["computed"][slots] += 1
-        return Change(rows["span"], rows["run"][fresh], index[fresh], pages)
+        rows, inputs, plan, count = self.rows, self._decodes, self._plan, len(self.rows)
+        fresh, size = self._fresh(), self._cache.pool.page_size
+        inputs.slots[:] += 1
+        pages = index = fresh
+        if len(fresh):
+            place = (rows.offset + rows.length)[fresh]
+            index, pages = place // size, self._last_pages(fresh)
+            plan.run_pages[rows.page_start[fresh] + index] = pages
+            inputs.slots[fresh] = pages * size + place - index * size
+        rows.length += 1
+        plan.runs[:count, RUN_LEN] = rows.length
+        plan.spans[:count, END] = rows.length
+        inputs.positions[:] += 1
+        plan.row_position[:] += 1
+        self.slots.computed[rows.slot] += 1
+        return Change(self._own, fresh, index, pages)
 
-    def _pages(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Pages that rows come to, of their runs as they are now."""
-        pages = np.zeros(len(rows), np.int64)
-        for i, row in enumerate(rows.tolist()):
-            sequence = self.slots.sequences[int(self.rows["slot"][row])]
-            assert sequence is not None
-            assert sequence.run is not None
-            run, computed = sequence.run, int(self.slots.columns["computed"][sequence.slot])
-            pages[i] = run.pages[(run.offset + computed - run.start) // self._cache.pool.page_size]
-        return pages
+    def _last_pages(self, rows: np.ndarray) -> np.ndarray:
+        """int64: the last page of each row's run, which the scheduler has reserved."""
+        found = [self.slots.sequences[slot] for slot in self.rows.slot[rows].tolist()]
+        return np.array([s.run.pages[-1] for s in found if s is not None and s.run], np.int64)
 
     # ----------------------------------------------------------------------------- newcomers
 
@@ -291,7 +281,7 @@ class Order:
                 for slot in self._readers.get(node, ()):
                     other = self.slots.sequences[slot]
                     if other is not None and other.run is not None and run in other.path(version):
-                        return int(np.flatnonzero(self.rows["slot"] == slot)[0]), run.end
+                        return int(np.flatnonzero(self.rows.slot == slot)[0]), run.end
         return -1, 0
 
     def _seen(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -299,35 +289,46 @@ class Order:
         many tokens of its path each ends behind."""
         spans, runs = self._plan.spans, self._plan.runs
         seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
-        seen[self.rows["span"][row]] = False
+        seen[row] = False
         found = np.flatnonzero(seen)
         found = found[np.argsort(runs[spans[found, RUN], RUN_POSITION], kind="stable")]
         return found, np.cumsum(spans[found, END])
 
     def _add_rows(self, group: list[Sequence], at: int, apart: list[Run]) -> None:
         """Put rows before row `at`, each with its own run, and spans of theirs over runs."""
-        plan, layout = self._plan, DecodeLayout(self._cache.pool.page_size, self._plan)
-        columns, count = self.slots.columns, len(group)
-        rows = layout.add_own(group, at)
+        count, before, plan = len(group), len(self.rows), self._plan
+        layout = DecodeLayout(self._cache.pool.page_size)
+        rows = self._seated(group, layout.add_own(group))
         for run in apart:
-            layout.add_shared(run, at, count)
-        plan, inputs = layout.plan(np.insert(plan.row_position, [at] * count, 0)), self._decodes
-        fresh = np.zeros(count, COLUMNS)
-        for name in rows.dtype.names or ():
-            fresh[name] = rows[name]
-        fresh["page_start"] = plan.runs[fresh["run"], RUN_PAGES]
-        fresh["offset"] = plan.runs[fresh["run"], RUN_OFFSET]
-        fresh["slot"] = [sequence.slot for sequence in group]
-        fresh["generation"] = columns["generation"][fresh["slot"]]
-        self.rows = np.insert(self.rows, [at] * count, fresh)
-        self._decodes = replace(
-            inputs,
-            positions=np.zeros(len(self.rows), np.int64),
-            slots=np.zeros(len(self.rows), np.int64),
-            logit_rows=np.arange(len(self.rows)),
+            layout.add_shared(run, 0, count)
+        more = layout.plan(np.zeros(count, np.int64))
+        # Own runs and spans stand first, in the order of rows.
+        words, shared = len(plan.run_pages), plan.num_runs - before
+        rows.page_start += words
+        more.runs[:, RUN_PAGES] += words
+        more.spans[:, ROW] += at
+        more.spans[count:, RUN] += before + shared
+        plan.spans[before:, RUN] += count
+        runs = (plan.runs[:at], more.runs[:count], plan.runs[at:], more.runs[count:])
+        spans = (plan.spans[:at], more.spans[:count], plan.spans[at:], more.spans[count:])
+        self.rows = self.rows.inserted(at, rows)
+        joined = np.concatenate(spans)
+        joined[: len(self.rows), RUN] = np.arange(len(self.rows))
+        self._set(
+            replace(
+                plan,
+                run_pages=np.concatenate((plan.run_pages, more.run_pages)),
+                runs=np.concatenate(runs),
+                spans=joined,
+            )
         )
-        self._set(plan)
         self._note_readers(group)
+
+    def _seated(self, sequences: list[Sequence], rows: Rows) -> Rows:
+        rows.slot[:] = [sequence.slot for sequence in sequences]
+        rows.generation[:] = self.slots.generation[rows.slot]
+        rows.length[:] = self.slots.computed[rows.slot] - rows.base
+        return rows
 
     def _note_readers(self, sequences: list[Sequence]) -> None:
         version = self._cache.tree.num_splits
@@ -350,46 +351,38 @@ class Order:
         self.chunks = []
 
     def _put(self, sequences: list[Sequence]) -> None:
-        version, columns = self._cache.tree.num_splits, self.slots.columns
+        version = self._cache.tree.num_splits
         layout = DecodeLayout(self._cache.pool.page_size)
-        sequences, own = layout.add_all(
+        sequences, rows = layout.add_all(
             [(sequence, sequence.path(version)) for sequence in sequences], share=self._share
         )
-        rows = np.zeros(len(sequences), COLUMNS)
-        for name in own.dtype.names or ():
-            rows[name] = own[name]
-        empty = np.zeros(len(rows), np.int64)
-        plan = layout.plan(empty)
-        rows["page_start"] = plan.runs[rows["run"], RUN_PAGES]
-        rows["offset"] = plan.runs[rows["run"], RUN_OFFSET]
-        rows["slot"] = [sequence.slot for sequence in sequences]
-        rows["generation"] = columns["generation"][rows["slot"]]
-        self.rows, self._changed, self._spare_words = rows, True, 0
-        self._decodes = StepInputs(
-            empty, empty.copy(), empty.copy(), {}, np.arange(len(rows)), [], [], 0
-        )
+        self.rows, self._changed, self._spare_words = self._seated(sequences, rows), True, 0
         self._readers.clear()
         self._reads.clear()
-        self._set(plan)
+        self._set(layout.plan(np.zeros(len(rows), np.int64)))
         self._note_readers(sequences)
-        self.inputs, self.sampled = self._decodes, rows["slot"]
+        self.inputs, self.sampled = self._decodes, rows.slot
 
     def _set(self, plan: AttentionPlan) -> None:
         """Another plan; arrays of inputs are as long as its rows."""
-        self._plan, count = plan, len(self.rows)
+        count = len(self.rows)
         if len(plan.row_position) != count:
-            plan = self._plan = replace(plan, row_position=np.zeros(count, np.int32))
-        inputs = self._decodes
-        if len(inputs.slots) != count:
-            inputs = replace(
-                inputs,
-                positions=np.zeros(count, np.int64),
-                slots=np.zeros(count, np.int64),
-                logit_rows=np.arange(count),
-            )
+            plan = replace(plan, row_position=np.zeros(count, np.int32))
+        self._plan = plan
         plans = {window: windowed(plan, window) for window in set(self._windows)}
-        self._decodes = replace(inputs, plans=plans)
+        positions, slots = self._last_rows()
+        plan.row_position[:] = positions
+        self._decodes = StepInputs(slots, positions, slots, plans, np.arange(count), [], [], 0)
+        self._own = np.arange(count)
         self._shared_tokens = self._count_shared()
+
+    def _last_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 `[num_rows]`: positions and slots of the rows that were launched last."""
+        rows, plan, size = self.rows, self._plan, self._cache.pool.page_size
+        place = np.maximum(rows.offset + rows.length - 1, 0)
+        pages = plan.run_pages[rows.page_start + place // size].astype(np.int64)
+        positions = plan.runs[: len(rows), RUN_POSITION].astype(np.int64) + rows.length - 1
+        return positions, pages * size + place % size
 
     def _count_shared(self) -> int:
         """Keys that one read of a run spares all rows of a span but the first."""

@@ -69,7 +69,6 @@ class Results:
         self._factory = factory
         self._tokenizer = tokenizer
         self._eos = eos_token_ids
-        self._eos_array = np.array(sorted(eos_token_ids), np.int64)
         self._stats = stats
 
     def note_launched(self, chunks: list[Chunk]) -> None:
@@ -92,25 +91,34 @@ class Results:
 
     def _take_samples(self, flight: Flight, sampled: Sampled) -> None:
         """Rows that nobody looks at are taken all at once."""
-        columns, slots, ids = self._slots.columns, flight.slots, sampled.ids
-        rows = columns["generation"][slots] == flight.generations
-        none = rows & (sampled.status != STATUS_OK)
-        for i in np.flatnonzero(none).tolist():
-            self._end_without_token(self._sequence(slots[i]), int(sampled.status[i]))
-        rows &= ~none
-        stops = rows & columns["heeds_eos"][slots] & np.isin(ids, self._eos_array)
-        shown = rows & (columns["is_watched"][slots] | flight.last | stops)
+        columns, slots, ids = self._slots, flight.slots, sampled.ids
+        rows = columns.generation[slots] == flight.generations
+        bad = sampled.status != STATUS_OK
+        if bad.any():
+            for i in np.flatnonzero(rows & bad).tolist():
+                self._end_without_token(self._sequence(slots[i]), int(sampled.status[i]))
+            rows &= ~bad
+        stops = np.zeros(len(ids), bool)
+        for token in self._eos:
+            stops |= ids == token
+        stops &= rows & (columns.heeds_eos[slots] > 0)
+        shown = rows & ((columns.is_watched[slots] > 0) | flight.last | stops)
         shown[flight.num_decodes :] = rows[flight.num_decodes :]
         rest = rows & ~shown
-        self._slots.note_committed(slots[rest], ids[rest])
-        self._stats.output_tokens += int(rest.sum())
+        if not shown.any() and rest.all():
+            self._slots.note_committed(slots, ids)
+            self._stats.output_tokens += len(ids)
+        else:
+            self._slots.note_committed(slots[rest], ids[rest])
+            self._stats.output_tokens += int(rest.sum())
         for i, entry in sampled.entries.items():
             if rest[i]:
                 self._slots.note_entry(int(slots[i]), entry)
-        columns["last_id"][slots[shown]] = ids[shown]
+        columns.last_id[slots[shown]] = ids[shown]
         for i in np.flatnonzero(shown).tolist():
             ending: FinishReason | None = "length" if flight.last[i] else None
-            self._slots.flush(int(slots[i]))
+            if not columns.is_watched[slots[i]]:
+                self._slots.flush(int(slots[i]))
             self._take(
                 self._sequence(slots[i]),
                 int(ids[i]),

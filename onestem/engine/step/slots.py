@@ -13,57 +13,64 @@ import numpy as np
 from onestem.engine.sampling.row import SamplingRow
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.sequence import Sequence
+from onestem.engine.step.columns import Columns
 from onestem.ops.sampling import IDLE, ROW
 from onestem.request import TokenLogprobs
 
 __all__ = ["Slots"]
 
-# generation: grows when the slot is released: what was launched for another sequence is ignored.
-# computed: tokens of the sequence whose rows were launched. left: tokens that may still be
-# launched. token: tokens sampled by all launches. last_id: the sequence's last token that is known.
-# flight_row: which sample of the step launched last it is, -1: none. num_new: tokens that are
-# committed and that the sequence does not have yet.
-COLUMNS = np.dtype(
-    [
-        ("generation", np.int64),
-        ("computed", np.int64),
-        ("left", np.int64),
-        ("token", np.int64),
-        ("last_id", np.int64),
-        ("flight_row", np.int64),
-        ("num_new", np.int64),
-        ("is_watched", bool),
-        ("heeds_eos", bool),
-    ]
-)
 # Tokens that nobody looks at as they come are handed to their sequences so many at a time.
-FLUSH_TOKENS = 32
+FLUSH_TOKENS = 64
 
 
-class Slots:
+class Slots(Columns):
     """The slots of an engine.
 
     Args:
         sampler: makes the rows' records.
         eos_token_ids: of the model.
 
-    Attributes:
-        columns: `COLUMNS` `[num_slots]`.
+    Attributes, each int64 `[num_slots]`:
+        generation: grows when the slot is released: what was launched before is another's.
+        computed: tokens of the sequence whose rows were launched.
+        end: `computed` after the last row that may be launched.
+        num_prompt: of the tokens, those that were not sampled.
+        last_id: the sequence's last token that is known.
+        flight_row: which sample of the step launched last it is; -1: none.
+        flushed: up to which commit the sequence has its tokens.
+        is_watched, heeds_eos: 1 where each token is looked at as it comes; where one of the model's
+            end-of-sequence ids ends it.
+
+    Others:
         records: `ROW` `[num_slots]`, how each samples; `token` is that of `columns` at a launch.
         sequences: of each slot; None where it is free.
         masked: slots of sequences with a grammar.
         broken: sequences whose row the sampler cannot make, and why: they are to be ended.
     """
 
+    NAMES = (
+        "generation", "computed", "end", "num_prompt", "last_id", "flight_row", "flushed",
+        "is_watched", "heeds_eos",
+    )  # fmt: skip
+    generation: np.ndarray
+    computed: np.ndarray
+    end: np.ndarray
+    num_prompt: np.ndarray
+    last_id: np.ndarray
+    flight_row: np.ndarray
+    flushed: np.ndarray
+    is_watched: np.ndarray
+    heeds_eos: np.ndarray
+
     def __init__(self, sampler: Sampler, eos_token_ids: Seq[int]) -> None:
-        self.columns = np.zeros(0, COLUMNS)
+        super().__init__()
         self.records = np.zeros(0, ROW)
         self.sequences: list[Sequence | None] = []
         self.masked: set[int] = set()
         self.broken: list[tuple[Sequence, Exception]] = []
         self._sampler = sampler
         self._eos = eos_token_ids
-        self._tokens = np.zeros((0, FLUSH_TOKENS), np.int64)
+        self._tokens = np.zeros((FLUSH_TOKENS, 0), np.int64)  # of each commit; -1: none
         self._entries: dict[int, list[TokenLogprobs]] = {}
         self._commits = 0  # since all slots were flushed
         self._free: list[int] = []
@@ -77,17 +84,17 @@ class Slots:
         sequence.slots, sequence.slot = self, slot
         self.sequences[slot] = sequence
         request = sequence.state.request
-        column = self.columns[slot]
-        column["computed"], column["left"] = computed, sequence.num_left
-        column["token"], column["last_id"] = sequence.num_output, sequence.tokens[-1]
-        column["flight_row"], column["num_new"] = -1, 0
-        column["is_watched"] = (
+        self.computed[slot], self.num_prompt[slot] = computed, sequence.num_prompt
+        self.end[slot] = len(sequence.tokens) + sequence.num_left - 1
+        self.last_id[slot], self.flight_row[slot] = sequence.tokens[-1], -1
+        self.flushed[slot] = self._commits
+        self.is_watched[slot] = (
             sequence.detokenizer is not None
             or sequence.grammar is not None
             or request.stream
             or len(request.params.stop_token_ids) > 0
         )
-        column["heeds_eos"] = not request.params.ignore_eos
+        self.heeds_eos[slot] = not request.params.ignore_eos
         if sequence.grammar is not None:
             self.masked.add(slot)
         try:
@@ -101,9 +108,10 @@ class Slots:
         """All columns at once."""
         first = len(self.sequences)
         more = max(16, first)
-        self.columns = np.concatenate((self.columns, np.zeros(more, COLUMNS)))
+        for name in self.NAMES:
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more, np.int64))))
         self.records = np.concatenate((self.records, np.full(more, IDLE)))
-        self._tokens = np.concatenate((self._tokens, np.zeros((more, FLUSH_TOKENS), np.int64)))
+        self._tokens = np.pad(self._tokens, ((0, 0), (0, more)), constant_values=-1)
         self.sequences.extend([None] * more)
         self._free.extend(range(first + more - 1, first - 1, -1))
 
@@ -129,12 +137,12 @@ class Slots:
         sequence = self.sequences[slot]
         assert sequence is not None
         row: SamplingRow = sequence.sampling
-        row.token_index = int(self.columns["token"][slot])
+        row.token_index = int(self.computed[slot] - self.num_prompt[slot])
         return row
 
     def num_launched(self, slot: int) -> int:
         """Tokens of a slot's sequence whose rows were launched."""
-        return int(self.columns["computed"][slot])
+        return int(self.computed[slot])
 
     def release(self, sequence: Sequence) -> None:
         """A sequence ends or is preempted: it has all its tokens, and what is launched for it is
@@ -142,7 +150,7 @@ class Slots:
         slot = sequence.slot
         self.flush(slot)
         sequence.slots, sequence.slot = None, -1
-        self.columns["generation"][slot] += 1
+        self.generation[slot] += 1
         self.records[slot] = IDLE
         self.sequences[slot] = None
         self.masked.discard(slot)
@@ -163,18 +171,13 @@ class Slots:
 
     def note_launched(self, slots: np.ndarray) -> None:
         """A token is sampled for each of these slots, in this order."""
-        columns = self.columns
-        columns["flight_row"] = -1
-        columns["flight_row"][slots] = np.arange(len(slots))
-        columns["token"][slots] += 1
-        columns["left"][slots] -= 1
+        self.flight_row.fill(-1)
+        self.flight_row[slots] = np.arange(len(slots))
 
     def note_committed(self, slots: np.ndarray, ids: np.ndarray) -> None:
         """Tokens that nobody looks at as they come."""
-        columns = self.columns
-        self._tokens[slots, columns["num_new"][slots]] = ids
-        columns["num_new"][slots] += 1
-        columns["last_id"][slots] = ids
+        self._tokens[self._commits, slots] = ids
+        self.last_id[slots] = ids
 
     def note_entry(self, slot: int, entry: TokenLogprobs) -> None:
         """Log-probabilities of a token of `note_committed`."""
@@ -188,15 +191,18 @@ class Slots:
 
     def flush_all(self) -> None:
         """Hand all sequences their tokens."""
-        self._commits = 0
-        for slot in np.flatnonzero(self.columns["num_new"]).tolist():
+        for slot in np.flatnonzero((self._tokens >= 0).any(axis=0)).tolist():
             self.flush(slot)
+        self._commits = 0
+        self.flushed.fill(0)
+        self._tokens.fill(-1)
 
     def flush(self, slot: int) -> None:
         """Hand a sequence its tokens."""
-        count = int(self.columns["num_new"][slot])
-        if count:
-            self.columns["num_new"][slot] = 0
-            sequence = self.sequences[slot]
-            assert sequence is not None
-            sequence.extend(self._tokens[slot, :count].tolist(), self._entries.pop(slot, ()))
+        sequence = self.sequences[slot]
+        found = self._tokens[self.flushed[slot] : self._commits, slot].tolist()
+        self.flushed[slot] = self._commits
+        if not found or sequence is None:
+            return
+        entries = self._entries.pop(slot, ()) if self._entries else ()
+        sequence.extend([token for token in found if token >= 0], entries)

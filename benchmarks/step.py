@@ -1,0 +1,190 @@
+"""What the host does in a step of decodes: Python calls, and seconds but for the device's.
+
+    python -m benchmarks.step [--device cuda] [--shape 8b] [--against FOLDER] [--repeats 3]
+
+Calls are counted with `sys.setprofile`, on a model of nothing, in steps that change nothing but
+lengths: at several numbers of rows that nobody watches, and with some of them streamed. Seconds are
+those of `Engine.step` less what is waited for the device: on a GPU in `Event.synchronize`, on a CPU
+in the forward pass and in sampling. `--against` runs another checkout of the project in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onestem.engine.engine import Engine
+from onestem.llm import LLM
+from onestem.models.config import GenerationDefaults
+from onestem.models.decoder import Decoder
+from onestem.request import Request, SamplingParams
+
+HERE = Path(__file__).parent
+ROWS = (1, 256, 1000)
+PREFIX = 64
+FIRST, STEPS = 10, 64  # that are left out, and that count
+
+
+def main() -> None:
+    options = _options()
+    if options.child:
+        print(json.dumps(measure(options)))
+        return
+    turns: dict[str, list[dict[str, Any]]] = {"now": [], "before": []}
+    for _ in range(options.repeats):
+        turns["now"].append(_in_child(options, Path.cwd()))
+        if options.against is not None:
+            turns["before"].append(_in_child(options, options.against))
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
+        "machine": _machine(options.device),
+        "date": str(date.today()),
+        "calls": turns["now"][0]["calls"],
+    }
+    for side, found in turns.items():
+        if found:
+            result[side] = _medians([one["host_ms"] for one in found])
+            print(side, result[side], flush=True)
+    if turns["before"]:
+        result["calls_before"] = turns["before"][0]["calls"]
+        result["ratio"] = {n: result["now"][n] / result["before"][n] for n in result["now"]}
+        print("now / before", {n: round(r, 3) for n, r in result["ratio"].items()}, flush=True)
+    print("calls", result["calls"], flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", default="nothing")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "step.json")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _in_child(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One measurement, by the code of a folder; this file is what is run in either."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
+    command += ["--device", options.device, "--shape", options.shape]
+    environment = {**os.environ, "PYTHONPATH": f"{folder.resolve()}"}
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    found: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
+    return found
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def _machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    flags = Path("/proc/cpuinfo").read_text()
+    return f"{os.cpu_count()} cores, {'AMX' if 'amx_bf16' in flags else 'no AMX'}"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_grad_enabled(False)
+    shape = HERE / "shapes" / options.shape
+    llm = LLM(
+        shape, device=options.device, dtype="bfloat16", random_weights=True, kv_memory="64MiB"
+    )
+    decoder = llm.decoder
+    host = {str(rows): host_ms(decoder, rows) for rows in ROWS}
+    calls = {}
+    for rows, streamed in ((8, 0), (64, 0), (512, 0), (512, 8), (512, 16), (512, 32)):
+        calls[f"{rows} rows, {streamed} streamed"] = python_calls(decoder, rows, streamed)
+    return {"host_ms": host, "calls": calls}
+
+
+def decoding(decoder: Decoder, rows: int, streamed: int = 0) -> Iterator[Engine]:
+    """An engine before each step of its rows' decodes."""
+    engine = Engine(
+        decoder, None, GenerationDefaults(), num_pages=rows * 16 + 64, max_step_tokens=8192
+    )
+    params = SamplingParams(max_tokens=FIRST + STEPS + 40, temperature=0, ignore_eos=True)
+    head = list(range(PREFIX))
+    for i in range(rows):
+        one = Request(request_id=str(i), prompt_token_ids=[*head, 100 + i, i], params=params)
+        engine.add_request(replace(one, stream=i < streamed))
+    before, seen = -1, 0
+    while engine.has_unfinished() and seen < FIRST + STEPS:
+        decodes = engine.num_running == rows and engine.num_waiting == 0
+        seen += decodes and engine.stats.processed_prompt_tokens == before
+        before = engine.stats.processed_prompt_tokens
+        if seen > FIRST:
+            yield engine
+        else:
+            engine.step()
+    for i in range(rows):
+        engine.abort(str(i))
+
+
+def host_ms(decoder: Decoder, rows: int) -> float:
+    """Median milliseconds of a step, less those of the device."""
+    waited = [0.0]
+    found = []
+    for engine in decoding(decoder, rows):
+        if not found:
+            _time_waits(engine, decoder.device, waited)
+        waited[0] = 0.0
+        started = time.perf_counter()
+        engine.step()
+        found.append(time.perf_counter() - started - waited[0])
+    return 1e3 * statistics.median(found)
+
+
+def _time_waits(engine: Any, device: torch.device, waited: list[float]) -> None:
+    """Have seconds added up that the device takes. Also of engines as they were before."""
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                waited[0] += time.perf_counter() - started
+
+        return run
+
+    if device.type == "cuda":
+        if not hasattr(torch.cuda.Event, "unwatched"):
+            torch.cuda.Event.unwatched = torch.cuda.Event.synchronize  # type: ignore[attr-defined]
+        torch.cuda.Event.synchronize = timed(torch.cuda.Event.unwatched)  # type: ignore
+        return
+    runner = engine.launcher.runner if hasattr(engine, "launcher") else engine._runner
+    runner._forward = timed(runner._forward)
+    engine._sampler.launch = timed(engine._sampler.launch)
+
+
+def python_calls(decoder: Decoder, rows: int, streamed: int) -> float:
+    """Mean number of Python functions that a step calls."""
+    counts: list[int] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        counts[-1] += event == "call"
+
+    for engine in decoding(decoder, rows, streamed):
+        counts.append(0)
+        sys.setprofile(note)
+        engine.step()
+        sys.setprofile(None)
+    return statistics.mean(counts)
+
+
+if __name__ == "__main__":
+    main()
