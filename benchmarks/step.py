@@ -172,7 +172,7 @@ def _time_waits(engine: Any, device: torch.device, waited: list[float]) -> None:
 
 
 def python_calls(decoder: Decoder, rows: int, streamed: int) -> float:
-    """Mean number of Python functions that a step calls."""
+    """Median number of Python functions that a step calls."""
     counts: list[int] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -183,7 +183,7 @@ def python_calls(decoder: Decoder, rows: int, streamed: int) -> float:
         sys.setprofile(note)
         engine.step()
         sys.setprofile(None)
-    return statistics.mean(counts)
+    return statistics.median(counts)
 
 
 if __name__ == "__main__":

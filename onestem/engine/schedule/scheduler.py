@@ -203,6 +203,11 @@ class Scheduler:
         return self._edits
 
     def _choose(self, rows: Rows) -> None:
+        some = self.prompts or self.waiting or self._standing or self._job_rows
+        if not some and self._only is None and self._peek() is None:
+            self.num_paused = 0
+            self._reserve_rows(rows.page_ends())  # all decode on
+            return
         self._choose_rows(rows)
         self._reserve_rows([*rows.page_ends(), *self._edits.enter])
         self._fill()

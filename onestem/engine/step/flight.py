@@ -22,7 +22,9 @@ class Flight:
         edits: what it differed in from the one before it.
         slots, generations: int64 `[n]`, of each sample; a slot of another generation by now is
             another sequence's.
+        num_released: slots that had been released when it was launched.
         last: bool `[n]`, samples after which their sequences may have no more.
+        is_plain: nobody looks at a sample as it comes, unless it is an end-of-sequence id.
         num_decodes: samples of rows that decode; the others are the first behind prompts.
         sampled: the samples; None: there are none.
         scores: given tokens that are scored, and `scored` their log-probabilities.
@@ -32,7 +34,9 @@ class Flight:
     edits: Edits
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
+    num_released: int
     last: NDArray[np.bool_]
+    is_plain: bool
     num_decodes: int
     sampled: Pending | None
     scores: list[ScoreRow]

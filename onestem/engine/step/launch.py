@@ -36,6 +36,7 @@ class Launcher:
         self._sampler = sampler
         self._slots = slots
         self._step: Step | None = None  # how rows sample, while they stay the same
+        self._is_watched = True  # some of them, as their tokens come
         self.began = 0.0
 
     @property
@@ -77,11 +78,16 @@ class Launcher:
             scored = self._score(order.inputs.scores, logits[len(slots) :])
         if order.change is None:
             columns.note_launched(slots)
+            self._is_watched = bool(columns.is_watched[slots].any())
+        last = columns.computed[slots] >= columns.end[slots]
+        is_plain = not self._is_watched and len(order) == len(slots) and not last.any()
         flight = Flight(
             edits=edits,
             slots=slots,
             generations=generations,
-            last=columns.computed[slots] >= columns.end[slots],
+            num_released=columns.num_released,
+            last=last,
+            is_plain=is_plain,
             num_decodes=len(order),
             sampled=sampled,
             scores=order.inputs.scores,

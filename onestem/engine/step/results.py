@@ -92,6 +92,18 @@ class Results:
     def _take_samples(self, flight: Flight, sampled: Sampled) -> None:
         """Rows that nobody looks at are taken all at once."""
         columns, slots, ids = self._slots, flight.slots, sampled.ids
+        if (
+            flight.is_plain
+            and flight.num_released == columns.num_released
+            and not sampled.status.any()
+            and not any((ids == token).any() for token in self._eos)
+        ):
+            columns.note_committed(slots, ids)
+            self._stats.output_tokens += len(ids)
+            for i, entry in sampled.entries.items():
+                columns.note_entry(int(slots[i]), entry)
+            columns.end_commit()
+            return
         rows = columns.generation[slots] == flight.generations
         bad = sampled.status != STATUS_OK
         if bad.any():
@@ -105,12 +117,8 @@ class Results:
         shown = rows & ((columns.is_watched[slots] > 0) | flight.last | stops)
         shown[flight.num_decodes :] = rows[flight.num_decodes :]
         rest = rows & ~shown
-        if not shown.any() and rest.all():
-            self._slots.note_committed(slots, ids)
-            self._stats.output_tokens += len(ids)
-        else:
-            self._slots.note_committed(slots[rest], ids[rest])
-            self._stats.output_tokens += int(rest.sum())
+        self._slots.note_committed(slots[rest], ids[rest])
+        self._stats.output_tokens += int(rest.sum())
         for i, entry in sampled.entries.items():
             if rest[i]:
                 self._slots.note_entry(int(slots[i]), entry)

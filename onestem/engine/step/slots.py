@@ -45,6 +45,7 @@ class Slots(Columns):
         records: `ROW` `[num_slots]`, how each samples; `token` is that of `columns` at a launch.
         sequences: of each slot; None where it is free.
         masked: slots of sequences with a grammar.
+        num_released: how many were so far.
         broken: sequences whose row the sampler cannot make, and why: they are to be ended.
     """
 
@@ -72,6 +73,7 @@ class Slots(Columns):
         self._eos = eos_token_ids
         self._tokens = np.zeros((FLUSH_TOKENS, 0), np.int64)  # of each commit; -1: none
         self._entries: dict[int, list[TokenLogprobs]] = {}
+        self.num_released = 0
         self._commits = 0  # since all slots were flushed
         self._free: list[int] = []
 
@@ -151,6 +153,7 @@ class Slots(Columns):
         self.flush(slot)
         sequence.slots, sequence.slot = None, -1
         self.generation[slot] += 1
+        self.num_released += 1
         self.records[slot] = IDLE
         self.sequences[slot] = None
         self.masked.discard(slot)
