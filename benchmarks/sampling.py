@@ -1,6 +1,6 @@
 """What sampling costs: kernels alone, answers of many sequences, and one odd neighbour.
 
-    python -m benchmarks.sampling [--parts kernels,answers,neighbour] [--shape 8b] [--repeats 3]
+    python -m benchmarks.sampling [--parts kernels,answers,neighbour,grammar] [--shape 8b]
 
 `kernels`: milliseconds for rows of 128,256 float32 logits, flat and peaked, beside one pass that
 takes maximum, exponentials and their sum. `answers`: tokens per second of 64 prompts with 16
@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import onestem
 from benchmarks.batch import machine
@@ -97,6 +101,9 @@ def main() -> None:
         if "long" in parts:
             result["long"] = long_answers(llm)
             _write(options.out, result)
+    if "grammar" in parts:
+        result["grammar"] = grammar(options)
+        _write(options.out, result)
 
 
 def _options() -> argparse.Namespace:
@@ -313,6 +320,96 @@ def neighbour(llm: LLM, options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         print({key: found[-1][key] for key in ("one", "seconds", "against_plain")}, flush=True)
     return found
+
+
+# --------------------------------------------------------------------------------- grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in ("name", "place", "reason")},
+    "required": ["name", "place", "reason"],
+    "additionalProperties": False,
+}
+JSON = {"type": "json_schema", "json_schema": {"name": "three", "schema": SCHEMA}}
+
+
+def grammar(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """256 decodes: until all that have no schema have finished where one has; and tokens/s where
+    all have one, against none. A random model hardly ever ends a string."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        shutil.copy(HERE / "shapes" / options.shape / "config.json", path)
+        config = json.loads((path / "config.json").read_text())
+        _make_tokenizer(path, config["vocab_size"])
+        llm = LLM(path, device=options.device, dtype="bfloat16", random_weights=True)
+    rng = np.random.default_rng(1)
+    head = rng.integers(300, llm.config.vocab_size, options.prefix).tolist()
+    prompts = [[*head, *rng.integers(300, llm.config.vocab_size, 8).tolist()] for _ in range(256)]
+    kinds = {"none": (), "one": (100,), "all": range(256)}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    for repeat in range(-1, 2 * options.repeats):
+        for name, which in kinds.items():
+            one = _grammar_run(llm, prompts, which, options.tokens)
+            if repeat >= 0:
+                found[name].append(one)
+    result = []
+    for name, runs in found.items():
+        pairs = list(zip(runs, found["none"], strict=True))
+        result.append(
+            {
+                "with a schema": name,
+                "tokens_per_s": statistics.median(one["tokens_per_s"] for one in runs),
+                "rate_against_none": statistics.median(
+                    a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs
+                ),
+                "others_against_none": statistics.median(
+                    a["others_seconds"] / b["others_seconds"] for a, b in pairs
+                ),
+            }
+        )
+        print(result[-1], flush=True)
+    return result
+
+
+def _grammar_run(
+    llm: LLM, prompts: list[list[int]], which: Container[int], tokens: int
+) -> dict[str, float]:
+    base = {"max_tokens": tokens, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    params = [
+        SamplingParams(**base, response_format=JSON if i in which else None)
+        for i in range(len(prompts))
+    ]
+    llm.engine.cache.clear()
+    begun = time.monotonic()
+    outputs = llm.generate(prompts, params)
+    seconds = time.monotonic() - begun
+    ends = [one.metrics.finished_time for i, one in enumerate(outputs) if i not in which]
+    total = sum(len(one.outputs[0].token_ids) for one in outputs)
+    return {
+        "tokens_per_s": total / seconds,
+        "others_seconds": max(ends, default=begun + seconds) - begun,
+    }
+
+
+def _make_tokenizer(path: Path, vocab_size: int) -> None:
+    """Byte-level BPE of so many tokens, each of two that are shorter."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [c for c in alphabet if c.isascii() and c.isalpha()]
+    rng, words, merges = random.Random(0), [*letters, "Ġ"], []
+    vocabulary = {token: i for i, token in enumerate(alphabet)}
+    while len(vocabulary) < vocab_size - 2:
+        a, b = rng.choice(words), rng.choice(words)
+        if len(a + b) <= 9 and a + b not in vocabulary:
+            vocabulary[a + b] = len(vocabulary)
+            merges.append((a, b))
+            words.append(a + b)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(special))
 
 
 def _short(values: dict[str, float]) -> str:

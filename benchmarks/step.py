@@ -11,6 +11,7 @@ in the forward pass and in sampling. `--against` runs another checkout of the pr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -81,7 +82,9 @@ def _in_child(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), "--child"]
     command += ["--device", options.device, "--shape", options.shape]
     environment = {**os.environ, "PYTHONPATH": f"{folder.resolve()}"}
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    if out.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
     found: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
     return found
 
@@ -105,7 +108,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     decoder = llm.decoder
     host = {str(rows): host_ms(decoder, rows) for rows in ROWS}
-    calls = {}
+    calls: dict[str, float] = {}
+    if options.device == "cuda":
+        return {"host_ms": host, "calls": calls}
     for rows, streamed in ((8, 0), (64, 0), (512, 0), (512, 8), (512, 16), (512, 32)):
         calls[f"{rows} rows, {streamed} streamed"] = python_calls(decoder, rows, streamed)
     return {"host_ms": host, "calls": calls}
@@ -132,6 +137,9 @@ def decoding(decoder: Decoder, rows: int, streamed: int = 0) -> Iterator[Engine]
             engine.step()
     for i in range(rows):
         engine.abort(str(i))
+    engine.close()
+    del engine
+    gc.collect()
 
 
 def host_ms(decoder: Decoder, rows: int) -> float:
