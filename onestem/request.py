@@ -343,7 +343,7 @@ class Reuse:
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One sequence's answer. `logprobs[i]` belongs to `token_ids[i]`."""
+    """One sequence's answer, or what is new in it. `logprobs[i]` belongs to `token_ids[i]`."""
 
     index: int
     text: str
@@ -353,6 +353,15 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     choice: int | None = None
+
+    def extend(self, then: CompletionOutput) -> None:
+        """Add what came next."""
+        self.text += then.text
+        self.token_ids += then.token_ids
+        if then.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *then.logprobs]
+        self.finish_reason, self.stop_reason = then.finish_reason, then.stop_reason
+        self.choice = then.choice
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.serve.hostile_answers import Reply, choices_of
 from benchmarks.serve.hostile_pool import CHATS, PREFIXES, SCHEMAS, Case
 from onestem.batch.fields import Prompt
-from onestem.batch.results import Spelling, answer_body
+from onestem.batch.results import ResponseFormat, answer_body
 from onestem.errors import OnestemError
 from onestem.llm import LLM
 from onestem.request import CompletionOutput, Request, RequestOutput
@@ -90,7 +90,7 @@ class Alone:
 
     def _reply(self, asked: Asked, outputs: Sequence[RequestOutput]) -> Reply:
         assert self._llm.tokenizer is not None
-        spelling = Spelling(
+        spelling = ResponseFormat(
             kind=asked.kind,
             model=self._llm.name,
             logprobs=asked.params.logprobs,

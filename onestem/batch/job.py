@@ -47,7 +47,7 @@ from onestem.batch.interface import (
 from onestem.batch.journal import Journal, ResultCounts, result_line_number
 from onestem.batch.results import (
     NotANumberError,
-    Spelling,
+    ResponseFormat,
     answer_line,
     error_line,
     split_result_id,
@@ -406,7 +406,7 @@ class _Job:
             message = _engine_message(output)
             code = "invalid_request" if is_masked(message) else "engine_error"
             return self._error(asked, code, message), True
-        spelling = Spelling(
+        form = ResponseFormat(
             kind=asked.kind,
             model=self._identity.model_name if asked.model is None else asked.model,
             logprobs=asked.sampling.get("logprobs"),
@@ -415,7 +415,7 @@ class _Job:
         )
         job = self._identity.job
         try:
-            return answer_line(job, asked.line_number, asked.custom_id, output, spelling), False
+            return answer_line(job, asked.line_number, asked.custom_id, output, form), False
         except NotANumberError as error:
             return self._error(asked, "engine_error", str(error)), True
 

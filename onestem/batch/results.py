@@ -28,7 +28,7 @@ from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 
 __all__ = [
     "NotANumberError",
-    "Spelling",
+    "ResponseFormat",
     "answer_body",
     "answer_line",
     "chat_logprobs",
@@ -90,7 +90,7 @@ def error_line(job: str, line_number: int, custom_id: str | None, code: str, mes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spelling:
+class ResponseFormat:
     """How a result is written: what its request asked for beside the text.
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
@@ -104,7 +104,7 @@ class Spelling:
 
 
 def answer_line(
-    job: str, line_number: int, custom_id: str, output: RequestOutput, spelling: Spelling
+    job: str, line_number: int, custom_id: str, output: RequestOutput, form: ResponseFormat
 ) -> bytes:
     """The result of a line whose request was answered."""
     name = _digest(job, custom_id).hex()[:24]
@@ -115,40 +115,39 @@ def answer_line(
             "response": {
                 "status_code": 200,
                 "request_id": f"req_{name}",
-                "body": answer_body(name, output, spelling),
+                "body": answer_body(name, output, form),
             },
             "error": None,
         }
     )
 
 
-def answer_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
+def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
     """The answer to a request as OpenAI's API gives it; `created` is 0."""
-    body = _chat_body if spelling.kind == "chat" else _completion_body
-    return body(name, output, spelling)
+    body = _chat_body if form.kind == "chat" else _completion_body
+    return body(name, output, form)
 
 
-def _chat_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
-    body = _body(f"chatcmpl-{name}", "chat.completion", output, spelling)
+def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
+    body = _body(f"chatcmpl-{name}", "chat.completion", output, form)
     body["choices"] = [
-        _choice(sequence, spelling, chat_logprobs(sequence, spelling))
+        _choice(sequence, form, chat_logprobs(sequence, form))
         | {"message": {"role": "assistant", "content": sequence.text}}
         for sequence in _in_order(output)
     ]
     if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs, spelling.token_bytes)
+        body["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
     return body
 
 
-def _completion_body(name: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
-    body = _body(f"cmpl-{name}", "text_completion", output, spelling)
+def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
+    body = _body(f"cmpl-{name}", "text_completion", output, form)
     body["choices"] = [
-        _choice(sequence, spelling, completion_logprobs(sequence, spelling))
-        | {"text": sequence.text}
+        _choice(sequence, form, completion_logprobs(sequence, form)) | {"text": sequence.text}
         for sequence in _in_order(output)
     ]
     if output.prompt_logprobs is not None:
-        prompt = _prompt_logprobs(output.prompt_logprobs, spelling.token_bytes)
+        prompt = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
         for choice in body["choices"]:
             choice["prompt_logprobs"] = prompt
     return body
@@ -158,14 +157,16 @@ def _in_order(output: RequestOutput) -> list[CompletionOutput]:
     return sorted(output.outputs, key=lambda sequence: sequence.index)
 
 
-def _body(name: str, object_type: str, output: RequestOutput, spelling: Spelling) -> dict[str, Any]:
+def _body(
+    name: str, object_type: str, output: RequestOutput, form: ResponseFormat
+) -> dict[str, Any]:
     num_prompt_tokens = len(output.prompt_token_ids)
     num_output_tokens = output.metrics.num_output_tokens
     body: dict[str, Any] = {
         "id": name,
         "object": object_type,
         "created": CREATED,
-        "model": spelling.model,
+        "model": form.model,
         "choices": [],
         "usage": {
             "prompt_tokens": num_prompt_tokens,
@@ -173,12 +174,12 @@ def _body(name: str, object_type: str, output: RequestOutput, spelling: Spelling
             "total_tokens": num_prompt_tokens + num_output_tokens,
         },
     }
-    if spelling.return_token_ids:
+    if form.return_token_ids:
         body["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
     return body
 
 
-def _choice(sequence: CompletionOutput, spelling: Spelling, logprobs: Any) -> dict[str, Any]:
+def _choice(sequence: CompletionOutput, form: ResponseFormat, logprobs: Any) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": sequence.index,
         "logprobs": logprobs,
@@ -186,7 +187,7 @@ def _choice(sequence: CompletionOutput, spelling: Spelling, logprobs: Any) -> di
     }
     if sequence.choice is not None:
         choice["choice"] = sequence.choice
-    if spelling.return_token_ids:
+    if form.return_token_ids:
         choice["token_ids"] = [int(token) for token in sequence.token_ids]
     return choice
 
@@ -212,16 +213,16 @@ def _token_text(token: int, token_bytes: TokenBytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def chat_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[str, Any] | None:
+def chat_logprobs(sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any] | None:
     """OpenAI's list of tokens with their bytes and alternatives; None if not asked for."""
-    if spelling.logprobs is None or sequence.logprobs is None:
+    if form.logprobs is None or sequence.logprobs is None:
         return None
     content = []
     for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
-        entry = _chat_token(token, logprobs[token], spelling.token_bytes)
+        entry = _chat_token(token, logprobs[token], form.token_bytes)
         entry["top_logprobs"] = [
-            _chat_token(other, logprob, spelling.token_bytes)
-            for other, logprob in _top(logprobs, spelling.logprobs)
+            _chat_token(other, logprob, form.token_bytes)
+            for other, logprob in _top(logprobs, form.logprobs)
         ]
         content.append(entry)
     return {"content": content, "refusal": None}
@@ -240,9 +241,9 @@ def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
-def completion_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[str, Any] | None:
+def completion_logprobs(sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any] | None:
     """OpenAI's four lists; offsets count characters from the start of the answer."""
-    if spelling.logprobs is None or sequence.logprobs is None:
+    if form.logprobs is None or sequence.logprobs is None:
         return None
     tokens: list[str] = []
     token_logprobs: list[float] = []
@@ -250,9 +251,9 @@ def completion_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[
     offsets: list[int] = []
     offset = 0
     for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
-        tokens.append(_token_text(token, spelling.token_bytes))
+        tokens.append(_token_text(token, form.token_bytes))
         token_logprobs.append(_logprob(logprobs[token]))
-        top_logprobs.append(_completion_top(token, logprobs, spelling))
+        top_logprobs.append(_completion_top(token, logprobs, form))
         offsets.append(offset)
         offset += len(tokens[-1])
     return {
@@ -263,17 +264,17 @@ def completion_logprobs(sequence: CompletionOutput, spelling: Spelling) -> dict[
     }
 
 
-def _completion_top(token: int, logprobs: TokenLogprobs, spelling: Spelling) -> dict[str, float]:
+def _completion_top(token: int, logprobs: TokenLogprobs, form: ResponseFormat) -> dict[str, float]:
     """OpenAI's map from text to log-probability; it always has the sampled token.
 
     Of two tokens that spell the same the more likely one stands: the shape has room for one.
     """
     top: dict[str, float] = {}
-    shown = list(_top(logprobs, spelling.logprobs or 0))
+    shown = list(_top(logprobs, form.logprobs or 0))
     if all(other != token for other, _ in shown):
         shown.append((token, logprobs[token]))
     for other, logprob in shown:
-        top.setdefault(_token_text(other, spelling.token_bytes), _logprob(logprob))
+        top.setdefault(_token_text(other, form.token_bytes), _logprob(logprob))
     return top
 
 

@@ -120,7 +120,7 @@ def make_import(element: Element) -> Import:
 
 def make_parameter(element: Element) -> Parameter:
     given = element.take(["name"], ["length", "len", "default"])
-    lengths = [given[spelling] for spelling in ("length", "len") if spelling in given]
+    lengths = [given[form] for form in ("length", "len") if form in given]
     if len(lengths) != 1:
         raise PmlError(
             f"parameter {given['name']} has {'two lengths' if lengths else 'no length'}: write "

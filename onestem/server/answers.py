@@ -11,16 +11,15 @@ from typing import Any
 
 from onestem.batch.results import (
     NotANumberError,
-    Spelling,
+    ResponseFormat,
     answer_body,
     chat_logprobs,
     completion_logprobs,
 )
 from onestem.engine.sampling.masked import is_masked, masking_fields
-from onestem.request import RequestOutput
+from onestem.request import CompletionOutput, RequestOutput
 from onestem.server.calls import Call, usage_of
 from onestem.server.errors import ApiError
-from onestem.server.messages import Piece
 
 __all__ = ["Chunks", "check_piece", "whole_body"]
 
@@ -28,7 +27,7 @@ __all__ = ["Chunks", "check_piece", "whole_body"]
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def check_piece(piece: Piece, call: Call) -> None:
+def check_piece(piece: CompletionOutput, call: Call) -> None:
     """Raise what the engine said of a sequence that it could not continue."""
     if piece.finish_reason != "error":
         return
@@ -40,7 +39,7 @@ def check_piece(piece: Piece, call: Call) -> None:
 
 
 def whole_body(
-    call: Call, pieces: dict[tuple[int, int], Piece], spelling: Spelling
+    call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
 ) -> dict[str, Any]:
     """The body of a call that is answered: the choices of its prompts one after the other."""
     bodies = []
@@ -49,11 +48,11 @@ def whole_body(
             request_id=request.request_id,
             prompt=None,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[piece.as_output() for (of, _), piece in pieces.items() if of == part],
+            outputs=[piece for (of, _), piece in pieces.items() if of == part],
             finished=True,
             prompt_logprobs=call.inbox.ended[part].prompt_logprobs,
         )
-        bodies.append(_spelled(lambda output=output: answer_body("", output, spelling)))
+        bodies.append(_spelled(lambda output=output: answer_body("", output, form)))
     body: dict[str, Any] = bodies[0]
     body["choices"] = [choice for one in bodies for choice in one["choices"]]
     for index, choice in enumerate(body["choices"]):
@@ -74,9 +73,9 @@ class Chunks:
     What all of them have in common is written once: a stream has an event for each token.
     """
 
-    def __init__(self, call: Call, spelling: Spelling) -> None:
+    def __init__(self, call: Call, form: ResponseFormat) -> None:
         self._call = call
-        self._spelling = spelling
+        self._form = form
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._is_chat = call.kind == "chat"
@@ -89,7 +88,7 @@ class Chunks:
         self._head = f'data: {_json(head)[:-1]},"choices":['
         self._end = ',"usage":null}\n\n' if call.include_usage else "}\n\n"
 
-    def events(self, pieces: Mapping[tuple[int, int], Piece]) -> bytes:
+    def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
         """One event for each of (part, sequence) that has something to show."""
         return "".join([self._event(part, piece) for (part, _), piece in pieces.items()]).encode()
 
@@ -97,12 +96,12 @@ class Chunks:
         """The last event, if it was asked for."""
         return f'{self._head}],"usage":{_json(usage_of(self._call))}}}\n\n'.encode()
 
-    def _event(self, part: int, piece: Piece) -> str:
+    def _event(self, part: int, piece: CompletionOutput) -> str:
         check_piece(piece, self._call)
         index = part * self._call.requests[0].params.n + piece.index
         first = index not in self._begun
-        spelling = self._spelling
-        silent = not piece.text and spelling.logprobs is None and not spelling.return_token_ids
+        form = self._form
+        silent = not piece.text and form.logprobs is None and not form.return_token_ids
         if silent and not first and not piece.finish_reason:
             return ""
         self._begun.add(index)
@@ -110,31 +109,29 @@ class Chunks:
         reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
         ids = (
-            f',"token_ids":[{",".join(map(str, piece.token_ids))}]'
-            if spelling.return_token_ids
-            else ""
+            f',"token_ids":[{",".join(map(str, piece.token_ids))}]' if form.return_token_ids else ""
         )
         return (
             f'{self._head}{{"index":{index},{choice}{news},"finish_reason":{reason}{ids}}}]'
             f"{self._end}"
         )
 
-    def _chat(self, piece: Piece, first: bool) -> str:
+    def _chat(self, piece: CompletionOutput, first: bool) -> str:
         role = '"role":"assistant",' if first else ""
         text = f'"content":{_json(piece.text)}' if piece.text or first else ""
         logprobs = "null"
-        if self._spelling.logprobs is not None:
-            logprobs = _json(_spelled(lambda: chat_logprobs(piece.as_output(), self._spelling)))
+        if self._form.logprobs is not None:
+            logprobs = _json(_spelled(lambda: chat_logprobs(piece, self._form)))
         return f'"delta":{{{role}{text}}},"logprobs":{logprobs}'
 
-    def _completion(self, piece: Piece, index: int) -> str:
+    def _completion(self, piece: CompletionOutput, index: int) -> str:
         logprobs = "null"
-        if self._spelling.logprobs is not None:
+        if self._form.logprobs is not None:
             logprobs = _json(_spelled(lambda: self._completion_logprobs(piece, index)))
         return f'"text":{_json(piece.text)},"logprobs":{logprobs}'
 
-    def _completion_logprobs(self, piece: Piece, index: int) -> dict[str, Any] | None:
-        logprobs = completion_logprobs(piece.as_output(), self._spelling)
+    def _completion_logprobs(self, piece: CompletionOutput, index: int) -> dict[str, Any] | None:
+        logprobs = completion_logprobs(piece, self._form)
         if logprobs is not None:
             offset = self._offsets.get(index, 0)
             logprobs["text_offset"] = [offset + at for at in logprobs["text_offset"]]

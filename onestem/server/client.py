@@ -18,8 +18,6 @@ from onestem.pml import EncodedSegment
 from onestem.request import Request
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
-from onestem.server.lately import Lately
-from onestem.server.leaving import Leaving, OnEnd, nobody
 from onestem.server.listeners import JobSink, Listener
 from onestem.server.logs import log
 from onestem.server.messages import (
@@ -40,8 +38,10 @@ from onestem.server.messages import (
     Tokens,
     Unpin,
 )
+from onestem.server.pending_aborts import OnEnd, PendingAborts, nobody
+from onestem.server.pending_calls import PendingCalls
 from onestem.server.process import EngineLink, Launcher
-from onestem.server.questions import Questions
+from onestem.server.recent_window import RecentWindow
 from onestem.server.turns import Turns
 from onestem.server.watchdog import Watchdog
 from onestem.server.wire import frame, read_message
@@ -111,9 +111,9 @@ class EngineClient:
         self._link: EngineLink | None = None
         self._entries: dict[str, _Entry] = {}
         self._by_number: dict[int, _Entry] = {}  # of those that were sent
-        self._leaving = Leaving()
+        self._leaving = PendingAborts()
         self._jobs: dict[str, JobSink] = {}
-        self._questions = Questions(self._send)
+        self._questions = PendingCalls(self._send)
         self._num_sent = 0
         self._num_received = 0
         self._stats: dict[str, float] = {}
@@ -122,8 +122,8 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._finished = Lately(30.0, most=256)
-        self._job_steps = Lately(10.0, most=256)
+        self._finished = RecentWindow(30.0, most=256)
+        self._job_steps = RecentWindow(10.0, most=256)
 
     # ------------------------------------------------------------------------- life
 

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from onestem.batch.fields import Kind, Prompt
-from onestem.batch.results import Spelling
+from onestem.batch.results import ResponseFormat
 from onestem.batch.spool import NO_TOKENIZER
 from onestem.errors import RequestError
 from onestem.request import Request
@@ -191,8 +191,8 @@ def _completion_ids(
     return ids if prefix is None else [*prefix.forms["completion"], *ids]
 
 
-def _spelling(service: Service, call: Call) -> Spelling:
-    return Spelling(
+def _form(service: Service, call: Call) -> ResponseFormat:
+    return ResponseFormat(
         kind=call.kind,
         model=call.model,
         logprobs=call.requests[0].params.logprobs,
@@ -224,14 +224,14 @@ async def _body(service: Service, call: Call) -> dict[str, object]:
             pieces = await inbox.whole()
             for piece in pieces.values():
                 check_piece(piece, call)
-        return whole_body(call, pieces, _spelling(service, call))
+        return whole_body(call, pieces, _form(service, call))
     finally:
         service.note(call)
 
 
 async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
     """The events of a stream. What goes wrong after its head was sent is an event too."""
-    chunks = Chunks(call, _spelling(service, call))
+    chunks = Chunks(call, _form(service, call))
     last = b""
     try:
         async with call.running(service.client) as inbox:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onestem.engine.outputs import request_output
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import CompletionOutput, RequestOutput
-from onestem.server.messages import Delta, Piece, Tokens
+from onestem.server.messages import Delta, Tokens
 
 __all__ = ["Deltas"]
 
@@ -107,7 +107,7 @@ class Deltas:
         self._single[request_id] = one
         return one
 
-    def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[Piece]:
+    def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[CompletionOutput]:
         """What does not go into `tokens`."""
         pieces = []
         sent = self._sent[output.request_id]
@@ -140,7 +140,7 @@ def _is_plain(sequence: CompletionOutput, sent: _Sent) -> bool:
     )
 
 
-def _last(output: RequestOutput, pieces: list[Piece]) -> Delta:
+def _last(output: RequestOutput, pieces: list[CompletionOutput]) -> Delta:
     return Delta(
         output.request_id,
         pieces,
@@ -151,14 +151,14 @@ def _last(output: RequestOutput, pieces: list[Piece]) -> Delta:
     )
 
 
-def _piece(sequence: CompletionOutput, sent: _Sent) -> Piece | None:
+def _piece(sequence: CompletionOutput, sent: _Sent) -> CompletionOutput | None:
     if sent.ended or (
         sequence.finish_reason is None
         and len(sequence.token_ids) == sent.tokens
         and len(sequence.text) == sent.text
     ):
         return None
-    piece = Piece(
+    piece = CompletionOutput(
         index=sequence.index,
         text=sequence.text[sent.text :],
         token_ids=sequence.token_ids[sent.tokens :],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
+from onestem.request import CompletionOutput
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError, EngineDownError
-from onestem.server.messages import Delta, Piece
+from onestem.server.messages import Delta
 
 __all__ = ["Inbox"]
 
@@ -44,7 +45,7 @@ class _Heard:
         self._ids_to_come: list[int] = []
         self._text_to_come = ""
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: CompletionOutput) -> None:
         self._token_ids += piece.token_ids
         self._texts.append(piece.text)
 
@@ -55,7 +56,7 @@ class _Heard:
     def comes_again(self) -> bool:
         return bool(self._ids_to_come or self._text_to_come)
 
-    def cut(self, piece: Piece) -> bool:
+    def cut(self, piece: CompletionOutput) -> bool:
         """Leave what is new in a piece; False: it says something else than before."""
         count = min(len(self._ids_to_come), len(piece.token_ids))
         chars = min(len(self._text_to_come), len(piece.text))
@@ -85,7 +86,7 @@ class Inbox:
         self.ended: dict[int, Delta] = {}
         self.error: ApiError | None = None
         self._num_parts = num_parts
-        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._pieces: dict[tuple[int, int], CompletionOutput] = {}
         self._size = size or ChunkSize()
         self._begun: set[tuple[int, int]] = set()
         self._heard: dict[tuple[int, int], _Heard] = {}
@@ -98,11 +99,13 @@ class Inbox:
         """A token of `key`, (part, sequence)."""
         heard = self._heard.get(key)
         if heard is not None and heard.comes_again:
-            self._add_piece(key, Piece(key[1], text, [token_id]))
+            self._add_piece(key, CompletionOutput(index=key[1], text=text, token_ids=[token_id]))
             return
         piece = self._pieces.get(key)
         if piece is None:
-            piece = self._pieces[key] = Piece(key[1], text, [token_id])
+            piece = self._pieces[key] = CompletionOutput(
+                index=key[1], text=text, token_ids=[token_id]
+            )
         else:
             piece.text += text
             piece.token_ids.append(token_id)
@@ -117,7 +120,7 @@ class Inbox:
             self.ended[part] = delta
         self._news.set()
 
-    def _add_piece(self, key: tuple[int, int], piece: Piece) -> None:
+    def _add_piece(self, key: tuple[int, int], piece: CompletionOutput) -> None:
         heard = self._heard.get(key)
         if heard is not None and heard.comes_again and not heard.cut(piece):
             self.fail(EngineDownError("the engine died, and did not go on as it had begun"))
@@ -159,13 +162,13 @@ class Inbox:
         if self.error is not None:
             raise self.error
 
-    async def whole(self) -> dict[tuple[int, int], Piece]:
+    async def whole(self) -> dict[tuple[int, int], CompletionOutput]:
         """All pieces of all parts, each sequence's joined."""
         while not self.complete:
             await self.wait()
         return self.take()
 
-    def take(self) -> dict[tuple[int, int], Piece]:
+    def take(self) -> dict[tuple[int, int], CompletionOutput]:
         """(part, sequence) -> what is new since the last time."""
         pieces, self._pieces = self._pieces, {}
         if not self.complete:

@@ -10,7 +10,6 @@ from typing import Any
 from onestem.pml import EncodedSegment
 from onestem.request import (
     CompletionOutput,
-    FinishReason,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -29,7 +28,6 @@ __all__ = [
     "JobOutput",
     "JobRequests",
     "Pin",
-    "Piece",
     "Prefetch",
     "Ready",
     "RemoveJob",
@@ -140,38 +138,6 @@ class Failed:
     fault: bool
 
 
-@dataclass(slots=True)
-class Piece:
-    """What is new in one sequence's answer; `extend` by what came next."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    choice: int | None = None
-
-    def as_output(self) -> CompletionOutput:
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            choice=self.choice,
-        )
-
-    def extend(self, then: Piece) -> None:
-        self.text += then.text
-        self.token_ids += then.token_ids
-        if then.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *then.logprobs]
-        self.finish_reason, self.stop_reason = then.finish_reason, then.stop_reason
-        self.choice = then.choice
-
-
 def _numbers() -> array[int]:
     return array("q")
 
@@ -197,7 +163,7 @@ class Delta:
     """What is new in a request's answers. `metrics`, `prompt_logprobs` and `reuse` come last."""
 
     request_id: str
-    pieces: list[Piece]
+    pieces: list[CompletionOutput]
     finished: bool = False
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError
 from onestem.request import RequestMetrics, RequestOutput
+from onestem.server.admission_window import AdmissionWindow
 from onestem.server.deltas import Deltas
 from onestem.server.garbage import collecting_less
 from onestem.server.job_feed import JobFeed
-from onestem.server.joining import Joining
 from onestem.server.messages import (
     Abort,
     Add,
@@ -105,7 +105,7 @@ class Worker:
         self._leave = leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._compile = ThreadPoolExecutor(COMPILING, "grammars")
-        self._joining: Joining[Add] = Joining()
+        self._joining: AdmissionWindow[Add] = AdmissionWindow()
         self._deltas = Deltas()
         self._feeds: dict[str, JobFeed] = {}
         self._job_of: dict[str, str] = {}

@@ -6,24 +6,24 @@ import asyncio
 
 import pytest
 
-from onestem.request import RequestMetrics
+from onestem.request import CompletionOutput, RequestMetrics
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.errors import ApiError
 from onestem.server.inbox import Inbox
-from onestem.server.messages import Delta, Piece
+from onestem.server.messages import Delta
 
 
 def is_news(inbox: Inbox) -> bool:
     return inbox._news.is_set()
 
 
-def take(inbox: Inbox) -> dict[tuple[int, int], Piece]:
+def take(inbox: Inbox) -> dict[tuple[int, int], CompletionOutput]:
     inbox._news.clear()
     return inbox.take()
 
 
 def last(index: int = 0, ids: list[int] | None = None, text: str = "") -> Delta:
-    piece = Piece(index, text, ids or [], finish_reason="length")
+    piece = CompletionOutput(index=index, text=text, token_ids=ids or [], finish_reason="length")
     return Delta("r", [piece], finished=True, metrics=RequestMetrics())
 
 
@@ -33,7 +33,16 @@ def test_tokens_and_pieces_that_meet_are_one_in_order():
     for token, text in ((1, "a"), (2, ""), (3, "c")):
         part.on_token(0, token, text)
     part.on_token(1, 9, "z")
-    part.on_delta(Delta("r", [Piece(0, "de", [4, 5], logprobs=[{4: -1.0}, {5: -2.0}])]))
+    part.on_delta(
+        Delta(
+            "r",
+            [
+                CompletionOutput(
+                    index=0, text="de", token_ids=[4, 5], logprobs=[{4: -1.0}, {5: -2.0}]
+                )
+            ],
+        )
+    )
     part.on_token(1, 8, "y")
     part.on_delta(last(ids=[6], text="f"))
     pieces = inbox.take()

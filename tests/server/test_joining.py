@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.server.joining import ENOUGH, LONGEST_WAIT, SECONDS_PER_STREAM, Joining
+from onestem.server.admission_window import (
+    ENOUGH,
+    LONGEST_WAIT,
+    SECONDS_PER_STREAM,
+    AdmissionWindow,
+)
 
 
 class Clock:
@@ -21,7 +26,7 @@ def clock():
 
 
 def test_nobody_waits_where_nobody_runs(clock):
-    joining = Joining(clock)
+    joining = AdmissionWindow(clock)
     for name in "ab":
         joining.add(name, name.upper())
         assert joining.take(0) == [name.upper()]
@@ -29,7 +34,7 @@ def test_nobody_waits_where_nobody_runs(clock):
 
 
 def test_who_comes_soon_after_others_waits_the_longer_the_more_run(clock):
-    joining = Joining(clock)
+    joining = AdmissionWindow(clock)
     joining.add("a", 1)
     assert joining.take(200) == [1]  # none has joined for long
     joining.add("b", 2)
@@ -45,7 +50,7 @@ def test_who_comes_soon_after_others_waits_the_longer_the_more_run(clock):
 
 
 def test_many_do_not_wait_for_more(clock):
-    joining = Joining(clock)
+    joining = AdmissionWindow(clock)
     joining.add("first", 0)
     joining.take(10**6)
     for number in range(ENOUGH):
@@ -55,7 +60,7 @@ def test_many_do_not_wait_for_more(clock):
 
 
 def test_who_leaves_while_it_waits_never_joins(clock):
-    joining = Joining(clock)
+    joining = AdmissionWindow(clock)
     joining.add("first", 0)
     joining.take(100)
     joining.add("a", 1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from onestem.server import lately
-from onestem.server.lately import Lately
+from onestem.server.recent_window import RecentWindow
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def clock(monkeypatch):
 
 
 def test_what_is_old_is_forgotten(clock):
-    values = Lately(10.0, 100)
+    values = RecentWindow(10.0, 100)
     assert (values.most, values.seconds_each) == (0.0, None)
     for value in (3.0, 7.0, 5.0):
         values.note(value)
@@ -31,7 +31,7 @@ def test_what_is_old_is_forgotten(clock):
 
 
 def test_no_more_are_kept_than_asked(clock):
-    values = Lately(10.0, 2)
+    values = RecentWindow(10.0, 2)
     for value in (9.0, 1.0, 2.0):
         values.note(value)
     assert values.most == 2.0

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from onestem.llm import LLM
+from onestem.request import CompletionOutput
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.inbox import Inbox
-from onestem.server.messages import Delta, Piece
+from onestem.server.messages import Delta
 from tests.server.harness import WAIT, running
 from tests.server.test_inbox import last, take
 
@@ -122,7 +123,10 @@ def test_who_was_there_twice_is_told(tmp_path, tiny_model):
 
 
 def piece(ids: list[int], text: str) -> Delta:
-    return Delta("r", [Piece(0, text, ids, logprobs=[{i: -1.0} for i in ids])])
+    return Delta(
+        "r",
+        [CompletionOutput(index=0, text=text, token_ids=ids, logprobs=[{i: -1.0} for i in ids])],
+    )
 
 
 def heard(change: Callable[[Inbox], None]) -> Inbox:

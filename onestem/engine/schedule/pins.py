@@ -143,8 +143,8 @@ class PinnedPrefixes:
         return bool(kept)
 
     def computed(self, request: PrefixRequest) -> None:
-        """A request has ended: keep what it computed, if its prefix is still wanted. Where another's
-        answer has just begun to grow from its last tokens, it is computed once more."""
+        """A request has ended: keep what it computed, if its prefix is still wanted. It is computed
+        once more where another's answer has just begun to grow from its last tokens."""
         pin = self._pins.get(request.name)
         if pin is None:
             return

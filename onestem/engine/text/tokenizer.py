@@ -357,7 +357,7 @@ class Tokenizer:
         return text.removeprefix(anchor).encode()
 
     def token_name(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token; None where it has no such id."""
+        """The vocabulary's own form of a token; None where it has no such id."""
         if not 0 <= token_id < self.vocab_size:
             return None
         name: str | None = self._control.id_to_token(token_id)
@@ -441,7 +441,7 @@ def _is_local(index: int, steps: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as they are, the others from U+0100 on."""
+    """GPT-2's form of bytes: printable ones as they are, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

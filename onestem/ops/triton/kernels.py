@@ -17,7 +17,35 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onestem.ops.triton.words import ENTRY, HEADER, LN_2, LOG2_E, QUEUE, RECORD
+from onestem.ops.triton.words import (
+    AT_DEST,
+    AT_MERGES,
+    AT_PAGES,
+    AT_POSITIONS,
+    AT_ROWS,
+    AT_WALK,
+    CLEAR_HI,
+    CLEAR_LO,
+    END,
+    ENTRY,
+    FIRST_ENTRY,
+    FIRST_STATE,
+    HEADER,
+    HI,
+    LN_2,
+    LOG2_E,
+    NUM_MERGES,
+    NUM_PARTS,
+    NUM_ROWS,
+    NUM_WALK,
+    POSITION,
+    QUEUE,
+    RECORD,
+    ROW_START,
+    STEP,
+    WALK_START,
+    WINDOW,
+)
 
 __all__ = ["attend_kernel", "merge_kernel"]
 
@@ -196,11 +224,11 @@ def _attend_item(
     SOFTCAP: tl.constexpr,
 ):
     """One item for one KV head. SPLIT: tokens that all rows see are walked without a mask."""
-    num_rows = tl.load(record + 1)
-    row_start = tl.load(record + 2)
-    num_walk = tl.load(record + 3)
-    more = control + tl.load(control + 3) + tl.load(record + 4) * ENTRY
-    pages = control + tl.load(control + 7)
+    num_rows = tl.load(record + NUM_ROWS)
+    row_start = tl.load(record + ROW_START)
+    num_walk = tl.load(record + NUM_WALK)
+    more = control + tl.load(control + AT_WALK) + tl.load(record + WALK_START) * ENTRY
+    pages = control + tl.load(control + AT_PAGES)
 
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     j = m // GROUP  # [BLOCK_M] row of the item
@@ -208,14 +236,14 @@ def _attend_item(
     used = j < num_rows
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = used[:, None] & (d < HEAD_DIM)[None, :]
-    row = tl.load(control + tl.load(control + 4) + row_start + j, mask=used, other=0)
+    row = tl.load(control + tl.load(control + AT_ROWS) + row_start + j, mask=used, other=0)
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     at = (row.to(tl.int64) * num_heads + q_head) * HEAD_DIM  # [BLOCK_M]
     query = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
     position = j  # [BLOCK_M] position id of the row, where it is needed
     slope = scale
     if WINDOWED or ALIBI:
-        position = tl.load(control + tl.load(control + 8) + row, mask=used, other=0)
+        position = tl.load(control + tl.load(control + AT_POSITIONS) + row, mask=used, other=0)
     if ALIBI:
         slope = tl.load(slopes + q_head, mask=used, other=0.0) * LOG2_E
 
@@ -223,16 +251,16 @@ def _attend_item(
     denominator = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for index in range(num_walk):
-        entry = tl.where(index == 0, record + 8, more + (index - 1) * ENTRY)
+        entry = tl.where(index == 0, record + FIRST_ENTRY, more + (index - 1) * ENTRY)
         lo = tl.load(entry)
-        clear_lo = tl.load(entry + 1)
-        clear_hi = tl.load(entry + 2)
-        hi = tl.load(entry + 3)
-        last = tl.load(entry + 4) + j * tl.load(entry + 5)  # [BLOCK_M] each row's end
-        distance = position - tl.load(entry + 6)  # [BLOCK_M] the row's own place in the entry
+        clear_lo = tl.load(entry + CLEAR_LO)
+        clear_hi = tl.load(entry + CLEAR_HI)
+        hi = tl.load(entry + HI)
+        last = tl.load(entry + END) + j * tl.load(entry + STEP)  # [BLOCK_M] each row's end
+        distance = position - tl.load(entry + POSITION)  # [BLOCK_M] its own place in the entry
         oldest = distance
         if WINDOWED:
-            oldest = distance - tl.load(control + 9) + 1
+            oldest = distance - tl.load(control + WINDOW) + 1
         tail = lo
         head_tiles = 0
         if SPLIT:
@@ -273,7 +301,7 @@ def _attend_item(
             )  # fmt: skip
             x, page, start, stop = next_x, next_page, next_start, next_stop
 
-    dest = tl.load(control + tl.load(control + 5) + row_start + j, mask=used, other=-1)
+    dest = tl.load(control + tl.load(control + AT_DEST) + row_start + j, mask=used, other=-1)
     seen = denominator > 0.0
     safe = tl.where(seen, denominator, 1.0)
     result = _divide(total, safe[:, None], query.dtype == tl.float32)
@@ -367,8 +395,8 @@ def attend_kernel(
 def _merge(merges, index, there):
     """A merge's row, its first state and how many it has."""
     row = tl.load(merges + index * 4, mask=there, other=0)
-    first = tl.load(merges + index * 4 + 1, mask=there, other=0)
-    parts = tl.load(merges + index * 4 + 2, mask=there, other=0)
+    first = tl.load(merges + index * 4 + FIRST_STATE, mask=there, other=0)
+    parts = tl.load(merges + index * 4 + NUM_PARTS, mask=there, other=0)
     return row.to(tl.int64), first.to(tl.int64), parts
 
 
@@ -394,8 +422,8 @@ def merge_kernel(
     time.
     """
     EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
-    num_works = tl.load(control + 2) * NUM_HEADS
-    merges = control + tl.load(control + 6)
+    num_works = tl.load(control + NUM_MERGES) * NUM_HEADS
+    merges = control + tl.load(control + AT_MERGES)
     work = tl.program_id(0)
     row, first, parts = _merge(merges, work // NUM_HEADS, work < num_works)
     if DEPENDENT:  # noqa: SIM102 - decided when compiled

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onestem.errors import ConfigError
-from onestem.ops.plan import AttentionPlan
+from onestem.ops import plan as plan_columns
+from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, item_times, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
@@ -22,9 +23,16 @@ RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entr
 ENTRY = 8  # words of a walk entry
 QUEUE = 14  # words of the header: works taken beyond each program's first; kernels count in them
 
-# Columns of a record and of a walk entry.
+# Words of the header: how many items of narrower tiles and of the widest, and merges; where
+# sections begin; the window, `split`, where records begin.
+NUM_NARROW, NUM_WIDE, NUM_MERGES = range(3)
+AT_WALK, AT_ROWS, AT_DEST, AT_MERGES, AT_PAGES, AT_POSITIONS, WINDOW = range(3, 10)
+SPLIT, AT_RECORDS = 10, 12
+# Words of a record, of a walk entry and of a merge.
 KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED = range(6)
+FIRST_ENTRY = 8
 LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
+MERGED_ROW, FIRST_STATE, NUM_PARTS = range(3)
 
 
 class ListTooLong(ConfigError):
@@ -102,9 +110,7 @@ class WorkList:
         """Write everything into `out` (int32 `[max_words]`); gives the words used. Raises
         `ListTooLong`, and writes nothing, where they are more.
 
-        Words 0 and 1: items of narrower tiles and of the widest, 2: merges, 3 to 8: where walk,
-        rows, dest, merges, pages and row positions begin, 9: the window, 10 and 11: `split`, 12:
-        where records begin. Queues begin at word 16, sections at multiples of 4 words.
+        The header's words are named above. Queues begin at word 16, sections at multiples of 4.
         """
         *starts, words = self._starts()
         if words > len(out):
@@ -112,11 +118,11 @@ class WorkList:
                 f"the work list takes {words} words, the buffer holds {len(out)}: raise max_words"
             )
         out[:HEADER] = 0
-        out[0], out[1] = self.num_items - self.num_wide, self.num_wide
-        out[2], out[3:9] = len(self.merges), starts[2:]
-        out[9] = 2**30 if self.plan.window is None else self.plan.window
-        out[10:12] = self.split
-        out[12] = starts[1]
+        out[NUM_NARROW], out[NUM_WIDE] = self.num_items - self.num_wide, self.num_wide
+        out[NUM_MERGES], out[AT_WALK : AT_POSITIONS + 1] = len(self.merges), starts[2:]
+        out[WINDOW] = 2**30 if self.plan.window is None else self.plan.window
+        out[SPLIT : SPLIT + 2] = self.split
+        out[AT_RECORDS] = starts[1]
         for start, part in zip(starts, self._sections(), strict=True):
             out[start : start + part.size] = part.reshape(-1)
         return words
@@ -144,7 +150,7 @@ class WorkList:
 
     def page_word(self, runs: np.ndarray, index: np.ndarray) -> np.ndarray:
         """int64: where the buffer holds page `index[i]` of run `runs[i]`."""
-        return self._starts()[6] + self.plan.runs[runs, 0].astype(np.int64) + index
+        return self._starts()[6] + self.plan.runs[runs, RUN_PAGES].astype(np.int64) + index
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,15 +255,15 @@ def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.nda
     """int32 `[num_entries, 8]`, as in `WorkList.walk`."""
     e = parts.entry
     span = plan.spans[blocks.span[e]].astype(np.int64)
-    run = plan.runs[span[:, 2]].astype(np.int64)
-    base = run[:, 0] * plan.page_size + run[:, 1]
+    run = plan.runs[span[:, plan_columns.RUN]].astype(np.int64)
+    base = run[:, RUN_PAGES] * plan.page_size + run[:, RUN_OFFSET]
     clear_lo = np.maximum(parts.lo, blocks.clear_lo[e])
     clear_hi = np.minimum(parts.hi, blocks.end[e])
     entries = np.zeros((len(e), ENTRY), np.int32)
     for column, values in enumerate((parts.lo, clear_lo, clear_hi, parts.hi, blocks.end[e])):
         entries[:, column] = base + values
-    entries[:, STEP] = span[:, 5]
-    entries[:, POSITION] = run[:, 3] - base
+    entries[:, STEP] = span[:, plan_columns.STEP]
+    entries[:, POSITION] = run[:, RUN_POSITION] - base
     return entries
 
 
@@ -278,5 +284,6 @@ def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarra
     dest = np.where(parts[item_rows] > 1, start[item_rows] + nth, -1)
     merged = np.flatnonzero(parts != 1)
     merges = np.zeros((len(merged), 4), np.int32)
-    merges[:, 0], merges[:, 1], merges[:, 2] = merged, start[merged], parts[merged]
+    merges[:, MERGED_ROW], merges[:, FIRST_STATE] = merged, start[merged]
+    merges[:, NUM_PARTS] = parts[merged]
     return dest.astype(np.int32), merges, int(slots.sum())

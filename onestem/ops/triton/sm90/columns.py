@@ -19,7 +19,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
 from onestem.ops.triton.sm90.walk import ROWS, next_stage, per_thread, scores, store_states
-from onestem.ops.triton.words import ENTRY, LOG2_E, RECORD
+from onestem.ops.triton.words import (
+    AT_DEST,
+    AT_POSITIONS,
+    AT_RECORDS,
+    AT_ROWS,
+    AT_WALK,
+    END,
+    ENTRY,
+    FIRST_ENTRY,
+    HI,
+    LOG2_E,
+    NUM_ROWS,
+    NUM_WALK,
+    POSITION,
+    RECORD,
+    ROW_START,
+    SHARED,
+    STEP,
+    WALK_START,
+    WINDOW,
+)
 
 __all__ = ["attend_columns"]
 
@@ -103,12 +123,12 @@ def _record(records, item, stop):
     who else they are with, entries, where the second begins, and the first one."""
     record = records + gl.minimum(item, stop - 1) * RECORD
     return (
-        gl.load(record + 1),
-        gl.load(record + 2),
-        gl.load(record + 5),
-        gl.load(record + 3),
-        gl.load(record + 4),
-        _entry(record + 8),
+        gl.load(record + NUM_ROWS),
+        gl.load(record + ROW_START),
+        gl.load(record + SHARED),
+        gl.load(record + NUM_WALK),
+        gl.load(record + WALK_START),
+        _entry(record + FIRST_ENTRY),
     )
 
 
@@ -117,10 +137,10 @@ def _entry(entry):
     """lo, hi, end, step and position of a walk entry."""
     return (
         gl.load(entry),
-        gl.load(entry + 3),
-        gl.load(entry + 4),
-        gl.load(entry + 5),
-        gl.load(entry + 6),
+        gl.load(entry + HI),
+        gl.load(entry + END),
+        gl.load(entry + STEP),
+        gl.load(entry + POSITION),
     )
 
 
@@ -147,12 +167,12 @@ def attend_columns(
     # Behind the queries of this item and those of the next.
     first_weights: gl.constexpr = (PART * ROWS + 2 * COLUMNS) * HEAD_DIM // (COLUMNS * BLOCK_N)
     weights = _pieces(queries, COLUMNS, BLOCK_N, HEAD_DIM).index(first_weights)
-    walk = control + gl.load(control + 3)
-    rows = control + gl.load(control + 4)
-    states = control + gl.load(control + 5)
-    positions = control + gl.load(control + 8)
-    window = gl.load(control + 9)
-    records = per_thread(control + gl.load(control + 12))
+    walk = control + gl.load(control + AT_WALK)
+    rows = control + gl.load(control + AT_ROWS)
+    states = control + gl.load(control + AT_DEST)
+    positions = control + gl.load(control + AT_POSITIONS)
+    window = gl.load(control + WINDOW)
+    records = per_thread(control + gl.load(control + AT_RECORDS))
     c = gl.arange(0, COLUMNS, across)
     j = c // GROUP  # [COLUMNS] row of the item
     q_head = head * GROUP + c % GROUP

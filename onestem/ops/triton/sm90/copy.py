@@ -10,7 +10,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onestem.ops.triton.sm90.walk import next_stage, queue, tile_start, tiles_of
-from onestem.ops.triton.words import ENTRY, RECORD
+from onestem.ops.triton.words import (
+    AT_PAGES,
+    AT_RECORDS,
+    AT_WALK,
+    CLEAR_HI,
+    CLEAR_LO,
+    ENTRY,
+    FIRST_ENTRY,
+    HI,
+    NUM_WALK,
+    RECORD,
+    WALK_START,
+)
 
 __all__ = ["box_tokens", "copy", "descriptors", "fetch_list"]
 
@@ -90,13 +102,13 @@ def _record(records, item, stop):
     """Of an item's record (the last one's, if there is no such item): how many entries, where the
     second begins, and the first one."""
     record = records + gl.minimum(item, stop - 1) * RECORD
-    return gl.load(record + 3), gl.load(record + 4), _entry(record + 8)
+    return gl.load(record + NUM_WALK), gl.load(record + WALK_START), _entry(record + FIRST_ENTRY)
 
 
 @gluon.jit
 def _entry(entry):
     """lo, clear_lo, clear_hi and hi of a walk entry."""
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+    return gl.load(entry), gl.load(entry + CLEAR_LO), gl.load(entry + CLEAR_HI), gl.load(entry + HI)
 
 
 @gluon.jit
@@ -123,9 +135,9 @@ def _copy_items(
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     size: gl.constexpr = HEAD_DIM // 64 * (BLOCK_N // BOX)  # boxes of a tile
-    pages = control + gl.load(control + 7)
-    walk = control + gl.load(control + 3)
-    records = control + gl.load(control + 12)
+    pages = control + gl.load(control + AT_PAGES)
+    walk = control + gl.load(control + AT_WALK)
+    records = control + gl.load(control + AT_RECORDS)
     num_walk, more, entry = _record(records, item, stop)
     following = _record(records, item + 1, stop)
     stage, phase = 0, 1

@@ -26,7 +26,26 @@ from onestem.ops.triton.sm90.walk import (
     tile_start,
     tiles_of,
 )
-from onestem.ops.triton.words import ENTRY, LOG2_E, RECORD
+from onestem.ops.triton.words import (
+    AT_DEST,
+    AT_POSITIONS,
+    AT_RECORDS,
+    AT_ROWS,
+    AT_WALK,
+    CLEAR_HI,
+    CLEAR_LO,
+    END,
+    ENTRY,
+    HI,
+    LOG2_E,
+    NUM_WALK,
+    POSITION,
+    RECORD,
+    SHARED,
+    STEP,
+    WALK_START,
+    WINDOW,
+)
 
 __all__ = ["attend_rows"]
 
@@ -110,9 +129,9 @@ def attend_rows(
     dtype: gl.constexpr = q.dtype.element_ty
     slots: gl.constexpr = gl.SliceLayout(1, layout)
     query = queries.index(PART)
-    rows = control + gl.load(control + 4)
-    states = control + gl.load(control + 5)
-    records = control + gl.load(control + 12)
+    rows = control + gl.load(control + AT_ROWS)
+    states = control + gl.load(control + AT_DEST)
+    records = control + gl.load(control + AT_RECORDS)
     count = 0
     row_start, num_rows = rows_ahead(records, item, stop)
     next_start, next_rows = rows_ahead(records, item + 1, stop)
@@ -128,7 +147,7 @@ def attend_rows(
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
         next_row = query_rows(rows, next_start, next_rows, first, ROWS, GROUP, HEAD_DIM)
         later_start, later_rows = rows_ahead(records, item + 2, stop)
-        more = control + gl.load(control + 3) + gl.load(record + 4) * ENTRY
+        more = control + gl.load(control + AT_WALK) + gl.load(record + WALK_START) * ENTRY
         m = first + gl.arange(0, ROWS, gl.SliceLayout(1, product))  # [ROWS]
         j = m // GROUP  # [ROWS] row of the item
         position = j
@@ -136,7 +155,9 @@ def attend_rows(
         if WINDOWED or ALIBI:
             used = j < num_rows
             own_row = gl.load(rows + row_start + j, mask=used, other=0)
-            position = gl.load(control + gl.load(control + 8) + own_row, mask=used, other=0)
+            position = gl.load(
+                control + gl.load(control + AT_POSITIONS) + own_row, mask=used, other=0
+            )
         if ALIBI:
             slope = gl.load(slopes + head * GROUP + m % GROUP) * LOG2_E
         running_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product))
@@ -144,18 +165,18 @@ def attend_rows(
         denominator = gl.sum(_folded(zero), 1)  # [ROWS, 8]
         total = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
         weight = gl.convert_layout(zero.to(dtype), operand)
-        for index in range(gl.load(record + 3)):
+        for index in range(gl.load(record + NUM_WALK)):
             entry = entry_of(record, more, index)
             lo = gl.load(entry)
-            hi = gl.load(entry + 3)
+            hi = gl.load(entry + HI)
             begin, tiles, clear, tail = tiles_of(
-                lo, gl.load(entry + 1), gl.load(entry + 2), hi, PAGE_SIZE, BLOCK_N
+                lo, gl.load(entry + CLEAR_LO), gl.load(entry + CLEAR_HI), hi, PAGE_SIZE, BLOCK_N
             )
-            last = gl.load(entry + 4) + j * gl.load(entry + 5)  # [ROWS] each row's end
-            distance = position - gl.load(entry + 6)  # [ROWS] the row's own place in the entry
+            last = gl.load(entry + END) + j * gl.load(entry + STEP)  # [ROWS] each row's end
+            distance = position - gl.load(entry + POSITION)  # [ROWS] its own place in the entry
             oldest = distance
             if WINDOWED:
-                oldest = distance - gl.load(control + 9) + 1
+                oldest = distance - gl.load(control + WINDOW) + 1
             skip = 0
             if index == 0:
                 # The first tile has none before it whose weights would wait to be summed.
@@ -193,7 +214,7 @@ def attend_rows(
         mbarrier.arrive(empty.index(before), count=arrivals)
         store_states(
             total, gl.convert_layout(running_max, slots),
-            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, gl.load(record + 5),
+            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, gl.load(record + SHARED),
             head * GROUP + (first + gl.arange(0, ROWS, slots)) % GROUP, out, lse, part_out,
             part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 1,
         )  # fmt: skip

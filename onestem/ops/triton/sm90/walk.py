@@ -6,7 +6,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from onestem.ops.triton.words import ENTRY, HEADER, LN_2, LOG2_E, QUEUED, RECORD
+from onestem.ops.triton.words import (
+    ENTRY,
+    FIRST_ENTRY,
+    HEADER,
+    LN_2,
+    LOG2_E,
+    NUM_ROWS,
+    QUEUED,
+    RECORD,
+    ROW_START,
+)
 
 __all__ = [
     "ROWS", "entry_of", "next_stage", "per_thread", "queue", "rows_ahead", "scores", "store_states",
@@ -26,7 +36,7 @@ def queue(control, PART: gl.constexpr):
 
 @gluon.jit
 def entry_of(record, more, index):
-    return gl.where(index == 0, record + 8, more + (index - 1) * ENTRY)
+    return gl.where(index == 0, record + FIRST_ENTRY, more + (index - 1) * ENTRY)
 
 
 @gluon.jit
@@ -82,9 +92,9 @@ def rows_ahead(records, item, stop):
     """Of an item that is yet to come: where its rows begin and how many they are (0: no such item).
     Its whole record is then in the cache."""
     record = records + item * RECORD
-    num_rows = gl.load(record + 1, mask=item < stop, other=0)
-    lo = gl.load(record + 8, mask=item < stop, other=0)
-    return gl.load(record + 2, mask=item < stop, other=0), gl.where(lo < 0, 0, num_rows)
+    num_rows = gl.load(record + NUM_ROWS, mask=item < stop, other=0)
+    lo = gl.load(record + FIRST_ENTRY, mask=item < stop, other=0)
+    return gl.load(record + ROW_START, mask=item < stop, other=0), gl.where(lo < 0, 0, num_rows)
 
 
 @gluon.jit

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 
-__all__ = ["Lately"]
+__all__ = ["RecentWindow"]
 
 
-class Lately:
+class RecentWindow:
     """Values of the last `seconds`, at most `most` of them."""
 
     def __init__(self, seconds: float, most: int) -> None:

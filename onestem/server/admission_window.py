@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Joining"]
+__all__ = ["AdmissionWindow"]
 
 SECONDS_PER_STREAM = 0.00004
 LONGEST_WAIT = 0.02
@@ -20,7 +20,7 @@ ENOUGH = 24  # that came: they need not wait for more
 T = TypeVar("T")
 
 
-class Joining(Generic[T]):
+class AdmissionWindow(Generic[T]):
     """Those who have come and have not joined, in order."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

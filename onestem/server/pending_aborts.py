@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from onestem.request import RequestMetrics
 
-__all__ = ["Leaving", "OnEnd", "nobody"]
+__all__ = ["PendingAborts", "OnEnd", "nobody"]
 
 # Told once; None where nobody knows.
 OnEnd = Callable[[RequestMetrics | None], object]
@@ -16,7 +16,7 @@ def nobody(metrics: RequestMetrics | None) -> None:
     """Nobody wants to know."""
 
 
-class Leaving:
+class PendingAborts:
     """By request id, who wants to know."""
 
     def __init__(self) -> None:

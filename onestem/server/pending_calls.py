@@ -11,10 +11,10 @@ from onestem.errors import RequestError
 from onestem.server.errors import ApiError, NoAnswerError
 from onestem.server.messages import Answered, Ask
 
-__all__ = ["Questions"]
+__all__ = ["PendingCalls"]
 
 
-class Questions:
+class PendingCalls:
     """Sends questions and hands each answer to who asked.
 
     Args:
