@@ -12,6 +12,7 @@ from onestem.engine.engine import Engine
 from onestem.errors import RequestError
 from onestem.pml import Import, Module, Prompt, Schema
 from onestem.request import Request
+from tests.engine import anew
 from tests.engine.harness import answer, assert_idle, make_engine
 from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request, run_all
@@ -176,12 +177,14 @@ def test_traffic_at_the_bounds(
     for name, values in bounds.items():
         monkeypatch.setattr(f"onestem.engine.step.{name}", rng.choice(values))
     engine = make_symbolic(num_pages=rng.choice([60, 300]), page_size=rng.choice([1, 2, 4]))
+    sizes = anew.watched(engine)
     heads = [[rng.randrange(VOCAB) for _ in range(n)] for n in (2, 9, 12)]
     requests = [_of_an_application(i, heads, rng) for i in range(30)]
     outputs, aborted = under_traffic(
         at_depth(engine, depth), requests, rng, first=5, comes=0.6, upsets=0.02
     )
     assert watch.inserted > 0
+    assert max(sizes) > 3
     assert_as_alone(requests, outputs, aborted)
 
 
@@ -199,6 +202,7 @@ def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) 
         max_step_tokens=rng.choice([3, 16, 512]),
     )
     at_depth(engine, depth)
+    anew.watched(engine)
     requests = of_all_kinds(rng, 24)
     engine.add_job("job", requests[:6])
     late, outputs, aborted = requests[6:], {}, {}

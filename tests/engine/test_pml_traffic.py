@@ -12,6 +12,7 @@ import torch
 from onestem.errors import RequestError
 from onestem.models.weights import load_decoder
 from onestem.pml import Import, Module, Prompt, Schema
+from tests.engine import anew
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
 from tests.engine.pml_harness import (
     assert_seen,
@@ -65,6 +66,7 @@ def test_random_traffic(tiny, decoder, seed, share):
         tiny("llama"), share=share, num_pages=40, page_size=4, max_step_tokens=rng.choice([5, 40])
     )
     seen = record(engine)
+    anew.watched(engine)
     interrupt_some(engine, rng, 0.15)
     todo, compiled, done = [], {}, {}
     for number, (request, one) in enumerate(random_requests(rng, 14)):

@@ -24,6 +24,8 @@ from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request
 from tests.engine.test_order import at_depth
 
+pytestmark = pytest.mark.steps_fail
+
 
 def of_order(order: Order) -> Iterable[Sequence | None]:
     """Whose rows a step has."""

@@ -218,7 +218,7 @@ class Order:
         pages = index = fresh
         if len(fresh):
             place = (rows.offset + rows.length)[fresh]
-            index, pages = place // size, self._last_pages(fresh)
+            index, pages = place // size, np.array(self._next_pages(fresh), np.int64)
             plan.run_pages[rows.page_start[fresh] + index] = pages
             inputs.slots[fresh] = pages * size + place - index * size
         rows.length += 1
@@ -229,10 +229,17 @@ class Order:
         self.slots.computed[rows.slot] += 1
         return Change(self._own, fresh, index, pages)
 
-    def _last_pages(self, rows: np.ndarray) -> np.ndarray:
-        """int64: the last page of each row's run, which the scheduler has reserved."""
-        found = [self.slots.sequences[slot] for slot in self.rows.slot[rows].tolist()]
-        return np.array([s.run.pages[-1] for s in found if s is not None and s.run], np.int64)
+    def _next_pages(self, rows: np.ndarray) -> list[int]:
+        """The page of each row's next token, which the scheduler has reserved. After a step that
+        came to nothing a run may have more of them."""
+        slots, size, pages = self.slots, self._cache.pool.page_size, []
+        for slot in self.rows.slot[rows].tolist():
+            sequence = slots.sequences[slot]
+            assert sequence is not None
+            assert sequence.run is not None
+            run = sequence.run
+            pages.append(run.pages[(run.offset + slots.num_launched(slot) - run.start) // size])
+        return pages
 
     # ----------------------------------------------------------------------------- newcomers
 
