@@ -308,7 +308,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Interactive requests that are not admitted, and their sequences that were set back."""
+        """Interactive requests that are not admitted, and their sequences that were preempted."""
         back = sum(not sequence.is_job for sequence in self.scheduler.waiting)
         return len(self._fifo) + back
 

@@ -1,7 +1,7 @@
 """When requests that have come may join those that run.
 
-Newcomers join a streak of decodes without ending it (`engine.streak`), but a step with prompts has
-rows of its own to lay out and to launch. So where many run, newcomers wait a little for one
+Newcomers join those that decode at any step, but a step with prompts has rows of its own to lay out
+and to launch. So where many run, newcomers wait a little for one
 another, and join together.
 """
 

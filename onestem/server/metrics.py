@@ -86,7 +86,7 @@ class Metrics:
                 ("prompt_tokens", "Prompt tokens of requests that ended."),
                 ("cached_prompt_tokens", "Of these, tokens whose KV was stored already."),
                 ("output_tokens", "Tokens of answers."),
-                ("request_preemptions", "Times that a request was set back."),
+                ("request_preemptions", "Times that a request was preempted."),
             )
         }
         self._requests = Counter(

@@ -2,7 +2,7 @@
 
 A grammar is compiled once per format (milliseconds, or seconds for large schemas) and kept; each
 sequence then has a matcher that walks along its tokens. The matcher is a function of the sampled
-ids, so a sequence that was set back or resumed rebuilds it from them.
+ids, so a sequence that was preempted or resumed rebuilds it from them.
 """
 
 from __future__ import annotations
