@@ -127,6 +127,7 @@ class GrammarCompiler:
         self._loading = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._compiled: OrderedDict[str, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._checked: OrderedDict[str, None] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
 
     def compile(
@@ -144,7 +145,7 @@ class GrammarCompiler:
             UnsupportedError: the schema uses what cannot be enforced or is too large, or xgrammar
                 is not installed.
         """
-        wanted = _schema_of(response_format)
+        wanted = self.check(response_format)
         if wanted is None:
             return None
         key, grammar, is_new = self._entry(*wanted)
@@ -155,22 +156,31 @@ class GrammarCompiler:
             state.accept(token)
         return state
 
-    def check(self, response_format: Mapping[str, Any] | None) -> None:
-        """`check_response_format`, for a format that is known at once."""
+    def check(
+        self, response_format: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any], bool] | None:
+        """`check_response_format`, once for each format: the only entrance of schemas. The schema
+        and whether it is strict; None where any text will do."""
         wanted = _schema_of(response_format)
         if wanted is None:
-            return
+            return None
+        key = _key(*wanted)
         with self._lock:
-            known = self._compiled.get(_key(*wanted))
-        if known is None:
+            known = key in self._checked
+        if not known:
             check_schema(*wanted)
+            with self._lock:
+                self._checked[key] = None
+                while len(self._checked) > _CACHE_ENTRIES:
+                    self._checked.popitem(last=False)
+        return wanted
 
     def prepare(
         self, response_format: Mapping[str, Any] | None
     ) -> Future[xgrammar.CompiledGrammar] | None:
         """What will be the grammar, or the error that `compile` raises: compiled by another thread
         if it is not there. None where the format is text."""
-        wanted = _schema_of(response_format)
+        wanted = self.check(response_format)
         if wanted is None:
             return None
         key, grammar, is_new = self._entry(*wanted)
@@ -232,7 +242,6 @@ class GrammarCompiler:
         grammar.set_result(compiled)
 
     def _compile(self, schema: dict[str, Any], strict: bool) -> xgrammar.CompiledGrammar:
-        check_schema(schema, strict)
         compiler = self._loaded()
         try:
             return compiler.compile_json_schema(
