@@ -524,6 +524,8 @@ class Engine:
         log.error(
             "a step failed; of %d requests, %d end", len(involved), len(found), exc_info=error
         )
+        if self._suspects.is_hopeless and not found:
+            raise error
         for sequence in found:
             self._results.end_broken(sequence, error)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from onestem.engine.engine import Engine
+from onestem.engine.schedule.factory import SequenceFactory
 from onestem.errors import RequestError
 from onestem.pml import Import, Module, Prompt, Schema
 from onestem.request import Request
@@ -188,13 +190,44 @@ def test_traffic_at_the_bounds(
     assert_as_alone(requests, outputs, aborted)
 
 
+class AnyGrammar:
+    """Allows everything, and wants to see each token before the next one is sampled."""
+
+    is_finished = False
+
+    def __init__(self, tokens: Callable[[], int]) -> None:
+        self._tokens, self._seen = tokens, 0
+
+    def fill_mask(self) -> torch.Tensor:
+        assert self._seen == self._tokens()
+        return torch.tensor([-1], dtype=torch.int32)
+
+    def accept(self, token: int) -> None:
+        self._seen += 1
+
+
+def with_grammars(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    """Some sequences have one."""
+    whole = SequenceFactory.sequence
+
+    def sequence(self, state, index):
+        made = whole(self, state, index)
+        if rng.random() < 0.4:
+            made.grammar = AnyGrammar(lambda: made.num_output)
+        return made
+
+    monkeypatch.setattr(SequenceFactory, "sequence", sequence)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) -> None:
     """Newcomers that go on from running answers, salts, jobs, pinned prefixes, aborts and failures;
     all options of sampling; rows have their ids every few steps."""
     monkeypatch.setattr("onestem.engine.step.slots.FLUSH_TOKENS", 3)
     rng = random.Random(seed)
+    if seed % 2:
+        with_grammars(monkeypatch, rng)
     engine = make_symbolic(
         num_pages=rng.choice([40, 150]),
         page_size=rng.choice([1, 2, 4]),

@@ -58,11 +58,13 @@ class Launcher:
 
     def _ids(self, order: Order) -> Tensor | None:
         """The decodes' tokens on the device; None: the step's inputs have them."""
+        slots = order.rows.slot
         if not self.flights or not len(order):
+            order.inputs.token_ids[: len(order)] = self._slots.last_id[slots]
             return None
         sampled = self.flights[-1].sampled
         assert sampled is not None
-        rows = self._slots.flight_row[order.rows.slot]
+        rows = self._slots.flight_row[slots]
         if np.array_equal(rows, np.arange(len(rows))):
             return sampled.ids[: len(rows)]
         return sampled.ids[self.runner.on_device(rows)]
@@ -70,9 +72,6 @@ class Launcher:
     def sample(self, order: Order, edits: Edits, logits: Tensor) -> Flight:
         """Sample and score the step's rows. Nothing is waited for."""
         columns, slots = self._slots, order.sampled
-        generations = order.rows.generation
-        if len(slots) > len(generations):
-            generations = columns.generation[slots]
         with torch.inference_mode():
             sampled = self._sample(order, logits[: len(slots)]) if len(slots) else None
             scored = self._score(order.inputs.scores, logits[len(slots) :])
@@ -84,7 +83,7 @@ class Launcher:
         flight = Flight(
             edits=edits,
             slots=slots,
-            generations=generations,
+            generations=order.generations,
             num_released=columns.num_released,
             last=last,
             is_plain=is_plain,

@@ -61,7 +61,8 @@ class Order:
         inputs: of the step, with its chunks.
         change: what differs from the step before; None: also who sees what, or who is there.
         chunks: of prompts, in the step.
-        sampled: int64 `[n]`, slots that sample in the step: of all rows, then of prompts.
+        sampled: int64 `[n]`, slots that sample in the step: of all rows, then of prompts;
+            `generations`: theirs.
         shared_read_tokens: keys that its sequences see and need not read.
     """
 
@@ -81,6 +82,7 @@ class Order:
         self.rows: Rows
         self.inputs: StepInputs
         self.sampled: np.ndarray
+        self.generations: np.ndarray
         self.shared_read_tokens = 0
         self._decodes: StepInputs
         self._plan: AttentionPlan
@@ -105,8 +107,8 @@ class Order:
         change = self._advance()
         self.change = None if self._changed or was_mixed else change
         self._changed = False
-        samples = self.rows.slot
-        inputs = replace(self._decodes, token_ids=self.slots.last_id[samples])
+        samples, generations = self.rows.slot, self.rows.generation
+        inputs = self._decodes
         self.shared_read_tokens = self._shared_tokens
         if self.chunks:
             self.change = None
@@ -120,7 +122,8 @@ class Order:
             self.shared_read_tokens += inputs.shared_read_tokens
             joined = [self._begin(sequence) for chunk in inputs.ends for sequence in chunk.samples]
             samples = np.concatenate((samples, np.array(joined, np.int64)))
-        self.inputs, self.sampled = inputs, samples
+            generations = self.slots.generation[samples]
+        self.inputs, self.sampled, self.generations = inputs, samples, generations
 
     def _begin(self, sequence: Sequence) -> int:
         """A slot for one that samples behind its prompt."""
@@ -368,7 +371,7 @@ class Order:
         self._reads.clear()
         self._set(layout.plan(np.zeros(len(rows), np.int64)))
         self._note_readers(sequences)
-        self.inputs, self.sampled = self._decodes, rows.slot
+        self.inputs, self.sampled, self.generations = self._decodes, rows.slot, rows.generation
 
     def _set(self, plan: AttentionPlan) -> None:
         """Another plan; arrays of inputs are as long as its rows."""
@@ -379,7 +382,8 @@ class Order:
         plans = {window: windowed(plan, window) for window in set(self._windows)}
         positions, slots = self._last_rows()
         plan.row_position[:] = positions
-        self._decodes = StepInputs(slots, positions, slots, plans, np.arange(count), [], [], 0)
+        zeros = np.zeros(count, np.int64)
+        self._decodes = StepInputs(zeros, positions, slots, plans, np.arange(count), [], [], 0)
         self._own = np.arange(count)
         self._shared_tokens = self._count_shared()
 

@@ -22,6 +22,11 @@ class Suspects:
         self._num_failures = 0
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether steps fail whoever is in them."""
+        return self._num_failures > MAX_FAILURES
+
+    @property
     def tried(self) -> frozenset[Sequence] | None:
         """Who may have rows in the next step; None: nobody is suspected."""
         return frozenset(self._groups[-1]) if self._groups else None
@@ -33,7 +38,7 @@ class Suspects:
         is_trial = bool(self._groups)
         group = self._groups.pop() if is_trial else list(involved)
         group = [sequence for sequence in group if sequence.finish_reason is None]
-        if self._num_failures > MAX_FAILURES:
+        if self.is_hopeless:
             found = [*involved, *group, *(s for other in self._groups for s in other)]
             self._groups.clear()
             return [s for s in dict.fromkeys(found) if s.finish_reason is None]
