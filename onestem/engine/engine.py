@@ -452,6 +452,8 @@ class Engine:
                 self._sample(edits, logits)
             depth = launcher.runner.depth if has_rows and tried is None else 1
             self._commit(depth - 1 if has_rows else 0)
+            if not self.scheduler.running:  # who is still in flight has ended
+                self._commit(0)
             self._suspects.passed(has_rows=has_rows)
 
     def _apply(self, edits: Edits) -> bool:

@@ -105,7 +105,12 @@ def python_calls(rows: int, streamed: int) -> float:
     engine = make_symbolic(num_pages=4 * rows, page_size=256, max_step_tokens=4096)
     engine.launcher.runner = Blank()
     for i in range(rows):
-        one = request(i, [1, i // VOCAB**2, i // VOCAB % VOCAB, i % VOCAB], max_tokens=100, stream=i < streamed)
+        one = request(
+            i,
+            [1, i // VOCAB**2, i // VOCAB % VOCAB, i % VOCAB],
+            max_tokens=100,
+            stream=i < streamed,
+        )
         engine.add_request(one)
     while len(engine.order) < rows:
         engine.step()

@@ -141,6 +141,30 @@ def test_a_newcomers_first_step_is_its_own(room: int):
     assert len(drain(engine)) == 41
 
 
+def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
+    """It may be admitted again in the same step, as a prompt; it has no row then."""
+    engine = make_symbolic(num_pages=200, page_size=4)
+    engine.add_job("j", [request(f"j{i}", [i, 2, 3], max_tokens=9) for i in range(3)])
+    for _ in range(3):
+        engine.step()
+    scheduler = engine.scheduler
+    newest = scheduler.running[-1]
+    choose = scheduler._choose_rows
+
+    def pausing(rows):
+        choose(rows)
+        scheduler._edits.leave = [newest]
+        scheduler.preempt(newest)
+
+    scheduler._choose_rows = pausing
+    engine.step()
+    scheduler._choose_rows = choose
+    outputs = drain(engine)
+    assert_idle(engine)
+    for i in range(3):
+        same_as_alone(request(f"j{i}", [i, 2, 3], max_tokens=9), outputs[f"j{i}"], 400)
+
+
 def test_a_request_named_like_a_prefix_is_one_like_any_other():
     engine = make_symbolic(num_pages=200, page_size=4, max_model_len=100)
     engine.pin_prefix("p", [1, 2, 3, 4, 5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -217,6 +218,33 @@ def with_grammars(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
         return made
 
     monkeypatch.setattr(SequenceFactory, "sequence", sequence)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_jobs_that_pause_where_memory_is_short(seed: int, depth: int) -> None:
+    """Their sequences leave the order and come back, are preempted meanwhile, and part."""
+    rng = random.Random(seed)
+    engine = make_symbolic(
+        num_pages=rng.choice([14, 20, 40]), page_size=3, max_model_len=36, max_step_tokens=5
+    )
+    engine.scheduler.job_share.rows = lambda interactive: rng.choice([0, 1, 2, 9])
+    anew.watched(at_depth(engine, depth))
+    requests = of_all_kinds(rng, 14)
+    job = [replace(one, params=one.params.replace(n=rng.choice([1, 3]))) for one in requests[:6]]
+    engine.add_job("job", job)
+    late, outputs = requests[6:], {}
+    for _ in range(3000):
+        if late and rng.random() < 0.15:
+            engine.add_request(late.pop())
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check()
+        assert engine.has_unfinished() or not engine.launcher.flights
+        if not late and not engine.has_unfinished():
+            break
+    assert_idle(engine)
+    for one in [*job, *requests[6:]]:
+        assert outputs[one.request_id].outputs == alone(one, 36)[0]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

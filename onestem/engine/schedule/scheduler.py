@@ -734,7 +734,7 @@ class Scheduler:
     def _forget(self, sequence: Sequence) -> None:
         """One that is not admitted any more."""
         self.running.remove(sequence)
-        for some in (self.prompts, self._edits.enter):
+        for some in (self.prompts, self._edits.enter, self._edits.leave):
             if sequence in some:
                 some.remove(sequence)
         self._standing.pop(sequence, None)
