@@ -143,9 +143,9 @@ def test_a_newcomers_first_step_is_its_own(room: int):
 
 def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
     """It may be admitted again in the same step, as a prompt; it has no row then."""
-    engine = make_symbolic(num_pages=200, page_size=4)
-    engine.add_job("j", [request(f"j{i}", [i, 2, 3], max_tokens=9) for i in range(3)])
-    for _ in range(3):
+    engine = make_symbolic(num_pages=200, page_size=4, share="off", max_step_tokens=6)
+    engine.add_job("j", [request(f"j{i}", [i, 2, 3] * 4, max_tokens=30) for i in range(3)])
+    while len(engine.order) < 3:
         engine.step()
     scheduler = engine.scheduler
     newest = scheduler.running[-1]
@@ -162,7 +162,7 @@ def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
     outputs = drain(engine)
     assert_idle(engine)
     for i in range(3):
-        same_as_alone(request(f"j{i}", [i, 2, 3], max_tokens=9), outputs[f"j{i}"], 400)
+        same_as_alone(request(f"j{i}", [i, 2, 3] * 4, max_tokens=30), outputs[f"j{i}"], 400)
 
 
 def test_a_request_named_like_a_prefix_is_one_like_any_other():
