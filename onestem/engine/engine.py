@@ -330,6 +330,8 @@ class Engine:
             if sequence.finish_reason is None:
                 with uninterrupted():
                     self._results.finish(sequence, "abort")
+        if not self.scheduler.running:
+            self.launcher.abandon()
         self._forget_ended()
         self._results.touched.pop(state, None)
         return request_output(state)
@@ -453,7 +455,7 @@ class Engine:
             depth = launcher.runner.depth if has_rows and tried is None else 1
             self._commit(depth - 1 if has_rows else 0)
             if not self.scheduler.running:  # who is still in flight has ended
-                self._commit(0)
+                launcher.abandon()
             self._suspects.passed(has_rows=has_rows)
 
     def _apply(self, edits: Edits) -> bool:
