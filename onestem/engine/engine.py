@@ -445,9 +445,11 @@ class Engine:
         """Whose rows the next step has, its launch, and what became of the one before (on a CPU: of
         itself)."""
         tried, launcher = self._suspects.tried, self.launcher
+        began = time.perf_counter()
         with uninterrupted() as interrupts:
             edits = self.scheduler.edits(self.order, may_preempt=not launcher.flights, only=tried)
             has_rows = edits is not None and self._apply(edits)
+            self.stats.host_seconds += time.perf_counter() - began
             if edits is not None and has_rows:
                 with interrupts.lifted():
                     logits = launcher.forward(self.order)
@@ -460,7 +462,6 @@ class Engine:
 
     def _apply(self, edits: Edits) -> bool:
         """The rows of the next step; whether there are any."""
-        began = time.perf_counter()
         for sequence, reason in edits.unfit:
             sequence.stop_reason = reason
             self._results.finish(sequence, "error")
@@ -468,7 +469,6 @@ class Engine:
         self._end_broken()
         if not self.launcher.follows(self.order):
             self._commit(0)
-        self.stats.host_seconds += time.perf_counter() - began
         return len(self.order.inputs.positions) > 0
 
     def _sample(self, edits: Edits, logits: Tensor) -> None:
