@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from onestem.server import lately
+from onestem.server import recent_window
 from onestem.server.recent_window import RecentWindow
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr(lately, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(recent_window, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
