@@ -203,6 +203,13 @@ class Sequence:
         return self.slots.num_launched(self.slot)
 
     @property
+    def next_place(self) -> int:
+        """Of one that decodes: where its next token stands in the pages of the run it writes."""
+        run = self.run
+        assert run is not None
+        return run.offset + self.num_launched - run.start
+
+    @property
     def num_left(self) -> int:
         """Tokens that it may still sample."""
         room = self.most_tokens - len(self.tokens)

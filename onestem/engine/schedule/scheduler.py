@@ -48,7 +48,7 @@ class SequenceFactory(Protocol):
         ...
 
 
-class Rows(Protocol):
+class DecodingRows(Protocol):
     """Who decodes at present (`onestem.engine.step.order`)."""
 
     @property
@@ -170,7 +170,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------- a step
 
     def edits(
-        self, rows: Rows, *, may_preempt: bool, only: Container[Sequence] | None = None
+        self, rows: DecodingRows, *, may_preempt: bool, only: Container[Sequence] | None = None
     ) -> Edits | None:
         """Choose the rows of the next step. Runs of its chunks count as computed from here on;
         `recover` takes that back if the step is not computed.
@@ -202,7 +202,7 @@ class Scheduler:
         self._settle()
         return self._edits
 
-    def _choose(self, rows: Rows) -> None:
+    def _choose(self, rows: DecodingRows) -> None:
         some = self.prompts or self.waiting or self._standing or self._job_rows
         if not some and self._only is None and self._peek() is None:
             self.num_paused = 0
@@ -218,8 +218,7 @@ class Scheduler:
         runs = [
             run
             for sequence in sequences
-            if (run := sequence.run) is not None
-            and run.offset + sequence.num_launched - run.start >= size * len(run.pages)
+            if (run := sequence.run) is not None and sequence.next_place >= size * len(run.pages)
         ]
         if self.cache.add_pages(runs):
             return
@@ -227,7 +226,7 @@ class Scheduler:
             if sequence.run is not None:
                 self._reserve_row(sequence)
 
-    def _has_rows(self, rows: Rows) -> bool:
+    def _has_rows(self, rows: DecodingRows) -> bool:
         """Whether the step computes anything."""
         edits = self._edits
         return bool(edits.chunks or edits.enter) or rows.any_stays(edits.leave)
@@ -330,7 +329,7 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------- rows
 
-    def _choose_rows(self, rows: Rows) -> None:
+    def _choose_rows(self, rows: DecodingRows) -> None:
         """Who decodes: the only place where that is said."""
         edits = self._edits
         if self._only is not None:
@@ -349,8 +348,7 @@ class Scheduler:
         if free < 0:
             edits.leave = sorted(self._job_rows, key=_order)[free:]
         edits.enter += sorted(jobs, key=_order)[: max(0, free)]
-        self.num_paused = len(jobs) + len(self._job_rows) - self._job_limit
-        self.num_paused = max(0, self.num_paused)
+        self.num_paused = max(0, len(jobs) + len(self._job_rows) - self._job_limit)
 
     def _review_jobs(self) -> None:
         """Beside interactive requests jobs have some rows; how many is looked at now and then."""

@@ -25,6 +25,11 @@ class Columns:
     def __len__(self) -> int:
         return len(getattr(self, self.NAMES[0]))
 
+    def lengthen(self, count: int) -> None:
+        """So many zeros more, in place."""
+        for name in self.NAMES:
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(count, np.int64))))
+
     def kept(self, rows: np.ndarray) -> Self:
         """Those of bool `rows`."""
         return self._each({name: getattr(self, name)[rows] for name in self.NAMES})

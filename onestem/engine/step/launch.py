@@ -47,8 +47,7 @@ class Launcher:
     def follows(self, order: Order) -> bool:
         """Whether the step launched last samples the token of each row that decodes, or nothing is
         in flight: else what is in flight is taken before the next launch."""
-        rows = self._slots.flight_row[order.rows.slot]
-        return not self.flights or bool((rows >= 0).all())
+        return not self.flights or bool((self._slots.flight_row[order.rows.slot] >= 0).all())
 
     def forward(self, order: Order) -> Tensor:
         """Logits float32 `[num_logits, vocab]` of the order's step."""
@@ -117,11 +116,8 @@ class Launcher:
         """Samples that a grammar masks; the host has seen all their tokens."""
         if not self._slots.masked:
             return []
-        found = []
-        for i, slot in enumerate(order.sampled.tolist()):
-            if slot in self._slots.masked and self._slots.fill_mask(slot):
-                found.append(i)
-        return found
+        found = np.flatnonzero(np.isin(order.sampled, list(self._slots.masked)))
+        return [i for i in found.tolist() if self._slots.fill_mask(int(order.sampled[i]))]
 
     def _score(self, scores: list[ScoreRow], logits: Tensor) -> PendingLogprobs | None:
         if not scores:

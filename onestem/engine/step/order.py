@@ -157,16 +157,16 @@ class Order:
         self._set(replace(plan, runs=plan.runs[np.concatenate((own, used))], spans=spans))
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        if not sequences and self._spare_words < SPARE_WORDS and not self._is_full():
+        anew = self._spare_words >= SPARE_WORDS or self._is_full()
+        if not sequences and not anew:
             return
         for sequence in sequences:
             if sequence.slot < 0:  # its step came to nothing
                 self.slots.put(sequence, len(sequence.tokens) - 1)
         many = len(sequences) > max(FEW, FEW_SHARE * len(self.rows))
         if (
-            many
-            or self._spare_words >= SPARE_WORDS
-            or self._is_full()
+            anew
+            or many
             or any(sequence.modules is not None for sequence in sequences)
             or not all(map(self._insert, self._alike(sequences)))
         ):
@@ -179,23 +179,21 @@ class Order:
 
     # ----------------------------------------------------------------------------- a step
 
+    def _going(self, rows: slice | np.ndarray) -> np.ndarray:
+        """bool: of which of these rows the sequences sample on."""
+        columns, slots = self.slots, self.rows.slot[rows]
+        known = columns.generation[slots] == self.rows.generation[rows]
+        return known & (columns.computed[slots] < columns.end[slots])
+
     def _staying(self, leave: list[Sequence]) -> np.ndarray:
         """bool `[num_rows]`: whose sequences sample on, and are none of those."""
-        columns, slots = self.slots, self.rows.slot
-        going = (columns.generation[slots] == self.rows.generation) & (
-            columns.computed[slots] < columns.end[slots]
-        )
+        going = self._going(slice(None))
         paused = [sequence.slot for sequence in leave if sequence.slot >= 0]
-        return going & ~np.isin(slots, paused) if paused else going
-
-    def _stays(self, row: int) -> bool:
-        slots, slot = self.slots, int(self.rows.slot[row])
-        known = slots.generation[slot] == self.rows.generation[row]
-        return bool(known and slots.computed[slot] < slots.end[slot])
+        return going & ~np.isin(self.rows.slot, paused) if paused else going
 
     def any_stays(self, leave: list[Sequence]) -> bool:
         """Whether somebody decodes on, beside those that leave."""
-        if not leave and len(self.rows) and self._stays(0):
+        if not leave and self._going(slice(1)).any():  # mostly the first one does
             return True
         return bool(self._staying(leave).any())
 
@@ -204,7 +202,7 @@ class Order:
         fresh = self._fresh()
         if not len(fresh):
             return []
-        fresh = fresh[self._staying([])[fresh]]
+        fresh = fresh[self._going(fresh)]
         found = [self.slots.sequences[slot] for slot in self.rows.slot[fresh].tolist()]
         return [sequence for sequence in found if sequence is not None]
 
@@ -235,13 +233,12 @@ class Order:
     def _next_pages(self, rows: np.ndarray) -> list[int]:
         """The page of each row's next token, which the scheduler has reserved. After a step that
         came to nothing a run may have more of them."""
-        slots, size, pages = self.slots, self._cache.pool.page_size, []
+        size, pages = self._cache.pool.page_size, []
         for slot in self.rows.slot[rows].tolist():
-            sequence = slots.sequences[slot]
+            sequence = self.slots.sequences[slot]
             assert sequence is not None
             assert sequence.run is not None
-            run = sequence.run
-            pages.append(run.pages[(run.offset + slots.num_launched(slot) - run.start) // size])
+            pages.append(sequence.run.pages[sequence.next_place // size])
         return pages
 
     # ----------------------------------------------------------------------------- newcomers

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence as Seq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onestem.engine.outputs import BROKEN
 from onestem.engine.sampling.masked import why_masked
@@ -98,10 +99,7 @@ class Results:
             and not sampled.status.any()
             and not any((ids == token).any() for token in self._eos)
         ):
-            columns.note_committed(slots, ids)
-            self._stats.output_tokens += len(ids)
-            for i, entry in sampled.entries.items():
-                columns.note_entry(int(slots[i]), entry)
+            self._keep(flight, sampled, np.ones(len(ids), bool))
             columns.end_commit()
             return
         rows = columns.generation[slots] == flight.generations
@@ -116,12 +114,7 @@ class Results:
         stops &= rows & (columns.heeds_eos[slots] > 0)
         shown = rows & ((columns.is_watched[slots] > 0) | flight.last | stops)
         shown[flight.num_decodes :] = rows[flight.num_decodes :]
-        rest = rows & ~shown
-        self._slots.note_committed(slots[rest], ids[rest])
-        self._stats.output_tokens += int(rest.sum())
-        for i, entry in sampled.entries.items():
-            if rest[i]:
-                self._slots.note_entry(int(slots[i]), entry)
+        self._keep(flight, sampled, rows & ~shown)
         columns.last_id[slots[shown]] = ids[shown]
         for i in np.flatnonzero(shown).tolist():
             ending: FinishReason | None = "length" if flight.last[i] else None
@@ -134,6 +127,15 @@ class Results:
                 "stop" if stops[i] else ending,
             )
         self._slots.end_commit()
+
+    def _keep(self, flight: Flight, sampled: Sampled, rows: NDArray[np.bool_]) -> None:
+        """Samples of bool `rows`, which nobody looks at as they come."""
+        slots = flight.slots[rows]
+        self._slots.note_committed(slots, sampled.ids[rows])
+        self._stats.output_tokens += len(slots)
+        for i, entry in sampled.entries.items():
+            if rows[i]:
+                self._slots.note_entry(int(flight.slots[i]), entry)
 
     def _sequence(self, slot: int) -> Sequence:
         sequence = self._slots.sequences[slot]

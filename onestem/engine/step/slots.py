@@ -42,7 +42,7 @@ class Slots(Columns):
             end-of-sequence ids ends it.
 
     Others:
-        records: `ROW` `[num_slots]`, how each samples; `token` is that of `columns` at a launch.
+        records: `ROW` `[num_slots]`, how each samples; `token` is told at a launch.
         sequences: of each slot; None where it is free.
         masked: slots of sequences with a grammar.
         num_released: how many were so far.
@@ -110,8 +110,7 @@ class Slots(Columns):
         """All columns at once."""
         first = len(self.sequences)
         more = max(16, first)
-        for name in self.NAMES:
-            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more, np.int64))))
+        self.lengthen(more)
         self.records = np.concatenate((self.records, np.full(more, IDLE)))
         self._tokens = np.pad(self._tokens, ((0, 0), (0, more)), constant_values=-1)
         self.sequences.extend([None] * more)
