@@ -25,12 +25,11 @@ import torch
 
 from benchmarks.batch import HERE, machine
 from onestem.engine.engine import Engine
-from onestem.engine.step.runner import ShareMode
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops.bench.rates import measure_rates
-from onestem.request import Request, SamplingParams
+from onestem.request import Request, SamplingParams, ShareMode
 
 PREFIXES = (1024, 2048, 4096, 8192, 16384)
 FIRST, STEPS = 4, 32  # steps of decodes that are not timed, and that are

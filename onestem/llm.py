@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.engine import Engine, check_counts
-from onestem.engine.step.runner import ShareMode
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
@@ -28,7 +27,7 @@ from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
-from onestem.request import Request, RequestOutput, SamplingParams, show
+from onestem.request import Request, RequestOutput, SamplingParams, ShareMode, show
 from onestem.threads import usable_cores
 
 __all__ = [
@@ -50,7 +49,7 @@ Prompt = str | Sequence[int]
 PmlSource = PmlPrompt | str | os.PathLike[str]
 GIB = 2**30
 
-# Rows of the largest CUDA graph (`engine.graphs.BATCH_SIZES`, which cannot be imported without
+# Rows of the largest CUDA graph (`engine.step.graphs.BATCH_SIZES`, which cannot be imported without
 # Triton), each with logits.
 LOGIT_ROWS = 2048
 # Of a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).

@@ -15,6 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 LAYERS = [
     (
         "errors",
+        "interrupts",
+        "seeds",
         "threads",
     ),
     ("pml",),

@@ -65,9 +65,8 @@ from onestem.batch.spool import (
     write_spool,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
-from onestem.engine.sampling.masked import is_masked
 from onestem.errors import JobError
-from onestem.request import Request, RequestOutput
+from onestem.request import Request, RequestOutput, is_masked
 
 __all__ = ["run_job"]
 

@@ -25,8 +25,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from onestem.engine.sampling.seeds import SAMPLER_VERSION
 from onestem.errors import JobError
+from onestem.seeds import SAMPLER_VERSION
 
 __all__ = ["JobIdentity", "Workplace", "file_errors"]
 

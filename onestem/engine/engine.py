@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,33 +17,30 @@ from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.modules.tiers import ModuleTiers
-from onestem.engine.outputs import aborted_output, refused_output, request_output
+from onestem.engine.outputs import EngineStats, aborted_output, refused_output, request_output
 from onestem.engine.sampling.sampler import Sampler
-from onestem.engine.schedule.admission import check_pml, check_request, longest_choice
-from onestem.engine.schedule.edits import Chunk, Edits
-from onestem.engine.schedule.factory import SequenceFactory
-from onestem.engine.schedule.jobs import Jobs
-from onestem.engine.schedule.pins import PinnedPrefixes, PrefixInfo, PrefixRequest, prefix_id
-from onestem.engine.schedule.queue import Gate, HybridQueue, PlannedQueue
+from onestem.engine.schedule.admission import (
+    SequenceFactory,
+    check_pml,
+    check_request,
+    longest_choice,
+)
+from onestem.engine.schedule.memory import PinnedPrefixes, PrefixInfo, PrefixRequest, prefix_id
+from onestem.engine.schedule.queue import Gate, HybridQueue, Jobs, PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler, SourceError
-from onestem.engine.sequence import RequestState
-from onestem.engine.snapshot import snapshot
-from onestem.engine.stats import EngineStats
-from onestem.engine.step.flight import Flight
-from onestem.engine.step.interrupts import uninterrupted
-from onestem.engine.step.launch import Launcher
+from onestem.engine.sequence import Chunk, Edits, RequestState
+from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
-from onestem.engine.step.results import Results
-from onestem.engine.step.runner import Runner, ShareMode
+from onestem.engine.step.results import Results, Suspects
 from onestem.engine.step.slots import Slots
-from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.interrupts import uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl, resolve
 from onestem.pml import EncodedSegment, Segment
-from onestem.request import Request, RequestOutput
+from onestem.request import Request, RequestOutput, ShareMode
 
 __all__ = ["Engine", "EngineStats", "check_counts"]
 
@@ -100,7 +96,7 @@ class Engine:
         self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
         self.impl = _attention_for(decoder, impl)
         self.stats = EngineStats()
-        runner = _make_runner(
+        runner = make_runner(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
@@ -143,14 +139,12 @@ class Engine:
         )
         slots = Slots(self._sampler, eos)
         self.order = Order(self.cache, slots, windows=runner.windows, share=share != "storage")
-        self.launcher = Launcher(runner, self._sampler, slots)
+        self.launcher = Launcher(runner, self._sampler)
         self._suspects = Suspects()
         self._results = Results(
             scheduler=self.scheduler,
             slots=slots,
             sampler=self._sampler,
-            factory=self._factory,
-            tokenizer=tokenizer,
             eos_token_ids=eos,
             stats=self.stats,
         )
@@ -301,10 +295,6 @@ class Engine:
     def prefixes(self) -> list[PrefixInfo]:
         """The pinned prefixes."""
         return self.pins.infos(self.scheduler.running, self.scheduler.version)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The state in plain values (`onestem.engine.snapshot`)."""
-        return snapshot(self)
 
     @property
     def num_waiting(self) -> int:
@@ -476,7 +466,7 @@ class Engine:
         self.scheduler.note_launched()
         self._results.note_launched(edits.chunks)
         self._save_modules(edits.chunks)
-        if self.launcher.has_masks:  # a grammar must have seen the tokens of the step before
+        if self.order.slots.masked:  # a grammar must have seen the tokens of the step before
             self._commit(0)
         self.launcher.sample(self.order, edits, logits)
         self._end_broken()
@@ -607,17 +597,6 @@ def _attention_for(decoder: Decoder, name: str) -> AttentionImpl:
     config = decoder.config
     group = config.num_q_heads // config.num_kv_heads
     return resolve(name, decoder.device, head_dim=config.head_dim, group=group)
-
-
-def _make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:
-    """CUDA graphs where the attention can be in them."""
-    if decoder.device.type != "cuda" or impl.name != "triton":
-        return Runner(decoder, impl, **options)
-    from onestem.engine.step.graphs import GraphRunner
-
-    runner = GraphRunner(decoder, impl, **options)
-    runner.warm_up()
-    return runner
 
 
 def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:

@@ -1,4 +1,4 @@
-"""A sequence: one continuation of a request, and where its tokens stand in the cache."""
+"""Sequences, each one continuation of a request, and what a step changes of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onestem.cache import Run
+from onestem.cache import ModuleRun, PrefixCache, Run
 from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
 from onestem.tree import PLAIN, Label, Stretch, cut
 
-__all__ = ["RequestState", "Sequence", "stretches_of"]
+__all__ = ["Chunk", "ScoreRow", "Edits", "RequestState", "Sequence", "stretches_of"]
 
 
 class SlotTable(Protocol):
@@ -240,6 +240,12 @@ class Sequence:
         if self.slots is not None:
             self.slots.release(self)
 
+    def import_modules(self, cache: PrefixCache) -> None:
+        """Pin what its prompt imports, as it is admitted."""
+        pml = self.state.pml
+        if pml is not None:
+            self.modules = SequenceModules(cache.modules, pml, self, private=not cache.enabled)
+
     def path(self, version: int) -> list[Run]:
         """Its runs from the root's child down; `version` is the tree's count of splits."""
         if self._path_version != version:
@@ -267,3 +273,66 @@ def stretches_of(request: Request) -> tuple[Stretch, ...]:
         return PLAIN
     own = Stretch(request.common_prefix_tokens, Label(request.cache_salt))
     return (*PLAIN, own) if own.start else (own,)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Tokens start..end-1 of a sequence are rows of this step; or those of a module that it
+    imports, which see the runs that it `attends` to. `samples`: who samples behind them."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    module: ModuleRun | None = None
+    attends: Seq[ModuleRun] = ()
+    samples: Seq[Sequence] = ()
+
+    @property
+    def num_prompt_rows(self) -> int:
+        if self.module is not None:
+            return self.end - self.start
+        return max(0, min(self.end, self.sequence.num_prompt) - self.start)
+
+    @property
+    def module_path(self) -> list[ModuleRun]:
+        """A module behind what it attends to."""
+        return [] if self.module is None else [*self.attends, self.module]
+
+
+@dataclass(eq=False)
+class Edits:
+    """What the next step differs in from the one before it. All other rows decode one token more,
+    but those of sequences that have ended, were preempted, or sample no more.
+
+    Attributes:
+        leave: jobs that pause.
+        enter: sequences that decode from this step on.
+        chunks: of prompts, rows of this step alone.
+        unfit: sequences that do not fit in KV memory alone, and why; they have left.
+        decodes: rows of interactive requests that decode.
+        jobs: rows of jobs, those of prompts too.
+    """
+
+    leave: list[Sequence] = field(default_factory=list)
+    enter: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    unfit: list[tuple[Sequence, str]] = field(default_factory=list)
+    decodes: int = 0
+    jobs: int = 0
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of prompts."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks if chunk.num_prompt_rows > 0)
+
+    @property
+    def has_interactive_prompts(self) -> bool:
+        return any(chunk.num_prompt_rows and not chunk.sequence.is_job for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class ScoreRow:
+    """Logits after token `index` of a sequence score the one that follows."""
+
+    sequence: Sequence
+    index: int

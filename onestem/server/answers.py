@@ -16,8 +16,7 @@ from onestem.batch.results import (
     chat_logprobs,
     completion_logprobs,
 )
-from onestem.engine.sampling.masked import is_masked, masking_fields
-from onestem.request import CompletionOutput, RequestOutput
+from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
 from onestem.server.calls import Call, usage_of
 from onestem.server.errors import ApiError
 

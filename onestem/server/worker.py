@@ -45,6 +45,7 @@ from onestem.server.messages import (
     Stop,
     Unpin,
 )
+from onestem.server.snapshot import snapshot_of
 from onestem.server.wire import Channel
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ class Worker:
 
     def _snapshot(self) -> dict[str, Any]:
         """The engine's, with what jobs hold under their names."""
-        snapshot = self._engine.snapshot()
+        snapshot = snapshot_of(self._engine)
         for holder in snapshot["holders"]:
             holder["name"] = self._job_of.get(holder["name"], holder["name"])
         return snapshot

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from onestem.engine.engine import Engine
-from onestem.engine.sampling.row import SamplingRow
-from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.models.config import GenerationDefaults
 from onestem.ops.reference import visible
 from onestem.request import CompletionOutput, Request, SamplingParams

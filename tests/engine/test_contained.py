@@ -125,18 +125,16 @@ def objects_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     factory = llm.engine._factory
     monkeypatch.setattr(factory, "sequence", noted(factory.sequence))
-    text = Results._finish_text
+    make_detokenizer = factory.detokenizer
 
-    def finish_text(self: Results, sequence: Any, tokenizer: Any) -> None:
-        if name_of(sequence) == "victim" and sequence.detokenizer is None:
-            request = sequence.state.request
-            sequence.detokenizer = IncrementalDetokenizer(
-                tokenizer, request.params, request.prompt_token_ids
-            )
-            mine.add(id(sequence.detokenizer))
-        text(self, sequence, tokenizer)
+    def detokenizer(request: Any) -> Any:
+        one = make_detokenizer(request)
+        if request.request_id == "victim":
+            kept.append(one)
+            mine.add(id(one))
+        return one
 
-    monkeypatch.setattr(Results, "_finish_text", finish_text)
+    monkeypatch.setattr(factory, "detokenizer", detokenizer)
     return mine
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState, check_response_format
-from onestem.engine.sampling.row import SamplingRow
-from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import SamplingParams

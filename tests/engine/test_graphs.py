@@ -62,7 +62,7 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs._Staging, "make", staging)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
-    monkeypatch.setattr(engines, "_make_runner", Replayed)
+    monkeypatch.setattr(engines, "make_runner", Replayed)
 
     def make(max_words: int) -> Engine:
         def workspace(**options) -> Workspace:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from onestem.engine.schedule import scheduler
-from onestem.engine.schedule.pins import prefix_id
+from onestem.engine.schedule.memory import prefix_id
 from onestem.errors import RequestError
 from onestem.request import Reuse
+from onestem.server.snapshot import snapshot_of
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
 from tests.engine.test_symbolic import grouped, interrupted_step, random_requests, same_as_alone
@@ -305,7 +306,7 @@ def test_a_snapshot_adds_up():
     engine.add_request(request("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
     engine.add_job("j", [request("b", [2, 2, 2], max_tokens=9)])
     engine.step()
-    state = engine.snapshot()
+    state = snapshot_of(engine)
     pages = state["pages"]
     assert pages["free"] + pages["held"] + pages["cached"] == pages["total"] == 100
     assert pages["prefix"] + pages["interactive"] + pages["job"] == pages["held"]

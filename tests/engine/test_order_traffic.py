@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onestem.engine.engine import Engine
-from onestem.engine.schedule.factory import SequenceFactory
+from onestem.engine.schedule.admission import SequenceFactory
 from onestem.errors import RequestError
 from onestem.pml import Import, Module, Prompt, Schema
 from onestem.request import Request

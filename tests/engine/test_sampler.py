@@ -12,9 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onestem.engine.sampling.row import SamplingRow
-from onestem.engine.sampling.sampled import Sampled
-from onestem.engine.sampling.sampler import LOWEST_TEMPERATURE, Sampler, SamplingDefaults, Step
+from onestem.engine.sampling.sampler import (
+    LOWEST_TEMPERATURE,
+    Sampled,
+    Sampler,
+    SamplingDefaults,
+    SamplingRow,
+    Step,
+)
 from onestem.errors import RequestError
 from onestem.ops.sampling import STATUS_MASKED, STATUS_NOT_FINITE, STATUS_OK
 from onestem.ops.sampling.reference import draw

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onestem.cache import PagePool, PrefixCache
-from onestem.engine.schedule.pins import PinnedPrefixes
+from onestem.engine.schedule.memory import PinnedPrefixes
 from onestem.engine.schedule.queue import FifoQueue, PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import RequestState, Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onestem.engine.sampling.seeds import derive_seed
+from onestem.seeds import derive_seed
 
 
 def test_derive_seed_is_stable_and_tells_its_parts_apart() -> None:

@@ -7,17 +7,23 @@ here, and nothing is left for the compiler to warn of.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from onestem.engine.grammar.keywords import keyword_fault, neighbour_fault
-from onestem.engine.grammar.objects import object_fault
-from onestem.engine.grammar.oneof import oneof_fault
-from onestem.engine.grammar.pattern import num_characters
+from onestem.engine.grammar.keywords import (
+    is_of_type,
+    keyword_fault,
+    neighbour_fault,
+    num_characters,
+    same,
+    type_names,
+)
 from onestem.errors import RequestError, UnsupportedError
 
-__all__ = ["SCHEMA", "check_schema", "subschemas", "with_any_of"]
+__all__ = ["SCHEMA", "check_schema", "object_fault", "oneof_fault", "subschemas", "with_any_of"]
+
 
 SCHEMA = "response_format.json_schema.schema"
 # Compiling takes the cube of the depth: 0.06 s at 64 levels, 8 s at 330.
@@ -180,3 +186,103 @@ class _References:
             passed.append(uri)
             schema = to
         return schema
+
+
+def object_fault(schema: Schema, strict: bool) -> str | None:
+    """What of one schema's keywords for objects is not enforced: a noun for an error.
+
+    Properties are written in the schema's order and each once; those whose names it does not give
+    (`additionalProperties`, `patternProperties`, `propertyNames`) may come twice, and are not told
+    from those that another keyword names.
+    """
+    named = schema.get("properties", {})
+    missing = [name for name in schema.get("required", ()) if name not in named]
+    if missing:
+        return f"a 'required' property that is not among its 'properties' ({missing[0]!r})"
+    is_open = _is_open(schema, strict)
+    if not strict and schema.get("unevaluatedProperties", True) is not True:
+        return "'unevaluatedProperties'"  # in strict mode nothing unnamed is allowed anyway
+    if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
+        return "'propertyNames' beside 'properties' or 'patternProperties'"
+    if "patternProperties" in schema:
+        if "properties" in schema:
+            return "'patternProperties' beside 'properties'"
+        if len(schema["patternProperties"]) > 1:
+            return "'patternProperties' with several patterns"
+        if is_open:
+            return "'patternProperties' where others are allowed ('additionalProperties': false)"
+    if schema.get("minProperties", 0) > max(1, len(set(schema.get("required", ())))) and (
+        is_open or "patternProperties" in schema or "propertyNames" in schema
+    ):
+        return "a 'minProperties' above 1 where not all properties are named"
+    return None
+
+
+def _is_open(schema: Schema, strict: bool) -> bool:
+    """Whether properties are allowed that no keyword names."""
+    given = schema.get("additionalProperties", schema.get("unevaluatedProperties", not strict))
+    return given is not False
+
+
+_KINDS = ("string", "number", "object", "array", "boolean", "null")
+
+Resolve = Callable[[Schema], Schema]
+
+
+def oneof_fault(schema: Schema, resolve: Resolve) -> str | None:
+    """What of a schema's `oneOf` is not enforced: a noun for an error. It is where its schemas part
+    by a type, by their values or by a property's value.
+
+    Args:
+        resolve: follows a schema's `$ref`.
+    """
+    options = [_resolved(option, resolve) for option in schema.get("oneOf", ())]
+    if all(_part(one, other, resolve) for one, other in itertools.combinations(options, 2)):
+        return None
+    return "a 'oneOf' of schemas that one answer may fit together (say 'anyOf' if it may)"
+
+
+def _resolved(option: object, resolve: Resolve) -> Schema:
+    return resolve(option) if isinstance(option, Mapping) else {}
+
+
+def _part(one: Schema, other: Schema, resolve: Resolve) -> bool:
+    """Whether no value fits both."""
+    values, others = _values(one), _values(other)
+    if values is not None and others is not None:
+        return not any(same(value, each) for value in values for each in others)
+    kinds, other_kinds = _kinds(one), _kinds(other)
+    if kinds and other_kinds and kinds.isdisjoint(other_kinds):
+        return True
+    if kinds != {"object"} or other_kinds != {"object"}:
+        return False
+    return any(
+        _part_by_value(one["properties"][name], other["properties"][name], resolve)
+        for name in set(one.get("required", ())) & set(other.get("required", ()))
+        if name in one.get("properties", {}) and name in other.get("properties", {})
+    )
+
+
+def _part_by_value(one: object, other: object, resolve: Resolve) -> bool:
+    values, others = _values(_resolved(one, resolve)), _values(_resolved(other, resolve))
+    if values is None or others is None:
+        return False
+    return not any(same(value, each) for value in values for each in others)
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _kinds(schema: Schema) -> set[str]:
+    """The JSON types of what fits; empty: unknown. An integer is a number."""
+    values = _values(schema)
+    if values is not None:
+        return {name for name in _KINDS for value in values if is_of_type(value, name)}
+    names = type_names(schema)
+    if not names and ("properties" in schema or "additionalProperties" in schema):
+        names = ("object",)
+    return {"number" if name == "integer" else name for name in names}

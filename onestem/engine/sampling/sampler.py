@@ -9,23 +9,227 @@ the logits are, and nothing is waited for until a step's tokens are taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.engine.sampling.row import SamplingRow, SamplingSettings
-from onestem.engine.sampling.sampled import Chosen, Pending, PendingLogprobs, Sampled
 from onestem.errors import RequestError
 from onestem.ops import resolve_sampling
 from onestem.ops.copies import on_device
-from onestem.ops.sampling import IDLE, ROW, RowTable
-from onestem.request import SamplingParams
+from onestem.ops.sampling import IDLE, ROW, Drawn, RowTable
+from onestem.request import SamplingParams, TokenLogprobs
 
-__all__ = ["Sampler", "SamplingDefaults", "Step"]
+__all__ = [
+    "Chosen",
+    "Pending",
+    "PendingLogprobs",
+    "Sampled",
+    "Sampler",
+    "SamplingDefaults",
+    "SamplingRow",
+    "SamplingSettings",
+    "Step",
+]
+
+
+def _nothing() -> Sequence[int]:
+    return ()
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRow:
+    """One sequence that samples. The engine keeps it from the first token to the last.
+
+    Attributes:
+        params: the request's; the same object at every step (what it means is cached by identity).
+        seed: the request's 64-bit seed, `params.seed` or drawn.
+        sequence_index: which of the request's n sequences.
+        token_index: how many tokens it has sampled so far.
+        prompt_token_ids: of the request; the same object at every step, never changed.
+        output_token_ids: gives the ids sampled so far; asked where a penalty is set.
+        stop_ids: ids that may not be sampled before `params.min_tokens` (end of sequence unless
+            `ignore_eos`, and `stop_token_ids`).
+        allowed_mask: from the grammar: bits packed in int32 `[ceil(vocab / 32)]`, lowest bit first;
+            what a mask does not reach is forbidden.
+        place, record: the sampler's own: of its state of penalties (-1: none), and all that does
+            not change, as the device knows it.
+    """
+
+    params: SamplingParams
+    seed: int
+    sequence_index: int = 0
+    token_index: int = 0
+    prompt_token_ids: Sequence[int] | NDArray[np.integer] = ()
+    output_token_ids: Callable[[], Sequence[int] | NDArray[np.integer]] = _nothing
+    stop_ids: Collection[int] = ()
+    allowed_mask: Tensor | None = None
+    place: int = -1
+    record: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """`SamplingParams` with the model's defaults filled in and the neutral values named."""
+
+    temperature: float
+    top_k: int  # 0 where off
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias_ids: NDArray[np.int64]
+    bias_values: NDArray[np.float32]
+    min_tokens: int
+    logprobs: int | None
+
+    @property
+    def penalised(self) -> bool:
+        counts = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return counts or self.repetition_penalty != 1.0
+
+
+class Chosen(NamedTuple):
+    """Natural-log probabilities on the device.
+
+    Attributes:
+        own: `[m]`, of the chosen tokens.
+        ids, logprobs: `[m, k]`, of the most probable ones.
+    """
+
+    own: Tensor
+    ids: Tensor
+    logprobs: Tensor
+
+    def words(self) -> list[Tensor]:
+        """int64, as `TakenChosen.of` reads them."""
+        return [self.ids.flatten(), _as_bits(self.own), _as_bits(self.logprobs)]
+
+
+class TakenChosen(NamedTuple):
+    """The same on the host."""
+
+    own: NDArray[np.float64]
+    ids: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+
+    @staticmethod
+    def of(words: NDArray[np.int64], count: int) -> TakenChosen:
+        """From the words of so many rows."""
+        most = (len(words) // count - 1) // 2
+        ids, own, logprobs = np.split(words, [count * most, count * (most + 1)])
+        return TakenChosen(
+            own.view(np.float64),
+            ids.reshape(count, most),
+            logprobs.view(np.float64).reshape(count, most),
+        )
+
+    def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """Of each row the `counts` most probable tokens, in order, and a token that may be one of
+        them, else stands behind them."""
+        own, ids, logprobs = self.own.tolist(), self.ids.tolist(), self.logprobs.tolist()
+        found: list[TokenLogprobs] = []
+        for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
+            entry = dict(zip(ids[i][:count], logprobs[i][:count], strict=True))
+            entry.setdefault(token, own[i])
+            found.append(entry)
+        return found
+
+
+class Sampled(NamedTuple):
+    """What the rows of a step have sampled.
+
+    Attributes:
+        ids: int64 `[n]`.
+        status: int32 `[n]` (`onestem.ops.sampling.STATUS_OK`, ...).
+        entries: log-probabilities of the rows' tokens, where they are wanted.
+    """
+
+    ids: NDArray[np.int64]
+    status: NDArray[np.int32]
+    entries: dict[int, TokenLogprobs]
+
+
+class _Words:
+    """int64 words on their way to the host."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        packed = torch.cat(list(parts))
+        self._arrived: torch.cuda.Event | None = None
+        if packed.is_cuda:
+            self._here = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._here.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._here = packed
+
+    def take(self) -> NDArray[np.int64]:
+        """Wait for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here.numpy()
+
+
+class Pending:
+    """Sampled tokens that may not be there yet.
+
+    Attributes:
+        ids: int64 `[n]`, on the device.
+    """
+
+    def __init__(
+        self,
+        drawn: Drawn,
+        chosen: Chosen | None,
+        told: NDArray[np.int64],
+        counts: NDArray[np.int32],
+    ) -> None:
+        self.ids = drawn.ids
+        self._told, self._counts = told, counts
+        self._has_chosen = chosen is not None
+        chosen_words = [] if chosen is None else chosen.words()
+        self._words = _Words([drawn.ids, drawn.status.long(), *chosen_words])
+
+    def take(self) -> Sampled:
+        """Wait for the tokens."""
+        words, count = self._words.take(), len(self.ids)
+        ids, status = words[:count], words[count : 2 * count]
+        entries: dict[int, TokenLogprobs] = {}
+        if self._has_chosen:
+            chosen = TakenChosen.of(words[2 * count :], len(self._told))
+            made = chosen.entries(ids[self._told].tolist(), self._counts.tolist())
+            entries = dict(zip(self._told.tolist(), made, strict=True))
+        return Sampled(ids, status.astype(np.int32), entries)
+
+
+class PendingLogprobs:
+    """Log-probabilities of given tokens that may not be there yet, and of the `counts` most
+    probable ones beside each.
+
+    Attributes:
+        tokens: the given tokens.
+    """
+
+    def __init__(self, chosen: Chosen, tokens: Sequence[int], counts: Sequence[int]) -> None:
+        self.tokens, self._counts = tokens, counts
+        self._words = _Words(chosen.words())
+
+    def take(self) -> list[TokenLogprobs]:
+        """Wait for them."""
+        chosen = TakenChosen.of(self._words.take(), len(self.tokens))
+        return chosen.entries(self.tokens, self._counts)
+
+
+def _as_bits(values: Tensor) -> Tensor:
+    """float64 as int64, so that one copy brings all."""
+    return values.double().flatten().view(torch.int64)
+
 
 _CACHE_ENTRIES = 8192
 _CACHE_PROMPTS = 256  # whose different ids are kept, 8 bytes each

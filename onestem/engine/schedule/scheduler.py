@@ -6,18 +6,13 @@ import itertools
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Container
-from typing import Protocol
+from typing import Any, Protocol
 
 from onestem.cache import ModuleRun, PrefixCache, Run
-from onestem.engine.modules.prompt import SequenceModules
-from onestem.engine.schedule.edits import Chunk, Edits
-from onestem.engine.schedule.groups import PlannedGroups
-from onestem.engine.schedule.pins import PinnedPrefixes
+from onestem.engine.schedule.memory import PinnedPrefixes, PlannedGroups, ReservedPages, explain
 from onestem.engine.schedule.queue import RequestQueue
-from onestem.engine.schedule.reserved import ReservedPages
-from onestem.engine.schedule.reuse import explain
 from onestem.engine.schedule.throttle import JobShare, StepBudget
-from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.sequence import Chunk, Edits, RequestState, Sequence
 from onestem.request import Request
 
 __all__ = ["Scheduler", "SourceError"]
@@ -43,6 +38,7 @@ class SequenceFactory(Protocol):
 
     def open(self, request: Request) -> RequestState: ...
     def sequence(self, state: RequestState, index: int) -> Sequence: ...
+    def detokenizer(self, request: Request) -> Any: ...
     def refuse(self, request: Request, error: Exception) -> None:
         """A request cannot be opened."""
         ...
@@ -104,13 +100,13 @@ class Scheduler:
     Args:
         cache: the runs.
         queue: where new requests wait.
-        factory: makes a request's sequences when it is admitted, and those that part at its end.
         pins: prefixes that are kept.
         max_step_tokens: maximum rows of a step, half of them for prompts at least (`StepBudget`).
         max_step_seconds: what a step may take, by the measured time of a row; None: as it takes.
         lookahead_tokens: decodes that admission leaves room for, per sequence.
 
     Attributes:
+        factory: makes a request's sequences when it is admitted, and those that part at its end.
         running: sequences that are admitted, the oldest first, jobs last.
         prompts: those of them that do not decode yet, in the same order.
         waiting: opened, but not (or no longer) admitted.
@@ -144,7 +140,7 @@ class Scheduler:
         self.handling: Sequence | None = None
         self.groups = PlannedGroups(cache, self._group_open)
         self.tiers: ModuleTiers | None = None  # where modules' keys and values may be kept as well
-        self._factory = factory
+        self.factory = factory
         self._pins = pins
         self._orders = itertools.count()
         self._edits = Edits()
@@ -275,7 +271,7 @@ class Scheduler:
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """A sequence that goes on beside its parent (n > 1)."""
-        child = self._factory.sequence(parent.state, index)
+        child = self.factory.sequence(parent.state, index)
         child.score_from = None
         child.modules = parent.modules.fork(child) if parent.modules is not None else None
         child.order = next(self._orders)
@@ -496,15 +492,15 @@ class Scheduler:
     def _extend(self, sequence: Sequence, budget: int) -> int:
         """Schedule a sequence's next tokens, and before them the modules that it imports and that
         nobody has computed; gives their number, `budget` at most."""
-        modules, used = sequence.modules, 0
-        if modules is not None and not modules.complete:
-            used = self._extend_modules(sequence, modules, budget)
-            if not modules.complete:
-                return used
+        used = self._extend_modules(sequence, budget)
+        if sequence.modules is not None and not sequence.modules.complete:
+            return used
         return used + self._extend_path(sequence, budget - used)
 
-    def _extend_modules(self, sequence: Sequence, modules: SequenceModules, budget: int) -> int:
-        used = 0
+    def _extend_modules(self, sequence: Sequence, budget: int) -> int:
+        modules, used = sequence.modules, 0
+        if modules is None or modules.complete:
+            return 0
         for index, run in modules.missing(lambda run: self._load(sequence, run)):
             attends = modules.attended(index)
             theirs = run.owner is not None and run.owner is not sequence
@@ -640,10 +636,10 @@ class Scheduler:
 
     def _open(self, request: Request) -> None:
         try:
-            sequences = list(self._factory.open(request).sequences)
+            sequences = list(self.factory.open(request).sequences)
         except Exception as error:
             self.queue.pop()
-            self._factory.refuse(request, error)
+            self.factory.refuse(request, error)
             return
         self.queue.pop()
         for sequence in sequences:
@@ -659,10 +655,7 @@ class Scheduler:
         tokens = sequence.ids()[: sequence.num_to_compute].copy()
         run = self.cache.attach(tokens, sequence.match_limit, sequence, sequence.stretches)
         sequence.run = run
-        if sequence.state.pml is not None:
-            sequence.modules = SequenceModules(
-                self.cache.modules, sequence.state.pml, sequence, private=not self.cache.enabled
-            )
+        sequence.import_modules(self.cache)
         sequence.forget_path()
         try:
             while self.running and not self._reserved.have_room(sequence):

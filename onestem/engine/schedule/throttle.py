@@ -10,6 +10,7 @@ from __future__ import annotations
 
 __all__ = ["JobShare", "StepBudget"]
 
+
 SLOWDOWN = 1.15  # of a step, so that the 99th percentile stays below 1.25
 SAMPLES = 4  # steps of a cycle that run without jobs and measure the reference
 CYCLE = 68

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.engine.step.inputs import StepInputs
-from onestem.engine.step.order import Change
-from onestem.engine.step.runner import Prepared, Runner, ShareMode
+from onestem.engine.step.inputs import Change, StepInputs
+from onestem.engine.step.runner import Prepared, Runner
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
 from onestem.ops.triton import Scores, States, Workspace
 from onestem.ops.work import ListTooLong
+from onestem.request import ShareMode
 
 __all__ = ["GraphRunner"]
 

@@ -13,12 +13,11 @@ import numpy as np
 
 from onestem.cache import Run
 from onestem.engine.modules.prompt import ImportedRun
-from onestem.engine.schedule.edits import Chunk
-from onestem.engine.sequence import Sequence
-from onestem.engine.step.columns import Columns
+from onestem.engine.sequence import Chunk, ScoreRow, Sequence
+from onestem.engine.step.slots import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 
-__all__ = ["DecodeLayout", "Rows", "ScoreRow", "StepInputs", "join_prompts"]
+__all__ = ["Change", "DecodeLayout", "Rows", "StepInputs", "join_prompts"]
 
 # Page ids that a decode's own run may take before its plan must be laid out anew.
 SLACK_PAGES = 8
@@ -48,14 +47,6 @@ class Rows(Columns):
     length: np.ndarray
 
 
-@dataclass(slots=True)
-class ScoreRow:
-    """Logits after token `index` of a sequence score the one that follows."""
-
-    sequence: Sequence
-    index: int
-
-
 @dataclass(frozen=True, eq=False)
 class StepInputs:
     """Host arrays of one step.
@@ -79,6 +70,22 @@ class StepInputs:
     ends: list[Chunk]
     scores: list[ScoreRow]
     shared_read_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a step of decodes differs in from the one before it, where only lengths have changed.
+
+    Attributes:
+        spans: int64 `[n]`, the spans that grew by one token.
+        runs, page_index, pages: int64 `[m]`: page `pages[i]` was put at `page_index[i]` of run
+            `runs[i]`.
+    """
+
+    spans: np.ndarray
+    runs: np.ndarray
+    page_index: np.ndarray
+    pages: np.ndarray
 
 
 def join_prompts(

@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.engine.sampling.sampled import Pending, PendingLogprobs
-from onestem.engine.sampling.sampler import Sampler, Step
-from onestem.engine.schedule.edits import Edits
-from onestem.engine.step.flight import Flight
-from onestem.engine.step.inputs import ScoreRow
+from onestem.engine.sampling.sampler import Pending, PendingLogprobs, Sampler, Step
+from onestem.engine.sequence import Edits, ScoreRow
 from onestem.engine.step.order import Order
 from onestem.engine.step.runner import Runner
-from onestem.engine.step.slots import Slots
+from onestem.models.decoder import Decoder
+from onestem.ops import AttentionImpl
 
-__all__ = ["Launcher"]
+__all__ = ["Flight", "Launcher", "make_runner"]
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """What a launched step will give.
+
+    Attributes:
+        edits: what it differed in from the one before it.
+        slots, generations: int64 `[n]`, of each sample; a slot of another generation by now is
+            another sequence's.
+        num_released: slots that had been released when it was launched.
+        last: bool `[n]`, samples after which their sequences may have no more.
+        is_plain: nobody looks at a sample as it comes, unless it is an end-of-sequence id.
+        num_decodes: samples of rows that decode; the others are the first behind prompts.
+        sampled: the samples; None: there are none.
+        scores: given tokens that are scored, and `scored` their log-probabilities.
+        began: when it was launched, in seconds.
+    """
+
+    edits: Edits
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    num_released: int
+    last: NDArray[np.bool_]
+    is_plain: bool
+    num_decodes: int
+    sampled: Pending | None
+    scores: list[ScoreRow]
+    scored: PendingLogprobs | None
+    began: float
 
 
 class Launcher:
@@ -30,24 +60,18 @@ class Launcher:
         began: when the last one was launched, in seconds.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, slots: Slots) -> None:
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self.runner = runner
         self.flights: list[Flight] = []
         self._sampler = sampler
-        self._slots = slots
         self._step: Step | None = None  # how rows sample, while they stay the same
         self._is_watched = True  # some of them, as their tokens come
         self.began = 0.0
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether some sequences have a grammar."""
-        return bool(self._slots.masked)
-
     def follows(self, order: Order) -> bool:
         """Whether the step launched last samples the token of each row that decodes, or nothing is
         in flight: else what is in flight is taken before the next launch."""
-        return not self.flights or bool((self._slots.flight_row[order.rows.slot] >= 0).all())
+        return not self.flights or bool((order.slots.flight_row[order.rows.slot] >= 0).all())
 
     def forward(self, order: Order) -> Tensor:
         """Logits float32 `[num_logits, vocab]` of the order's step."""
@@ -59,18 +83,18 @@ class Launcher:
         """The decodes' tokens on the device; None: the step's inputs have them."""
         slots = order.rows.slot
         if not self.flights or not len(order):
-            order.inputs.token_ids[: len(order)] = self._slots.last_id[slots]
+            order.inputs.token_ids[: len(order)] = order.slots.last_id[slots]
             return None
         sampled = self.flights[-1].sampled
         assert sampled is not None
-        rows = self._slots.flight_row[slots]
+        rows = order.slots.flight_row[slots]
         if np.array_equal(rows, np.arange(len(rows))):
             return sampled.ids[: len(rows)]
         return sampled.ids[self.runner.on_device(rows)]
 
     def sample(self, order: Order, edits: Edits, logits: Tensor) -> Flight:
         """Sample and score the step's rows. Nothing is waited for."""
-        columns, slots = self._slots, order.sampled
+        columns, slots = order.slots, order.sampled
         with torch.inference_mode():
             sampled = self._sample(order, logits[: len(slots)]) if len(slots) else None
             scored = self._score(order.inputs.scores, logits[len(slots) :])
@@ -98,12 +122,12 @@ class Launcher:
     def _sample(self, order: Order, logits: Tensor) -> Pending:
         masked = self._masked(order)
         if order.change is None or masked or self._step is None:
-            records = self._slots.records[order.sampled].copy()
-            records["token"] = (self._slots.computed - self._slots.num_prompt)[order.sampled]
+            records = order.slots.records[order.sampled].copy()
+            records["token"] = (order.slots.computed - order.slots.num_prompt)[order.sampled]
             rows = order.sampled.tolist()
             self._step = Step(
                 records,
-                lambda i: self._slots.sampling_row(rows[i]),
+                lambda i: order.slots.sampling_row(rows[i]),
                 self._sampler,
                 masked=masked,
             )
@@ -114,10 +138,10 @@ class Launcher:
 
     def _masked(self, order: Order) -> list[int]:
         """Samples that a grammar masks; the host has seen all their tokens."""
-        if not self._slots.masked:
+        if not order.slots.masked:
             return []
-        found = np.flatnonzero(np.isin(order.sampled, list(self._slots.masked)))
-        return [i for i in found.tolist() if self._slots.fill_mask(int(order.sampled[i]))]
+        found = np.flatnonzero(np.isin(order.sampled, list(order.slots.masked)))
+        return [i for i in found.tolist() if order.slots.fill_mask(int(order.sampled[i]))]
 
     def _score(self, scores: list[ScoreRow], logits: Tensor) -> PendingLogprobs | None:
         if not scores:
@@ -130,3 +154,14 @@ class Launcher:
         """What is in flight is computed again."""
         self.flights.clear()
         self._step = None
+
+
+def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:
+    """CUDA graphs where the attention can be in them."""
+    if decoder.device.type != "cuda" or impl.name != "triton":
+        return Runner(decoder, impl, **options)
+    from onestem.engine.step.graphs import GraphRunner
+
+    runner = GraphRunner(decoder, impl, **options)
+    runner.warm_up()
+    return runner

@@ -10,41 +10,24 @@ with. Chunks of prompts are rows of one step, after all others.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from onestem.cache import PrefixCache, Run
-from onestem.engine.schedule.edits import Chunk, Edits
-from onestem.engine.sequence import Sequence
-from onestem.engine.step.inputs import DecodeLayout, Rows, StepInputs, join_prompts
+from onestem.engine.sequence import Chunk, Edits, Sequence
+from onestem.engine.step.inputs import Change, DecodeLayout, Rows, StepInputs, join_prompts
 from onestem.engine.step.slots import Slots
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITION
 
-__all__ = ["Change", "Order"]
+__all__ = ["Order"]
 
 # Rows are made anew: where so many words of page lists belong to nobody; where a newcomer would
 # read so many tokens apart from others that read them too; where more than this share comes.
 SPARE_WORDS = 1 << 15
 APART_TOKENS = 64
 FEW, FEW_SHARE = 8, 0.125
-
-
-@dataclass(frozen=True, eq=False)
-class Change:
-    """What a step of decodes differs in from the one before it, where only lengths have changed.
-
-    Attributes:
-        spans: int64 `[n]`, the spans that grew by one token.
-        runs, page_index, pages: int64 `[m]`: page `pages[i]` was put at `page_index[i]` of run
-            `runs[i]`.
-    """
-
-    spans: np.ndarray
-    runs: np.ndarray
-    page_index: np.ndarray
-    pages: np.ndarray
 
 
 class Order:

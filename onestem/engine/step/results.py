@@ -1,33 +1,27 @@
-"""What becomes of a step: scores, sampled tokens, texts, ends."""
+"""What becomes of a step: scores, sampled tokens, texts, ends; and whose an error of it is."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onestem.engine.outputs import BROKEN
-from onestem.engine.sampling.masked import why_masked
-from onestem.engine.sampling.sampled import Sampled
-from onestem.engine.sampling.sampler import Sampler
-from onestem.engine.schedule.edits import Chunk
-from onestem.engine.schedule.factory import SequenceFactory
+from onestem.engine.outputs import BROKEN, EngineStats
+from onestem.engine.sampling.sampler import Sampled, Sampler
 from onestem.engine.schedule.scheduler import Scheduler
-from onestem.engine.sequence import RequestState, Sequence
-from onestem.engine.stats import EngineStats
-from onestem.engine.step.flight import Flight
-from onestem.engine.step.inputs import ScoreRow
+from onestem.engine.sequence import Chunk, RequestState, ScoreRow, Sequence
+from onestem.engine.step.launch import Flight
 from onestem.engine.step.slots import Slots
-from onestem.engine.text.detokenize import IncrementalDetokenizer
-from onestem.engine.text.tokenizer import Tokenizer
 from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
-from onestem.request import FinishReason, TokenLogprobs
+from onestem.request import FinishReason, TokenLogprobs, why_masked
 
-__all__ = ["Results"]
+__all__ = ["Results", "Suspects"]
+
 
 NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
 
@@ -41,8 +35,6 @@ class Results:
         scheduler: told of ends.
         slots: of the sequences that sample.
         sampler: told of ends.
-        factory: makes a request's sequences that end before they part.
-        tokenizer: None: there is no text.
         eos_token_ids: tokens that end a sequence.
         stats: output tokens are counted there.
 
@@ -57,8 +49,6 @@ class Results:
         scheduler: Scheduler,
         slots: Slots,
         sampler: Sampler,
-        factory: SequenceFactory,
-        tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         stats: EngineStats,
     ) -> None:
@@ -67,8 +57,6 @@ class Results:
         self._scheduler = scheduler
         self._slots = slots
         self._sampler = sampler
-        self._factory = factory
-        self._tokenizer = tokenizer
         self._eos = eos_token_ids
         self._stats = stats
 
@@ -243,11 +231,10 @@ class Results:
         """End a sequence: its text is completed, its runs are let go."""
         sequence.leave_slot()
         sequence.finish_reason = reason
-        if self._tokenizer is not None:
-            try:
-                self._finish_text(sequence, self._tokenizer)
-            except Exception as error:
-                self._note_broken(sequence, error)
+        try:
+            self._finish_text(sequence)
+        except Exception as error:
+            self._note_broken(sequence, error)
         self._let_go(sequence)
 
     def end_broken(self, sequence: Sequence, error: Exception) -> None:
@@ -282,20 +269,19 @@ class Results:
         state = sequence.state
         state.forked = True
         for index in range(len(state.sequences), state.request.params.n):
-            other = self._factory.sequence(state, index)
+            other = self._scheduler.factory.sequence(state, index)
             other.finish_reason, other.stop_reason = reason, sequence.stop_reason
             state.sequences.append(other)
 
-    def _finish_text(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+    def _finish_text(self, sequence: Sequence) -> None:
         """The rest of the text; all of it where nobody needed it before."""
         detokenizer = sequence.detokenizer
         if detokenizer is not None and detokenizer.stop_reason is not None:
             return
         if detokenizer is None:
-            request = sequence.state.request
-            detokenizer = IncrementalDetokenizer(
-                tokenizer, request.params, request.prompt_token_ids
-            )
+            detokenizer = self._scheduler.factory.detokenizer(sequence.state.request)
+            if detokenizer is None:
+                return
             sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
         sequence.text += detokenizer.finish()
         if detokenizer.stop_reason is not None and sequence.finish_reason != "abort":
@@ -311,3 +297,70 @@ class Results:
     def _ends(self, sequence: Sequence, token: int) -> bool:
         params = sequence.state.request.params
         return token in params.stop_token_ids or (not params.ignore_eos and token in self._eos)
+
+
+# Failed steps until all that are suspected are ended: more than halving 2^15 sequences takes.
+MAX_FAILURES = 40
+
+
+class Suspects:
+    """Sequences of a step that failed. They are tried by themselves, in halves, until one fails
+    alone: the error is its own. What fails once and not again costs nobody an answer."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[Sequence]] = []
+        self._known: dict[Sequence, int] = {}  # tokens that each had when it was suspected
+        self._num_failures = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether steps fail whoever is in them."""
+        return self._num_failures > MAX_FAILURES
+
+    @property
+    def tried(self) -> frozenset[Sequence] | None:
+        """Who may have rows in the next step; None: nobody is suspected."""
+        return frozenset(self._groups[-1]) if self._groups else None
+
+    def failed(self, involved: Iterable[Sequence]) -> list[Sequence]:
+        """A step of these failed, or of those that are tried; whom the error is put down to. What
+        was in flight is lost."""
+        self._num_failures += 1
+        is_trial = bool(self._groups)
+        group = self._groups.pop() if is_trial else list(involved)
+        group = [sequence for sequence in group if sequence.finish_reason is None]
+        if self.is_hopeless:
+            found = [*involved, *group, *(s for other in self._groups for s in other)]
+            self._groups.clear()
+            return [s for s in dict.fromkeys(found) if s.finish_reason is None]
+        if len(group) == 1 and is_trial:
+            return group
+        self._known.update((sequence, _position(sequence)) for sequence in group)
+        half = len(group) // 2
+        self._groups += [part for part in (group[half:], group[:half]) if part]
+        return []
+
+    def passed(self, *, has_rows: bool) -> None:
+        """A step was computed and taken. Who came further than before is not to blame; nor are
+        those that cannot be tried, since they wait for others."""
+        if not self._groups:
+            self._num_failures *= not has_rows
+            return
+        left = [s for s in self._groups[-1] if s.finish_reason is None and self._stands(s)]
+        if left and has_rows:
+            self._groups[-1] = left
+        else:
+            self._groups.pop()
+        if not self._groups:
+            self._known.clear()
+
+    def _stands(self, sequence: Sequence) -> bool:
+        return _position(sequence) <= self._known[sequence]
+
+
+def _position(sequence: Sequence) -> int:
+    """Tokens of a sequence whose rows were launched; one that lost its memory is to come to its
+    next token."""
+    if sequence.slot >= 0:
+        return sequence.num_launched
+    return sequence.frontier if sequence.run is not None else len(sequence.tokens) - 1

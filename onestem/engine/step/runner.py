@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onestem.engine.step.inputs import StepInputs
-from onestem.engine.step.order import Change
+from onestem.engine.step.inputs import Change, StepInputs
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
+from onestem.request import ShareMode
 
-__all__ = ["Prepared", "Runner", "ShareMode"]
-
-ShareMode = Literal["full", "storage", "off", "no-attention"]
+__all__ = ["Prepared", "Runner"]
 
 # By window; empty where nothing is attended.
 Prepared = dict[int | None, PreparedAttention]

@@ -7,17 +7,59 @@ Which rows a step has, and in which order, is another matter (`onestem.engine.st
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Self
 
 import numpy as np
 
-from onestem.engine.sampling.row import SamplingRow
-from onestem.engine.sampling.sampler import Sampler
+from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.engine.sequence import Sequence
-from onestem.engine.step.columns import Columns
 from onestem.ops.sampling import IDLE, ROW
 from onestem.request import TokenLogprobs
 
-__all__ = ["Slots"]
+__all__ = ["Columns", "Slots"]
+
+
+class Columns:
+    """int64 arrays by name. A subclass names them in `NAMES`, and declares each as an attribute.
+
+    They are arrays of their own and not fields of one: most work of a step reads or writes a single
+    column, and strided ones take several times as long.
+    """
+
+    NAMES: tuple[str, ...] = ()
+
+    def __init__(self, length: int = 0) -> None:
+        for name in self.NAMES:
+            setattr(self, name, np.zeros(length, np.int64))
+
+    def __len__(self) -> int:
+        return len(getattr(self, self.NAMES[0]))
+
+    def lengthen(self, count: int) -> None:
+        """So many zeros more, in place."""
+        for name in self.NAMES:
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(count, np.int64))))
+
+    def kept(self, rows: np.ndarray) -> Self:
+        """Those of bool `rows`."""
+        return self._each({name: getattr(self, name)[rows] for name in self.NAMES})
+
+    def inserted(self, at: int, other: Self) -> Self:
+        """With all of another's before row `at`."""
+        return self._each(
+            {
+                name: np.concatenate((mine[:at], getattr(other, name), mine[at:]))
+                for name in self.NAMES
+                for mine in (getattr(self, name),)
+            }
+        )
+
+    def _each(self, arrays: dict[str, np.ndarray]) -> Self:
+        made = type(self)()
+        for name, array in arrays.items():
+            setattr(made, name, array)
+        return made
+
 
 # Tokens that nobody looks at as they come are handed to their sequences so many at a time.
 FLUSH_TOKENS = 64

@@ -1,21 +1,34 @@
-"""Prefixes that are computed ahead of any request and stay until they are let go."""
+"""KV memory that is spoken for: pinned prefixes, those of planned groups, what decodes will need.
+And why a prompt shares what it shares."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from onestem.cache import PrefixCache, Run
 from onestem.engine.schedule.queue import FifoQueue
-from onestem.engine.sequence import Sequence, stretches_of
+from onestem.engine.sequence import RequestState, Sequence, stretches_of
 from onestem.errors import RequestError
-from onestem.request import Request, SamplingParams
+from onestem.request import Request, Reuse, SamplingParams
 
-__all__ = ["PinnedPrefixes", "PrefixInfo", "PrefixRequest", "prefix_id"]
+__all__ = [
+    "ReservedPages",
+    "PinnedPrefixes",
+    "PlannedGroups",
+    "PrefixInfo",
+    "PrefixRequest",
+    "explain",
+    "prefix_id",
+]
+
+SHOWN = 4  # tokens of runs beside a prompt's own, for an explanation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,3 +208,157 @@ class PinnedPrefixes:
     def runs(self) -> dict[Run, str]:
         """Of all prefixes, with those above them: the name of a prefix that holds each."""
         return {run: p.name for p in self._pins.values() if p.run for run in p.run.path()}
+
+
+class PlannedGroups:
+    """Who of each group is here, and what is pinned for it.
+
+    Args:
+        cache: where the prefixes are.
+        is_open: whether further members of a group may still come.
+    """
+
+    def __init__(self, cache: PrefixCache, is_open: Callable[[int], bool]) -> None:
+        self._cache = cache
+        self._is_open = is_open
+        self._pins: dict[int, Run] = {}
+        self._members: dict[int, set[RequestState]] = {}
+
+    @property
+    def num_pinned(self) -> int:
+        """Prefixes that are kept."""
+        return len(self._pins)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A member was admitted: its group's prefix stays from now on."""
+        request = sequence.state.request
+        group = request.group
+        if group is None or not self._cache.enabled:
+            return
+        self._members.setdefault(group, set()).add(sequence.state)
+        if group in self._pins or request.group_prefix_tokens <= 0:
+            return
+        limit = min(request.group_prefix_tokens, len(request.prompt_token_ids) - 1)
+        ids = sequence.ids()[:limit].copy()
+        node, matched = self._cache.tree.match(ids, limit, sequence.stretches)
+        if matched == limit > 0:
+            self._cache.pin(node)
+            self._pins[group] = node
+
+    def finished(self, state: RequestState) -> None:
+        """A sequence of a request has ended."""
+        group = state.request.group
+        if group is None or not state.finished:
+            return
+        self._members.get(group, set()).discard(state)
+        self.release_closed()
+
+    def release_closed(self) -> None:
+        """Let go of what groups keep that have no member here and to which none can come."""
+        members = self._members.items()
+        self._release([g for g, left in members if not left and not self._is_open(g)])
+
+    def release_all(self) -> None:
+        """Let go of all planned prefixes."""
+        self._release(list(self._pins))
+
+    def release_jobs(self) -> bool:
+        """Let go of what groups of jobs keep; False: nothing."""
+        members = self._members.items()
+        groups = [g for g, left in members if any(m.request.priority == "job" for m in left)]
+        pinned = [group for group in groups if group in self._pins]
+        self._unpin(pinned)
+        return bool(pinned)
+
+    def _release(self, groups: list[int]) -> None:
+        for group in groups:
+            self._members.pop(group, None)
+        self._unpin(groups)
+
+    def _unpin(self, groups: list[int]) -> None:
+        for group in groups:
+            node = self._pins.pop(group, None)
+            if node is not None:
+                self._cache.unpin(node)
+
+
+def explain(sequence: Sequence, path: list[Run], prefix: str | None) -> Reuse:
+    """Args:
+    sequence: just admitted: the runs that it is to compute are its own.
+    path: its runs.
+    prefix: the longest pinned prefix on it.
+    """
+    own = next((run for run in path if run.owner is sequence and run.computed == 0), None)
+    matched = own.start if own is not None else len(sequence.tokens)
+    beside = _beside(own) if own is not None else ()
+    at_end = matched >= sequence.match_limit
+    return Reuse(
+        matched_tokens=matched,
+        prefix=prefix,
+        ended="prompt" if at_end else "differs" if beside else "new",
+        here=sequence.tokens[matched] if matched < len(sequence.tokens) else None,
+        there=() if at_end else beside,
+    )
+
+
+def _beside(own: Run) -> tuple[int, ...]:
+    """First tokens of the other runs that go on where this one begins, of the same label: what
+    another salt has stored is nobody's business."""
+    assert own.parent is not None
+    others = (run for run in own.parent.children.values() if run is not own)
+    return tuple(islice((run.tokens[0] for run in others if run.label == own.label), SHOWN))
+
+
+class ReservedPages:
+    """What was reserved when it was counted, and to who was admitted since.
+
+    Args:
+        cache: the runs.
+        lookahead_tokens: decodes that admission leaves room for, per sequence.
+    """
+
+    def __init__(self, cache: PrefixCache, lookahead_tokens: int) -> None:
+        self._cache = cache
+        self._lookahead_tokens = lookahead_tokens
+        self._num_pages = 0
+
+    def count(self, running: Iterable[Sequence]) -> None:
+        """Count anew, for all who run."""
+        self._num_pages = sum(map(self._pages, running))
+
+    def add(self, sequence: Sequence) -> None:
+        """One more is admitted."""
+        self._num_pages += self._pages(sequence)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """One of those who were counted is to be preempted."""
+        self._num_pages -= self._pages(sequence)
+
+    def have_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence with its path attached fits beside what is reserved."""
+        needed = self._uncomputed(sequence) + self._lookahead(sequence)
+        return needed + self._num_pages <= self._cache.pool.num_available
+
+    def _pages(self, sequence: Sequence) -> int:
+        if sequence.slot >= 0:
+            return self._lookahead(sequence)
+        return self._uncomputed(sequence) + self._lookahead(sequence)
+
+    def _uncomputed(self, sequence: Sequence) -> int:
+        """Pages still to be allocated on its path, for runs that it is to compute itself."""
+        size = self._cache.pool.page_size
+        imported = sequence.modules.missing_pages() if sequence.modules is not None else 0
+        return imported + sum(
+            max(0, -(-(run.offset + len(run.tokens)) // size) - len(run.pages))
+            for run in sequence.path(self._cache.tree.num_splits)
+            if run.owner is sequence or run.owner is None
+        )
+
+    def _lookahead(self, sequence: Sequence) -> int:
+        if sequence.score_only:
+            return 0
+        most = sequence.state.request.params.max_tokens
+        ahead = self._lookahead_tokens
+        if most is not None:
+            ahead = min(ahead, most - sequence.num_output)
+        return self._cache.pool.pages_for(ahead)

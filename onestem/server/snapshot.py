@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from onestem.engine.engine import Engine
     from onestem.engine.sequence import Sequence
 
-__all__ = ["snapshot"]
+__all__ = ["snapshot_of"]
 
 MOST_RUNS = 400
 MOST_MODULES = 200
 FIRST_TOKENS = 12
 
 
-def snapshot(engine: Engine) -> dict[str, Any]:
+def snapshot_of(engine: Engine) -> dict[str, Any]:
     """Plain values, for JSON.
 
     `runs`: the largest by tokens, each after its parent: id, parent (None at the top), start,
