@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
+from onestem.checked import show
 from onestem.engine.engine import Engine, check_counts
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
@@ -27,7 +28,7 @@ from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
-from onestem.request import Request, RequestOutput, SamplingParams, ShareMode, show
+from onestem.request import Request, RequestOutput, SamplingParams, ShareMode
 from onestem.threads import usable_cores
 
 __all__ = [

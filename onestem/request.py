@@ -6,11 +6,20 @@ four). Field names are those that users of vLLM and of OpenAI's API know.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from onestem.checked import EXPECTED, Checked, DescribedBy, Object, check, plain, show
 from onestem.errors import RequestError
 from onestem.pml import CompiledPrompt
 
@@ -27,7 +36,6 @@ __all__ = [
     "TokenLogprobs",
     "is_masked",
     "masking_fields",
-    "show",
     "why_masked",
 ]
 
@@ -40,10 +48,14 @@ TokenLogprobs = Mapping[int, float]
 
 MAX_LOGPROBS = 100
 MAX_CHOICES = 1024  # each is a sequence, as each of n is
-MAX_STOPS = 64  # each is looked for behind every token
+MAX_STOPS = 64  # each is looked for after every token
+MAX_TOKEN_ID = 2**31 - 1  # ids are kept as int32
+TEXT = {"type": "string", "minLength": 1}
+_FORBIDDEN = "no token may follow: "
+TOP_K = "an integer of at least -1 (0 and -1: off)"
 
 # A choice is scored whole, as the model's own distribution has it: these would not change it.
-NEUTRAL_BESIDE_CHOICES: Mapping[str, object] = {
+_FREE_BESIDE_CHOICES: Mapping[str, object] = {
     "n": 1,
     "response_format": None,
     "stop": (),
@@ -56,212 +68,218 @@ NEUTRAL_BESIDE_CHOICES: Mapping[str, object] = {
 }
 
 
-def show(value: object) -> str:
-    """`value` for an error message: its start, on one line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:79] + "…"
+def _texts(value: Any) -> Any:
+    """One text or several as a tuple; None is none."""
+    if isinstance(value, str):
+        return (value,)
+    return () if value is None else _tuple(value)
 
 
-def _check(ok: bool, name: str, value: object, limit: str) -> None:
-    if not ok:
-        raise RequestError(f"{name} is {show(value)}, expected {limit}")
+def _tuple(value: Any) -> Any:
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return tuple(value) if is_list else value
 
 
-def _check_count(name: str, values: Sequence[object], limit: int, way_out: str) -> None:
-    if len(values) > limit:
-        raise RequestError(f"{name} has {len(values)} texts, limit is {limit}: {way_out}")
+def _ids(value: Any) -> Any:
+    """Each id once, in a tuple."""
+    value = _tuple(value)
+    if not isinstance(value, tuple):
+        return () if value is None else value
+    value = tuple(map(plain, value))
+    return tuple(dict.fromkeys(value)) if {type(one) for one in value} <= {int} else value
 
 
-def _tuple(name: str, value: object, limit: str) -> tuple[Any, ...]:
-    """A sequence as a tuple; None is an empty one."""
-    ok = value is None or (isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
-    _check(ok, name, value, limit)
-    return tuple(value) if isinstance(value, Sequence) else ()
+def _ids_as_keys(value: Any) -> Any:
+    """JSON's objects have texts as keys."""
+    if not isinstance(value, Mapping):
+        return value
+    biases: dict[Any, Any] = {}
+    for key, bias in value.items():
+        if isinstance(key, str):
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise RequestError(
+                    f"a key of logit_bias is {show(key)}, expected a token id in decimal digits"
+                )
+            key = int(key)
+        if key in biases:
+            raise RequestError(f"a key of logit_bias is {show(key)}, expected each token id once")
+        biases[key] = bias
+    return biases
 
 
-def _once_each(ids: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each id once; what is no list of integers stays, to be refused."""
-    return tuple(dict.fromkeys(ids)) if all(map(_is_int, ids)) else ids
+def _mapping(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _format(value: dict[str, Any]) -> dict[str, Any]:
+    """As it was given: whether it is one is all that is asked here."""
+    check(ResponseFormat, value, "response_format")
+    return value
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+class NamedSchema(Object):
+    """A JSON schema that an answer is held to."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class ResponseFormat(Object):
+    """What an answer is held to: OpenAI's object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                f"response_format of type {self.type} "
+                f"{'needs' if self.json_schema is None else 'has'} json_schema"
+            )
+        return self
+
+
+if TYPE_CHECKING:
+    Text = str
+    Stops = str | Sequence[str] | None
+    Texts = Sequence[str]
+    TokenIds = Sequence[int]
+    Bias = Mapping[int, float]
+    Format = Mapping[str, Any]
+else:
+    Text = Annotated[str, Field(min_length=1)]
+    TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+    Texts = Annotated[
+        tuple[Text, ...], Field(min_length=1, max_length=MAX_CHOICES), BeforeValidator(_tuple)
+    ]
+    Stops = Annotated[
+        tuple[Text, ...],
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_texts),
+        WithJsonSchema(
+            {
+                "anyOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": MAX_STOPS}],
+                EXPECTED: "non-empty text or a list of non-empty texts",
+            }
+        ),
+    ]
+    TokenIds = Annotated[tuple[TokenId, ...], FailFast(), BeforeValidator(_ids)]
+    BiasKey = Annotated[TokenId, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,10}$"})]
+    Bias = Annotated[
+        dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_ids_as_keys)
+    ]
+    Format = Annotated[
+        dict[str, Any],
+        BeforeValidator(_mapping),
+        AfterValidator(_format),
+        DescribedBy(ResponseFormat),
+    ]
+
+
+class SamplingParams(Checked):
     """How to continue a prompt.
 
     `None` in `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` means the model's
     own default (`generation_config.json`), or, where that is silent: 1.0, off, 1.0, 0.0, 1.0.
-
-    Attributes:
-        n: sequences to sample; they share the prompt's KV.
-        max_tokens: most tokens to sample; `None`: up to the model's length.
-        min_tokens: end-of-sequence and stop conditions cannot hold before so many tokens.
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1: all.
-        top_p: keep the smallest set with this probability mass.
-        min_p: keep tokens with at least `min_p` times the top token's probability.
-        presence_penalty, frequency_penalty: OpenAI's, over the sampled tokens; -2..2.
-        repetition_penalty: over prompt and sampled tokens; from 1e-6, 1 is off.
-        seed: random numbers are a function of (seed, sequence index, token index) alone.
-            `None`: the engine draws one per request; jobs derive it from the request's id.
-        stop: strings that end the sequence, at most 64; cut from the text.
-        stop_token_ids: further ids that end the sequence.
-        ignore_eos: go on after an end-of-sequence token.
-        logprobs: for each sampled token its log-probability, and those of so many of the most
-            probable ones. They are the model's own: natural logarithms at temperature 1, before
-            penalties, bias, masks, top-k, top-p and min-p.
-        prompt_logprobs: the same for the prompt's tokens (their first has none).
-        logit_bias: token id -> number added to its logit, -100..100.
-        choices: pick the most probable of these texts, at most 1,024, instead of sampling. What
-            steers sampling means nothing then: stop, min_tokens, penalties and bias are refused,
-            temperature, top_k, top_p, min_p and seed have no effect.
-        response_format: OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`,
-            `{"type": "json_object"}` or `{"type": "text"}`.
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string at the text's end.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] = ()
+    n: int = Field(default=1, ge=1, le=1024)
+    """Sequences to sample; they share the prompt's KV."""
+
+    max_tokens: int | None = Field(default=16, ge=1)
+    """Maximum tokens to sample; None: up to the model's length."""
+
+    min_tokens: int = Field(default=0, ge=0)
+    """End-of-sequence and stop conditions cannot hold before so many tokens."""
+
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """0 is greedy."""
+
+    top_k: int | None = Field(default=None, ge=-1, json_schema_extra={EXPECTED: TOP_K})
+    """Keep the k most likely tokens; 0 or -1: all."""
+
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the smallest set of tokens with this probability mass."""
+
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Keep tokens with at least `min_p` times the top token's probability."""
+
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """OpenAI's, over the sampled tokens."""
+
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """OpenAI's, over the sampled tokens."""
+
+    repetition_penalty: float | None = Field(default=None, ge=1e-6, le=100)
+    """Over prompt and sampled tokens; 1 is off."""
+
+    seed: int | None = Field(
+        default=None, ge=-(2**63), le=2**64 - 1, json_schema_extra={EXPECTED: "a 64-bit integer"}
+    )
+    """Random numbers are a function of (seed, sequence index, token index) alone. None: the engine
+    draws one per request; jobs derive it from the request's id."""
+
+    stop: Stops = ()
+    """Texts that end the sequence; cut from its text."""
+
+    stop_token_ids: TokenIds = ()
+    """Further ids that end the sequence."""
+
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    choices: Sequence[str] | None = None
-    response_format: Mapping[str, Any] | None = None
+    """Go on after an end-of-sequence token."""
+
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """For each sampled token its log-probability, and those of so many of the most probable ones.
+    They are the model's own: natural logarithms at temperature 1, before penalties, bias, masks,
+    top-k, top-p and min-p."""
+
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """The same for the prompt's tokens (their first has none)."""
+
+    logit_bias: Bias | None = None
+    """Token id to a number that is added to its logit."""
+
+    choices: Texts | None = None
+    """Pick the most probable of these texts instead of sampling. What steers sampling means nothing
+    then: stop, min_tokens, penalties and bias are refused; temperature, top_k, top_p, min_p and
+    seed have no effect."""
+
+    response_format: Format | None = None
+    """OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`, `{"type": "json_object"}`
+    or `{"type": "text"}`."""
+
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
     include_stop_str_in_output: bool = False
+    """Keep the stop string at the text's end."""
 
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _tuple("stop", stop, "a string or a list of strings"))
-        ids = _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        object.__setattr__(self, "stop_token_ids", _once_each(ids))
-        if self.choices is not None:
-            choices = _tuple("choices", self.choices, "a list of texts")
-            object.__setattr__(self, "choices", choices)
-        for name in ("logit_bias", "response_format"):
-            value = getattr(self, name)
-            _check(value is None or isinstance(value, Mapping), name, value, "a mapping or None")
-        if self.logit_bias is not None:  # what its owner does to it later is another matter
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
-        self._check_counts()
-        self._check_probabilities()
-        self._check_texts()
-
-    def _check_counts(self) -> None:
-        _check(_is_int(self.n) and 1 <= self.n <= 1024, "n", self.n, "an integer from 1 to 1024")
-        _check(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
-            "max_tokens",
-            self.max_tokens,
-            "an integer of at least 1, or None",
-        )
-        _check(
-            _is_int(self.min_tokens) and self.min_tokens >= 0,
-            "min_tokens",
-            self.min_tokens,
-            "an integer of at least 0",
-        )
-        _check(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"at most max_tokens ({self.max_tokens})",
-        )
-        _check(
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "seed",
-            self.seed,
-            "a 64-bit integer or None",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _check(
-                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
-                name,
-                value,
-                f"an integer from 0 to {MAX_LOGPROBS}, or None",
+    @model_validator(mode="after")
+    def _check_together(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, expected at most max_tokens ({self.max_tokens})"
             )
-
-    def _check_probabilities(self) -> None:
-        def number(
-            name: str, low: float, high: float, limit: str, *, open_low: bool = False
-        ) -> None:
-            value = getattr(self, name)
-            if value is None:
-                return
-            ok = _is_number(value) and low <= value <= high and not (open_low and value == low)
-            _check(ok, name, value, limit)
-
-        number("temperature", 0.0, 100.0, "a number from 0 to 100")
-        number("top_p", 0.0, 1.0, "a number above 0 and at most 1", open_low=True)
-        number("min_p", 0.0, 1.0, "a number from 0 to 1")
-        number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
-        number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
-        number("repetition_penalty", 1e-6, 100.0, "a number from 1e-6 to 100")
-        _check(
-            self.top_k is None or (_is_int(self.top_k) and self.top_k >= -1),
-            "top_k",
-            self.top_k,
-            "an integer of at least -1 (0 and -1: off), or None",
-        )
-        for token, bias in (self.logit_bias or {}).items():
-            _check(_is_int(token) and token >= 0, "logit_bias key", token, "a token id")
-            _check(
-                _is_number(bias) and -100 <= bias <= 100,
-                f"logit_bias[{token}]",
-                bias,
-                "a number from -100 to 100",
-            )
-
-    def _check_texts(self) -> None:
-        assert isinstance(self.stop, tuple)
-        _check_count("stop", self.stop, MAX_STOPS, "give fewer")
-        for text in self.stop:
-            _check(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
-        for token in self.stop_token_ids:
-            _check(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids")
         if self.choices is not None:
             self._check_choices(self.choices)
+        return self
 
     def _check_choices(self, choices: Sequence[str]) -> None:
-        _check(len(choices) >= 1, "choices", choices, "at least one text")
-        _check_count("choices", choices, MAX_CHOICES, "pick among fewer, then among the winners")
-        for text in choices:
-            _check(isinstance(text, str) and text != "", "choices", text, "non-empty texts")
-        _check(len(set(choices)) == len(choices), "choices", choices, "different texts")
-        for name, neutral in NEUTRAL_BESIDE_CHOICES.items():
+        if len(set(choices)) < len(choices):
+            raise RequestError(f"choices is {show(choices)}, expected different texts")
+        for name, free in _FREE_BESIDE_CHOICES.items():
             value = getattr(self, name)
-            limit = f"{neutral or 'nothing'} together with choices"
-            _check(value in (None, neutral), name, value, limit)
+            if value not in (None, free):
+                raise RequestError(
+                    f"{name} is {show(value)}, expected {free or 'nothing'} together with choices"
+                )
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)
-
-
-_FORBIDDEN = "no token may follow: "
+        return SamplingParams(**{**dict(self), **changes})
 
 
 def masking_fields(params: SamplingParams) -> list[str]:

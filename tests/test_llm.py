@@ -153,9 +153,12 @@ def test_what_are_no_messages(llm, messages):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"ignore_eos": "false"}, "ignore_eos is 'false', expected a boolean"),
-        ({"skip_special_tokens": None}, "skip_special_tokens is None, expected a boolean"),
-        ({"include_stop_str_in_output": 2}, "include_stop_str_in_output is 2, expected a boolean"),
+        ({"ignore_eos": "false"}, "ignore_eos is 'false', expected true or false"),
+        ({"skip_special_tokens": None}, "skip_special_tokens is None, expected true or false"),
+        (
+            {"include_stop_str_in_output": 2},
+            "include_stop_str_in_output is 2, expected true or false",
+        ),
         ({"repetition_penalty": 1e-7}, "repetition_penalty is 1e-07, expected .* from 1e-6 to 100"),
         ({"temperature": np.zeros((3, 3))}, r"temperature is array\(\[\[0., 0., 0.\], \[0."),
     ],

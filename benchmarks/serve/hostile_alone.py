@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.serve.hostile_answers import Reply, choices_of
 from benchmarks.serve.hostile_pool import CHATS, PREFIXES, SCHEMAS, Case
-from onestem.batch.fields import Prompt
-from onestem.batch.results import ResponseFormat, answer_body
 from onestem.errors import OnestemError
 from onestem.llm import LLM
+from onestem.openai.read import Asked, Prompt, read_body, read_object
+from onestem.openai.write import ResponseFormat, answer_body
 from onestem.request import CompletionOutput, Request, RequestOutput
-from onestem.server.bodies import Asked, read_body
 from onestem.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ class Alone:
         """An answer, or a refusal."""
         try:
             asked = read_body(
-                "chat" if case.path == CHATS else "completion", json.dumps(case.body).encode()
+                "chat" if case.path == CHATS else "completion",
+                read_object(json.dumps(case.body).encode()),
             )
             requests = [self._request(asked, prompt) for prompt in asked.prompts]
             for request in requests:

@@ -45,13 +45,7 @@ from onestem.batch.interface import (
     SpooledPrompts,
 )
 from onestem.batch.journal import Journal, ResultCounts, result_line_number
-from onestem.batch.results import (
-    NotANumberError,
-    ResponseFormat,
-    answer_line,
-    error_line,
-    split_result_id,
-)
+from onestem.batch.results import answer_line, error_line, split_result_id
 from onestem.batch.spool import (
     CompilePml,
     InputSurvey,
@@ -66,6 +60,7 @@ from onestem.batch.spool import (
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
+from onestem.openai.write import NotANumberError, ResponseFormat
 from onestem.request import Request, RequestOutput, is_masked
 
 __all__ = ["run_job"]

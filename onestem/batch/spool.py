@@ -26,12 +26,13 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from onestem.batch.fields import Kind, Prompt
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.format import BatchRequest, LineError, parse_line
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.errors import JobError, OnestemError, RequestError
+from onestem.openai.read import Prompt
+from onestem.openai.schema import Kind
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
 
@@ -235,10 +236,8 @@ class Spool:
 
 
 def _params(job: str, custom_id: str, sampling: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters of a line. JSON has turned the keys of `logit_bias` into text."""
+    """The sampling parameters of a line."""
     fields = dict(sampling)
-    if fields.get("logit_bias") is not None:
-        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     if fields.get("seed") is None:
         fields["seed"] = derived_seed(job, custom_id)
     return SamplingParams(**fields)
@@ -432,7 +431,7 @@ class _FirstPass:
                 Request(
                     request_id=result_id(self._job, line.number),
                     prompt_token_ids=line.ids,
-                    params=request.params,
+                    params=request.asked.params,
                     pml=line.pml,
                 )
             )
@@ -462,7 +461,7 @@ class _Writer:
         if line.request is not None:
             self._ids.write(np.asarray(line.ids, np.int32).tobytes())
             num_ids = len(line.ids)
-            max_output = _max_output(line.request.params)
+            max_output = _max_output(line.request.asked.params)
             self._next_id += num_ids
         self._next_byte += len(record) + 1
         return [line.number, first_id, num_ids, record_start, len(record), max_output]
@@ -480,11 +479,12 @@ def _record(line: _Line) -> dict[str, Any]:
         error = line.error
         return {"custom_id": line.custom_id, "code": error.code, "message": str(error)}
     request = line.request
-    record: dict[str, Any] = {"custom_id": request.custom_id, "kind": request.kind}
-    if request.model is not None:
-        record["model"] = request.model
-    if request.return_token_ids:
+    asked, prompt = request.asked, request.prompt
+    record: dict[str, Any] = {"custom_id": request.custom_id, "kind": asked.kind}
+    if asked.model is not None:
+        record["model"] = asked.model
+    if asked.return_token_ids:
         record["return_token_ids"] = True
-    if request.prompt.pml is not None:
-        record |= {"pml": request.prompt.pml, "isolation": request.prompt.isolation}
-    return record | {"sampling": dict(request.sampling)}
+    if prompt.pml is not None:
+        record |= {"pml": prompt.pml, "isolation": prompt.isolation}
+    return record | {"sampling": dict(asked.sampling)}

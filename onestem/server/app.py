@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from onestem import __version__
-from onestem.batch.fields import show
+from onestem.checked import show
 from onestem.errors import OnestemError
+from onestem.openai.read import read_object
+from onestem.openai.schema import BatchBody, ChatBody, CompletionBody, PrefixBody, SchemaBody
 from onestem.server import files
-from onestem.server.bodies import read_json
 from onestem.server.completions import answer
 from onestem.server.errors import ApiError, as_api_error, error_response
 from onestem.server.foreign import ForeignCalls, check_media_type, hosts_of
@@ -25,7 +26,6 @@ from onestem.server.limits import read_limited
 from onestem.server.logs import log
 from onestem.server.openapi import ERRORS, answers, document, json_body
 from onestem.server.page_routes import page_routes
-from onestem.server.protocol import BatchBody, ChatBody, CompletionBody, PrefixBody, SchemaBody
 from onestem.server.service import Service
 from onestem.server.tenants import Tenant
 
@@ -74,7 +74,7 @@ open_routes = APIRouter(responses=ERRORS)
 async def _json(request: Request, service: Service) -> Json:
     check_media_type(request, "application/json")
     raw = await read_limited(request, service.settings.max_body_bytes)
-    return await service.parsed(raw, read_json)
+    return await service.parsed(raw, read_object)
 
 
 # ----------------------------------------------------------------------------- completions

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from onestem.batch.fields import Kind
+from onestem.openai.schema import Kind
 from onestem.request import Request, RequestMetrics
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient

@@ -8,20 +8,19 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from onestem.batch.fields import Kind, Prompt
-from onestem.batch.results import ResponseFormat
 from onestem.batch.spool import NO_TOKENIZER
 from onestem.errors import RequestError
+from onestem.openai.read import Asked, Prompt, read_body, read_object
+from onestem.openai.schema import Kind
+from onestem.openai.write import Chunks, ResponseFormat
 from onestem.request import Request
-from onestem.server.answers import Chunks, check_piece, whole_body
-from onestem.server.bodies import Asked, read_body
-from onestem.server.calls import Call
+from onestem.server.answers import check_piece, events, whole_body
+from onestem.server.calls import Call, usage_of
 from onestem.server.client import ANSWER_SECONDS
 from onestem.server.errors import ApiError, NoAnswerError, too_late
 from onestem.server.foreign import check_media_type
@@ -46,7 +45,7 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
     arrived = time.monotonic()
     check_media_type(http, "application/json")
     raw = await read_limited(http, service.settings.max_body_bytes)
-    asked = await service.parsed(raw, partial(read_body, kind))
+    asked = await service.parsed(raw, lambda data: read_body(kind, read_object(data)))
     service.check_model(asked.model)
     service.client.check_up()
     call = await _call(service, asked, tenant, arrived)
@@ -231,7 +230,13 @@ async def _body(service: Service, call: Call) -> dict[str, object]:
 
 async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
     """The events of a stream. What goes wrong after its head was sent is an event too."""
-    chunks = Chunks(call, _form(service, call))
+    chunks = Chunks(
+        call.id,
+        call.created,
+        _form(service, call),
+        n=call.requests[0].params.n,
+        include_usage=call.include_usage,
+    )
     last = b""
     try:
         async with call.running(service.client) as inbox:
@@ -239,9 +244,9 @@ async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
                 if last:
                     yield last
                 await inbox.wait()
-                last = chunks.events(inbox.take())
+                last = events(call, inbox.take(), chunks)
         if call.include_usage:
-            last += chunks.usage()
+            last += chunks.usage(usage_of(call))
     except ApiError as error:
         service.metrics.note_error(error.status)
         last = _unsent(chunks, call) + event(error.body())
@@ -254,5 +259,5 @@ async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
 def _unsent(chunks: Chunks, call: Call) -> bytes:
     """Events of tokens that waited for a chunk's others when the stream was cut short."""
     with contextlib.suppress(ApiError):  # there is one to tell of already
-        return chunks.events(call.inbox.take())
+        return events(call, call.inbox.take(), chunks)
     return b""

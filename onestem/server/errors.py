@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from onestem.errors import OnestemError, RequestError, UnsupportedError
+from onestem.openai.read import JsonError
 
 __all__ = [
     "TOO_LATE",
@@ -115,6 +116,8 @@ def error_response(error: ApiError, request_id: str) -> JSONResponse:
 def as_api_error(error: OnestemError) -> ApiError:
     """A caller's mistake, with the field at fault where its message begins with one."""
     message = " ".join(str(error).split())
+    if isinstance(error, JsonError):
+        return ApiError(400, message, code="invalid_json")
     if isinstance(error, UnsupportedError):
         return ApiError(400, message, param=_param(message), code="unsupported")
     if isinstance(error, RequestError):

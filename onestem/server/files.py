@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 
-from onestem.batch.fields import show
+from onestem.checked import show
 from onestem.server.errors import ApiError
 from onestem.server.foreign import check_media_type
 from onestem.server.limits import limited

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onestem.batch.fields import show
+from onestem.checked import show
 from onestem.errors import ConfigError
 from onestem.server.errors import ApiError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from onestem.batch.format import LineError, read_object
+from onestem.openai.read import JsonError, read_object
 from onestem.server.files import new_file_row
 from onestem.server.store import Store
 
@@ -74,5 +74,5 @@ def _copy_errors(output: Path, target: Path) -> None:
 def _is_error(raw: bytes) -> bool:
     try:
         return read_object(raw).get("error") is not None
-    except LineError:
+    except JsonError:
         return False

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from onestem.batch import EngineDiedError, JobSummary, Progress, run_job
-from onestem.batch.fields import show
-from onestem.batch.format import KIND_OF_URL, LineError, read_object
+from onestem.batch.format import KIND_OF_URL
+from onestem.checked import show
 from onestem.errors import JobError, OnestemError
 from onestem.jobs import schema_options
+from onestem.openai.read import JsonError, read_object
 from onestem.planner import plan_job
 from onestem.request import Request
 from onestem.server.batch_records import counts_of, error_list, new_batch, now
@@ -327,7 +328,7 @@ def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
             run.check()
             try:
                 url = read_object(raw).get("url")
-            except LineError:
+            except JsonError:
                 continue
             if url in KIND_OF_URL and url != endpoint:
                 raise JobError(f"line {number}: url is {url}, the batch's endpoint is {endpoint}")

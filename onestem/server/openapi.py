@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from onestem import __version__
-from onestem.server.protocol import (
+from onestem.openai.schema import (
     BatchBody,
     ChatBody,
     CompletionBody,

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onestem.batch.fields import Kind, Prompt, read_prompt, show
 from onestem.batch.spool import NO_TOKENIZER
+from onestem.checked import show
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
+from onestem.openai.read import read_object, read_prefix
+from onestem.openai.schema import Kind
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError
 from onestem.server.lengths import BoundedTokenizer
@@ -165,7 +167,7 @@ class Prefixes:
         """Make a prefix, or its next version; returns when it is computed. Until then requests get
         the version before."""
         check_name(name)
-        source = read_source(body)
+        source = read_prefix(body)
         if (APP_OWNER, name) in self._current:
             raise ApiError(
                 409, f"{name!r} is a prefix of the operator's: choose another name", param="name"
@@ -316,36 +318,8 @@ def messages_of(source: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(source.get("messages", ()))
 
 
-def read_source(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The one of text, messages and token_ids that a body has, checked."""
-    for name in body:
-        if name not in ("text", "messages", "token_ids"):
-            raise RequestError(f"unknown field in body: {show(name)}")
-    given = {name: value for name, value in body.items() if value is not None}
-    if len(given) != 1:
-        raise RequestError("body has not exactly one of text, messages and token_ids")
-    name, value = next(iter(given.items()))
-    if name == "messages":
-        return {"messages": read_prompt("chat", {"messages": value}).messages}
-    if name == "text" and not (isinstance(value, str) and value):
-        raise RequestError(f"text is {show(value)}, expected non-empty text")
-    if name == "token_ids":
-        return {"token_ids": _token_ids(value)}
-    return {"text": value}
-
-
-def _token_ids(value: Any) -> list[int]:
-    if not isinstance(value, list) or not value or isinstance(value[0], (str, list)):
-        raise RequestError(f"token_ids is {show(value)}, expected a list of token ids")
-    prompt: Prompt = read_prompt("completion", {"prompt": value})
-    assert prompt.token_ids is not None
-    return prompt.token_ids
-
-
 def read_app(argument: str) -> tuple[str, dict[str, Any]]:
     """`NAME=FILE` of `--app`: a text, or messages where the file's name ends with .json."""
-    from onestem.server.bodies import read_json
-
     name, _, file = argument.partition("=")
     if not NAME.fullmatch(name) or not file:
         raise ConfigError(f"--app is {argument!r}, expected NAME=FILE")
@@ -357,7 +331,7 @@ def read_app(argument: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"--app {name}: cannot read {path}: {reason}") from error
     try:
         if path.suffix == ".json":
-            return name, read_source(read_json(text.encode()))
-        return name, read_source({"text": text})
-    except (RequestError, ApiError) as error:
+            return name, read_prefix(read_object(text.encode()))
+        return name, read_prefix({"text": text})
+    except RequestError as error:
         raise ConfigError(f"--app {name}: {path}: {error}") from error

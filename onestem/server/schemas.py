@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onestem.batch.fields import show
+from onestem.checked import check, show
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
+from onestem.openai.schema import SchemaBody
 from onestem.pml import (
     CompiledPrompt,
     EncodedSegment,
@@ -116,12 +117,7 @@ class Schemas:
 
     async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a schema, or its next version."""
-        for field in body:
-            if field != "pml":
-                raise RequestError(f"unknown field in body: {show(field)}")
-        markup = body.get("pml")
-        if not isinstance(markup, str):
-            raise RequestError(f"pml is {show(markup)}, expected the markup of a schema")
+        markup = check(SchemaBody, body).pml
         if (APP_OWNER, name) in self._current:
             raise ApiError(409, f"{name!r} is a schema of the operator's: choose another name")
         before = self._current.get((tenant.name, name))

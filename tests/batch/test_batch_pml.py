@@ -69,7 +69,7 @@ BAD = {
     "too long": ({"pml": PROMPT.replace("<anna/>", '<anna more="x y z x y z x y z x y z"/>')}, "6"),
     "no text": ({"pml": 3}, "pml is 3, expected text"),
     "two prompts": ({"pml": PROMPT, "prompt": "x"}, "pml and prompt"),
-    "isolation": ({"pml": PROMPT, "isolation": "far"}, "anchored, isolated, off"),
+    "isolation": ({"pml": PROMPT, "isolation": "far"}, "anchored, isolated or off"),
     "isolation alone": ({"prompt": "x", "isolation": "off"}, "isolation needs pml"),
     "scores": ({"pml": PROMPT, "prompt_logprobs": 1}, "not available for prompts in PML"),
     "a schema": ({"pml": SCHEMA}, "schema"),

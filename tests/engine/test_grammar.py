@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState, check_response_format
+from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
 from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
@@ -226,19 +226,19 @@ def test_random_logits_give_valid_json(
 @pytest.mark.parametrize(
     ("response_format", "message"),
     [
-        ("json", "response_format is str"),
-        ({}, "response_format.type is None"),
+        ("json", "response_format is 'json', expected an object"),
+        ({}, "response_format.type is missing"),
         ({"type": "regex"}, "response_format.type is 'regex'"),
-        ({"type": "json_object", "schema": {}}, "unknown field 'schema'"),
-        ({"type": "json_schema"}, "json_schema is None"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is None"),
-        (json_schema({}, strct=True), "unknown field 'strct'"),
+        ({"type": "json_object", "schema": {}}, "unknown field in response_format: 'schema'"),
+        ({"type": "json_schema"}, "json_schema needs json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is missing"),
+        (json_schema({}, strct=True), "unknown field in response_format.json_schema: 'strct'"),
         (json_schema({}, strict="yes"), "strict is 'yes'"),
     ],
 )
 def test_formats_that_are_none(response_format: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        check_response_format(response_format)
+        SamplingParams(response_format=response_format)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState, check_response_format
+from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
+from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -304,7 +305,7 @@ def test_formats_have_their_form(
 @pytest.mark.parametrize(("schema", "message"), REFUSED)
 def test_what_would_not_be_enforced_is_refused(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
-        check_response_format(json_schema(schema))
+        check_schema(schema, strict=True)
     assert "\n" not in str(caught.value)
     assert "which is not enforced: leave it out" in str(caught.value)
 
@@ -313,15 +314,15 @@ def test_what_strict_mode_alone_enforces() -> None:
     open_names = an_object(patternProperties={"^a": STRING})
     unevaluated = an_object(properties={"a": INTEGER}, unevaluatedProperties=NULL)
     for schema in (open_names, unevaluated):
-        check_response_format(json_schema(schema))
+        check_schema(schema, strict=True)
         with pytest.raises(UnsupportedError, match="which is not enforced"):
-            check_response_format(json_schema(schema, strict=False))
+            check_schema(schema, strict=False)
 
 
 @pytest.mark.parametrize(("schema", "message"), NOT_SCHEMAS)
 def test_schemas_that_are_none(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"schema cannot be used: .*{message}") as caught:
-        check_response_format(json_schema(schema))
+        check_schema(schema, strict=True)
     assert "\n" not in str(caught.value)
 
 
@@ -378,4 +379,4 @@ def test_sizes(
 ) -> None:
     assert compiler.compile(json_schema(most)) is not None
     with pytest.raises(UnsupportedError, match=message):
-        check_response_format(json_schema(more))
+        check_schema(more, strict=True)

@@ -99,7 +99,10 @@ def test_chats_that_would_cost_too_much(embedded):
     with embedded.http() as http:
         for messages, limit in (
             ([{"role": "user", "content": "x"}] * 4097, "has 4097 messages, limit is 4096"),
-            ([{"role": "user", "content": [{"type": "text", "text": "x"}] * 5000}], "5000 parts"),
+            (
+                [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5000}],
+                "5000 text parts",
+            ),
             ([{"role": "user", "content": "word " * 100_000}], "500000 characters"),
         ):
             answer = ask(http, "chat/completions", messages=messages)
@@ -125,15 +128,15 @@ def test_prefixes_and_schemas_that_would_cost_too_much(embedded):
 def test_large_bodies_are_read_beside_the_event_loop(embedded, monkeypatch):
     """While one is read, others are answered."""
     reading, go_on = threading.Event(), threading.Event()
-    read = completions.read_body
+    read = completions.read_object
 
-    def slow(kind, raw):
+    def slow(raw):
         if len(raw) > 100_000:
             reading.set()
             assert go_on.wait(30)
-        return read(kind, raw)
+        return read(raw)
 
-    monkeypatch.setattr(completions, "read_body", slow)
+    monkeypatch.setattr(completions, "read_object", slow)
     with embedded.http() as http, ThreadPoolExecutor(1) as pool:
         large = pool.submit(ask, http, "completions", prompt="x " * 100_000)
         assert reading.wait(30)

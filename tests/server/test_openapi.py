@@ -12,9 +12,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from onestem.batch.fields import LABELS, NEUTRAL, SAMPLING, SPECIAL
-from onestem.server.bodies import SERVER_FIELDS
-from onestem.server.protocol import ChatBody, CompletionBody
+from onestem.openai.schema import ChatBody, CompletionBody
 from tests.server.harness import running
 
 # A schema cannot say which of all good bodies fit a model's length, or name a file that is there.
@@ -55,12 +53,6 @@ def http(server):
 def operations(server) -> list:
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     return [result.ok() for result in document.get_all_operations()]
-
-
-def test_the_document_names_every_field_that_is_read(server):
-    for kind, model in (("chat", ChatBody), ("completion", CompletionBody)):
-        read = {*SAMPLING, *SPECIAL[kind], *LABELS, *NEUTRAL[kind], *SERVER_FIELDS}
-        assert set(model.model_fields) == read
 
 
 def test_the_document_has_every_route(server):

@@ -93,7 +93,7 @@ def test_messages_are_for_chats_and_ids_for_prompts(embedded):
         ("a", {"text": "x", "token_ids": [1]}, "exactly one"),
         ("a", {"text": ""}, "text is"),
         ("a", {"token_ids": []}, "token_ids is"),
-        ("a", {"token_ids": [[1]]}, "token_ids is"),
+        ("a", {"token_ids": [[1]]}, "token_ids[0] is"),
         ("a", {"token_ids": [99999]}, "below"),
         ("a", {"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ("a", {"file": "x"}, "unknown field"),

@@ -16,9 +16,9 @@ USER = [{"role": "user", "content": "hi"}]
 # (endpoint, field, value): each alone, beside what the endpoint needs.
 BAD = [
     *[("chat/completions", name, value) for name, value in [
-        ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", []),
-        ("audio", {}), ("modalities", ["audio"]), ("store", True), ("reasoning_effort", "low"),
-        ("service_tier", "auto"), ("prediction", {}), ("web_search_options", {}),
+        ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", [{}]),
+        ("audio", {}), ("modalities", ["audio"]), ("reasoning_effort", "low"),
+        ("prediction", {}), ("web_search_options", {}),
         ("top_logprobs", 2), ("messages", []), ("messages", [{"role": "tool", "content": "x"}]),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
         ("messages", [{"role": "user"}]), ("messages", "hi"), ("logprobs", 3),

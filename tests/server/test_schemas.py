@@ -52,7 +52,7 @@ def test_answers_are_those_of_generate_pml(embedded):
 @pytest.mark.parametrize(
     ("name", "body", "reason"),
     [
-        ("places", {}, "pml is None"),
+        ("places", {}, "body has no pml"),
         ("places", {"pml": "/etc/hostname"}, "begins with <"),
         ("places", {"pml": "<schema"}, "1:"),
         ("other", {"pml": SCHEMA}, "expected 'other'"),

@@ -26,7 +26,7 @@ from onestem.errors import RequestError, UnsupportedError
 if TYPE_CHECKING:
     import xgrammar
 
-__all__ = ["GrammarCompiler", "GrammarState", "check_response_format"]
+__all__ = ["GrammarCompiler", "GrammarState"]
 
 _CACHE_ENTRIES = 256
 # Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
@@ -38,57 +38,16 @@ _THREADS = 2
 _CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
 
 
-def check_response_format(response_format: Mapping[str, Any] | None) -> None:
-    """Refuse what is not OpenAI's object, without compiling anything and without xgrammar.
-
-    Raises:
-        RequestError: an unknown type or field, or no schema.
-        UnsupportedError: the schema uses what cannot be enforced, or is too large.
-    """
-    wanted = _schema_of(response_format)
-    if wanted is not None:
-        check_schema(*wanted)
-
-
 def _schema_of(response_format: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool] | None:
-    """The JSON schema of a format and whether it is strict; None where any text will do."""
-    if response_format is None:
+    """The JSON schema of a format (`request.ResponseFormat`) and whether it is strict; None where
+    any text will do."""
+    kind = "text" if response_format is None else response_format["type"]
+    if response_format is None or kind == "text":
         return None
-    if not isinstance(response_format, Mapping):
-        raise RequestError(
-            f"response_format is {type(response_format).__name__}, expected an object with a type"
-        )
-    kind = response_format.get("type")
-    if kind == "json_schema":
-        _refuse_unknown("response_format", response_format, {"type", "json_schema"})
-        return _given_schema(response_format.get("json_schema"))
-    if kind not in ("text", "json_object"):
-        raise RequestError(
-            f"response_format.type is {kind!r}, expected 'text', 'json_object' or 'json_schema'"
-        )
-    _refuse_unknown("response_format", response_format, {"type"})
-    return None if kind == "text" else ({"type": "object"}, False)
-
-
-def _given_schema(given: object) -> tuple[dict[str, Any], bool]:
-    name = "response_format.json_schema"
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{name} is {given!r}, expected an object with name and schema")
-    _refuse_unknown(name, given, {"name", "description", "schema", "strict"})
-    schema, strict = given.get("schema"), given.get("strict")
-    if not isinstance(schema, Mapping):
-        raise RequestError(f"{name}.schema is {schema!r}, expected a JSON schema (an object)")
-    if strict is not None and not isinstance(strict, bool):
-        raise RequestError(f"{name}.strict is {strict!r}, expected true or false")
-    return dict(schema), strict is not False
-
-
-def _refuse_unknown(name: str, given: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise RequestError(
-            f"{name} has the unknown field {unknown[0]!r}, expected {', '.join(sorted(known))}"
-        )
+    if kind == "json_object":
+        return {"type": "object"}, False
+    given = response_format["json_schema"]
+    return dict(given["schema"]), given.get("strict") is not False
 
 
 def _key(schema: dict[str, Any], strict: bool) -> str:
@@ -159,8 +118,13 @@ class GrammarCompiler:
     def check(
         self, response_format: Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], bool] | None:
-        """`check_response_format`, once for each format: the only entrance of schemas. The schema
-        and whether it is strict; None where any text will do."""
+        """A format's schema and whether it is strict, found good once for each format: the only
+        entrance of schemas. None where any text will do.
+
+        Raises:
+            RequestError: the schema is none.
+            UnsupportedError: it uses what cannot be enforced, or is too large.
+        """
         wanted = _schema_of(response_format)
         if wanted is None:
             return None

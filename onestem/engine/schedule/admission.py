@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onestem.cache import PagePool
+from onestem.checked import show
 from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
 from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import BROKEN, EngineStats, refused_output
@@ -24,7 +25,7 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import OnestemError, RequestError
 from onestem.models.config import ModelConfig
 from onestem.pml import CompiledPrompt
-from onestem.request import Request, RequestMetrics, RequestOutput, show
+from onestem.request import Request, RequestMetrics, RequestOutput
 from onestem.seeds import derive_seed
 
 if TYPE_CHECKING:

@@ -1,0 +1,304 @@
+"""Values that users give, declared once with pydantic: type, range, default and help.
+
+A declaration is where the check, the sentence of the error, the OpenAPI document and the command
+line's help come from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import ValidationError as Invalid
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails
+
+from onestem.errors import OnestemError, RequestError
+
+__all__ = [
+    "EXPECTED",
+    "Checked",
+    "DescribedBy",
+    "Object",
+    "check",
+    "help_of",
+    "plain",
+    "sentence",
+    "show",
+    "words",
+]
+
+EXPECTED = "x-expected"  # in a JSON schema: what a value is to be, where its type does not say it
+REF = "#/$defs/"
+ITEMS = {"string": "text", "integer": "integer", "object": "object"}
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def show(value: object) -> str:
+    """`value` for an error message: its start, on one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def plain(value: Any) -> Any:
+    """Numbers of other libraries as Python's own."""
+    if type(value) in (int, float, bool, str) or value is None:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+class Object(BaseModel):
+    """An object of the API, read by `check`; it has no other fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class DescribedBy:
+    """In an annotation: the JSON schema is that of a model."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._model = model
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(self._model.__pydantic_core_schema__)
+
+
+class Checked(BaseModel):
+    """A value whose fields are checked when it is made. Raises `RequestError` with one line."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    if not TYPE_CHECKING:  # type checkers take the fields for the arguments
+
+        def __init__(self, /, **fields: Any) -> None:
+            try:
+                super().__init__(**{name: plain(value) for name, value in fields.items()})
+            except Invalid as error:
+                whole = type(self).__name__
+                raise RequestError(sentence(type(self), error, fields, whole=whole)) from None
+
+
+def check(model: type[Model], fields: Mapping[str, Any], name: str = "") -> Model:
+    """`model` of JSON fields.
+
+    Args:
+        name: what they are fields of, for errors; "": of a body.
+
+    Raises:
+        RequestError: one line that names the field, its value and what is expected.
+    """
+    try:
+        return model.model_validate(fields)
+    except Invalid as error:
+        raise RequestError(sentence(model, error, fields, name)) from None
+
+
+# ----------------------------------------------------------------------------- sentences
+
+
+def sentence(
+    model: type[BaseModel],
+    error: Invalid,
+    fields: Mapping[str, Any],
+    name: str = "",
+    whole: str = "body",
+) -> str:
+    """One line for what is wrong with `fields`: of several, what lies deepest, which is the one
+    alternative of a union that somebody meant."""
+    problems = error.errors(include_url=False)
+    placed = [(_path(problem["loc"], fields), problem) for problem in problems]
+    path, problem = max(placed, key=lambda one: (len(one[0]), not _is_of_a_type(one[1])))
+    mistake = (problem.get("ctx") or {}).get("error")
+    if isinstance(mistake, OnestemError):
+        return _of_our_own(str(mistake), path, fields, name)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field in {_spelled(path[:-1], name) or whole}: {show(path[-1])}"
+    if problem["type"] == "missing":
+        missing = str(problem["loc"][-1])
+        inside = _spelled(path, name)
+        return f"{inside}.{missing} is missing" if inside else f"{whole} has no {missing}"
+    value, definitions = _at(path, fields), _definitions(model)
+    wanted = _schema_at(path, _schema(model), definitions)
+    if problem["type"] in ("too_long", "string_too_long"):
+        what = "characters" if isinstance(value, str) else _items(wanted, definitions)
+        limit = (problem.get("ctx") or {})["max_length"]
+        return f"{_spelled(path, name)} has {len(value)} {what}, limit is {limit}: give fewer"
+    if problem["type"] == "string_unicode":
+        half = f"{show(value)}, which has half a character"
+        return f"{_spelled(path, name)} is {half}: give both surrogates, or none"
+    expected = words(wanted, definitions)
+    return f"{_spelled(path, name)} is {show(value)}, expected {expected or _told(problem)}"
+
+
+def _is_of_a_type(problem: ErrorDetails) -> bool:
+    """Whether another alternative of a union was meant, perhaps."""
+    return problem["type"].endswith("_type")
+
+
+def _of_our_own(mistake: str, path: Sequence[int | str], fields: Any, name: str) -> str:
+    if mistake.startswith("expected "):
+        return f"{_spelled(path, name)} is {show(_at(path, fields))}, {mistake}"
+    return f"{_spelled(path, name)}: {mistake}" if len(path) > 1 else mistake
+
+
+def _told(problem: ErrorDetails) -> str:
+    return problem["msg"][:1].lower() + problem["msg"][1:]
+
+
+def _path(loc: Sequence[int | str], fields: Any) -> tuple[int | str, ...]:
+    """The keys and indices of a place; names of a union's alternatives are left out."""
+    path: list[int | str] = []
+    here = fields
+    for part in loc:
+        if isinstance(here, Mapping) and (part in here or str(part) in here):
+            here = here[part] if part in here else here[str(part)]
+        elif isinstance(here, Sequence) and not isinstance(here, str) and isinstance(part, int):
+            if not 0 <= part < len(here):
+                continue
+            here = here[part]
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _at(path: Sequence[int | str], fields: Any) -> Any:
+    for part in path:
+        fields = (
+            fields[part] if not isinstance(fields, Mapping) or part in fields else fields[str(part)]
+        )
+    return fields
+
+
+def _spelled(path: Sequence[int | str], name: str) -> str:
+    text = name
+    for depth, part in enumerate(path):
+        if isinstance(part, int) or (depth and not part.isidentifier()):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+@cache
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema(by_alias=True)
+
+
+def _definitions(model: type[BaseModel]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = _schema(model).get("$defs", {})
+    return found
+
+
+def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    reference = schema.get("$ref")
+    return definitions[reference.removeprefix(REF)] if reference else schema
+
+
+def _schema_at(
+    path: Sequence[int | str], schema: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What a JSON schema says of a place; {}: nothing."""
+    schema = _resolved(schema, definitions)
+    if not path:
+        return schema
+    part, *rest = path
+    if isinstance(part, str) and part in schema.get("properties", {}):
+        return _schema_at(rest, schema["properties"][part], definitions)
+    inside = [schema["items"]] if "items" in schema and isinstance(part, int) else []
+    inside += schema.get("patternProperties", {}).values()
+    if isinstance(schema.get("additionalProperties"), Mapping):
+        inside.append(schema["additionalProperties"])
+    for one in inside:
+        return _schema_at(rest, one, definitions)
+    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found = _schema_at(path, option, definitions)
+        if found:
+            return found
+    return {}
+
+
+def words(schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = None) -> str:
+    """What a JSON schema asks for, as the end of a sentence: "an integer from 1 to 1024"."""
+    definitions = definitions or {}
+    schema = _resolved(schema, definitions)
+    if EXPECTED in schema:
+        return str(schema[EXPECTED])
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    if "enum" in schema:
+        return _any_of([str(value) for value in schema["enum"]])
+    options = schema.get("anyOf", schema.get("oneOf", ()))
+    if options:
+        told = [words(one, definitions) for one in options if one.get("type") != "null"]
+        return _any_of(list(dict.fromkeys(told)))
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return _range("an integer" if kind == "integer" else "a number", schema)
+    if kind == "array":
+        return _list(schema, definitions)
+    if kind == "string":
+        return "non-empty text" if schema.get("minLength") == 1 else "text"
+    return {"boolean": "true or false", "object": "an object", "null": "null"}.get(str(kind), "")
+
+
+def _items(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """What a list is of, in the plural."""
+    lists = [one for one in (schema, *schema.get("anyOf", ())) if "items" in one]
+    item = _resolved(lists[0]["items"], definitions) if lists else {}
+    if "title" in item:
+        return " ".join(re.findall("[A-Z][a-z]*", item["title"])).lower() + "s"
+    return ITEMS.get(str(item.get("type")), "value") + "s"
+
+
+def _any_of(told: Sequence[str]) -> str:
+    *first, last = told
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _range(what: str, schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above = schema.get("exclusiveMinimum")
+    if above is not None:
+        return f"{what} above {above:g}" + (f" and at most {high:g}" if high is not None else "")
+    if low is not None and high is not None:
+        return f"{what} from {_figure(low)} to {_figure(high)}"
+    if low is not None:
+        return f"{what} of at least {_figure(low)}"
+    return f"{what} of at most {_figure(high)}" if high is not None else what
+
+
+def _figure(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}".replace("e-0", "e-")
+
+
+def _list(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    if schema.get("maxItems") == 0:
+        return "an empty list"
+    item = _resolved(schema.get("items", {}), definitions)
+    kind = ITEMS.get(str(item.get("type")), "value")
+    return f"a list of at least one {kind}" if schema.get("minItems") else f"a list of {kind}s"
+
+
+def help_of(field: FieldInfo) -> str:
+    """A field's help text."""
+    return " ".join((field.description or "").split())

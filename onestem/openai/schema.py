@@ -1,0 +1,318 @@
+"""The fields of a body: which there are, what type and range each has, what it is for.
+
+Nothing is ignored in silence: a field is honoured, or no answer depends on it (a label), or it has
+the one value that asks for nothing, or the request is refused. `null` in a known field means that
+it is not there, as with OpenAI. Fields that steer sampling are declared by `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from onestem.checked import EXPECTED, Object, show
+from onestem.errors import RequestError
+from onestem.request import MAX_TOKEN_ID, SamplingParams
+
+__all__ = [
+    "FIELDS",
+    "MAX_MESSAGES",
+    "MAX_PROMPTS",
+    "NEUTRAL",
+    "SAMPLING",
+    "BatchBody",
+    "ChatBody",
+    "ChatFields",
+    "CompletionBody",
+    "CompletionFields",
+    "ErrorAnswer",
+    "Kind",
+    "Message",
+    "Messages",
+    "PrefixBody",
+    "SchemaBody",
+]
+
+Kind = Literal["chat", "completion"]
+
+MAX_MESSAGES = 4096  # and parts of one; a chat template takes 0.04 ms for each
+MAX_PROMPTS = 256
+
+
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+_IDS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
+    "minItems": 1,
+}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
+PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _TEXTS,
+        _IDS,
+        {**_TEXTS, "items": _IDS},
+        {"type": "null"},
+    ]
+}
+
+
+# ----------------------------------------------------------------------------- messages
+
+
+class TextPart(Object):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Object):
+    name: Text
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, arguments: str) -> str:
+        try:
+            is_object = isinstance(json.loads(arguments or "{}"), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise RequestError("expected the JSON of an object")
+        return arguments
+
+
+class ToolCall(Object):
+    """What an assistant has called."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Object):
+    """A turn of a conversation; an assistant's may be sent back as a client has dumped it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None
+    ) = Field(default=None, json_schema_extra={EXPECTED: "text or a list of text parts"})
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            field = "tool_calls" if self.tool_calls else "reasoning_content"
+            raise RequestError(f"{field} of role {self.role}, expected of role assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise RequestError(
+                "role tool has no tool_call_id: say which call it answers"
+                if self.role == "tool"
+                else f"tool_call_id of role {self.role}, expected of role tool"
+            )
+        if self.content is None and not self.tool_calls:
+            raise RequestError("content is missing, expected text or a list of text parts")
+        return self
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+# ----------------------------------------------------------------------------- bodies
+
+
+class StreamOptions(Object):
+    include_usage: bool | None = None
+    """End the stream with a chunk that has the whole answer's `usage`."""
+
+
+class _Fields(Object):
+    """Fields of both kinds of completion, beside those of `SamplingParams`."""
+
+    model: str | None = None
+    """The served model; left out: that one."""
+
+    return_token_ids: bool | None = None
+    """Put token ids beside the texts."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    prefix: Text | None = None
+    """Name of the prefix that stands before the prompt."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Requests of different salts share nothing in the cache."""
+
+    timeout: Annotated[float, Field(ge=0.001, le=86400)] | None = Field(
+        default=None, json_schema_extra={EXPECTED: "seconds from 0.001 to 86400"}
+    )
+    """Seconds until the request is given up."""
+
+    pml: str | None = None
+    """A prompt in PML, in place of the other kinds."""
+
+    isolation: Literal["anchored", "isolated", "off"] | None = None
+    """Of pml: who sees what."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class ChatFields(_Fields):
+    """Of a conversation."""
+
+    messages: Messages | None = Field(
+        default=None, json_schema_extra={EXPECTED: "a list of at least one message"}
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The newer name of max_tokens."""
+
+    logprobs: bool | None = None
+    """Give each token's log-probability."""
+
+    top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    """And those of so many of the most probable tokens. Needs logprobs."""
+
+    store: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+
+
+class CompletionFields(_Fields):
+    """Of a text that is continued."""
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
+    """Text or token ids, or a list of either: a prompt each."""
+
+
+# Known fields with the only value that asks for nothing.
+NEUTRAL: Mapping[Kind, Mapping[str, Any]] = {
+    "chat": {
+        "audio": None,
+        "function_call": None,
+        "functions": [],
+        "parallel_tool_calls": None,
+        "tool_choice": "none",
+        "tools": [],
+        "web_search_options": None,
+    },
+    "completion": {"best_of": 1, "echo": False, "store": False, "suffix": None},
+}
+
+
+def _neutral(allowed: Any) -> Any:
+    schema = {"type": "array", "maxItems": 0} if allowed == [] else {"const": allowed}
+
+    def checked(value: Any, info: ValidationInfo) -> Any:
+        if value is not None and (type(value) is not type(allowed) or value != allowed):
+            raise RequestError(
+                f"{info.field_name} is {show(value)}: not supported here, leave it out "
+                f"(or {json.dumps(allowed)})"
+            )
+        return value
+
+    return Annotated[Any, AfterValidator(checked), WithJsonSchema(schema)]
+
+
+def _read_by(kind: Kind, base: type[_Fields]) -> type[_Fields]:
+    """What reads a body but for its sampling."""
+    neutral: dict[str, Any] = {name: (_neutral(v), None) for name, v in NEUTRAL[kind].items()}
+    return create_model(base.__name__, __base__=base, **neutral)
+
+
+FIELDS: Mapping[Kind, type[_Fields]] = {
+    "chat": _read_by("chat", ChatFields),
+    "completion": _read_by("completion", CompletionFields),
+}
+# These go into `SamplingParams` under their own names.
+SAMPLING: Mapping[Kind, frozenset[str]] = {
+    kind: frozenset(SamplingParams.model_fields) - set(fields.model_fields)
+    for kind, fields in FIELDS.items()
+}
+
+
+def _whole(name: str, kind: Kind) -> type[BaseModel]:
+    """All fields of a body, for the OpenAPI document; none has to be there."""
+    sampling: dict[str, Any] = {
+        field: (info.annotation | None, _optional(info))  # type: ignore[operator]
+        for field, info in SamplingParams.model_fields.items()
+        if field in SAMPLING[kind]
+    }
+    return create_model(name, __base__=FIELDS[kind], **sampling)
+
+
+def _optional(info: FieldInfo) -> FieldInfo:
+    """Without its default: null is what is not there."""
+    made = copy(info)
+    made.default = None
+    return made
+
+
+ChatBody = _whole("ChatBody", "chat")
+CompletionBody = _whole("CompletionBody", "completion")
+
+
+# ----------------------------------------------------------------------------- other routes
+
+
+class PrefixBody(Object):
+    """Exactly one of the three."""
+
+    text: Text | None = None
+    messages: Messages | None = None
+    token_ids: TokenIds | None = None
+
+
+class SchemaBody(Object):
+    """The markup of a schema (docs/pml.md)."""
+
+    pml: str
+
+
+class BatchBody(Object):
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"] = Field(
+        json_schema_extra={EXPECTED: "'24h' (batches do not expire here)"}
+    )
+    metadata: (
+        Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
+    ) = Field(default=None, json_schema_extra={EXPECTED: "at most 16 texts by name"})
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorInfo

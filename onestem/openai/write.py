@@ -1,0 +1,294 @@
+"""Answers in OpenAI's shapes: whole bodies, of calls and of batch lines, and a stream's chunks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onestem.openai.schema import Kind
+from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
+
+__all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body"]
+
+CREATED = 0
+LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
+
+# token id -> the bytes it stands for, or None where there is no tokenizer to ask.
+TokenBytes = Callable[[int], bytes] | None
+
+# Characters above ASCII are escaped: no reader can take one for a line end.
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseFormat:
+    """How a result is written: what its request asked for beside the text.
+
+    `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
+    """
+
+    kind: Kind
+    model: str
+    logprobs: int | None
+    return_token_ids: bool
+    token_bytes: TokenBytes
+
+
+def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
+    """The answer to a request as OpenAI's API gives it; `created` is 0."""
+    body = _chat_body if form.kind == "chat" else _completion_body
+    return body(name, output, form)
+
+
+def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
+    body = _body(f"chatcmpl-{name}", "chat.completion", output, form)
+    body["choices"] = [
+        _choice(sequence, form, _chat_logprobs(sequence, form))
+        | {"message": {"role": "assistant", "content": sequence.text}}
+        for sequence in _in_order(output)
+    ]
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
+    return body
+
+
+def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
+    body = _body(f"cmpl-{name}", "text_completion", output, form)
+    body["choices"] = [
+        _choice(sequence, form, _completion_logprobs(sequence, form)) | {"text": sequence.text}
+        for sequence in _in_order(output)
+    ]
+    if output.prompt_logprobs is not None:
+        prompt = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
+        for choice in body["choices"]:
+            choice["prompt_logprobs"] = prompt
+    return body
+
+
+def _in_order(output: RequestOutput) -> list[CompletionOutput]:
+    return sorted(output.outputs, key=lambda sequence: sequence.index)
+
+
+def _body(
+    name: str, object_type: str, output: RequestOutput, form: ResponseFormat
+) -> dict[str, Any]:
+    num_prompt_tokens = len(output.prompt_token_ids)
+    num_output_tokens = output.metrics.num_output_tokens
+    body: dict[str, Any] = {
+        "id": name,
+        "object": object_type,
+        "created": CREATED,
+        "model": form.model,
+        "choices": [],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+        },
+    }
+    if form.return_token_ids:
+        body["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
+    return body
+
+
+def _choice(sequence: CompletionOutput, form: ResponseFormat, logprobs: Any) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": sequence.index,
+        "logprobs": logprobs,
+        "finish_reason": sequence.finish_reason,
+    }
+    if sequence.choice is not None:
+        choice["choice"] = sequence.choice
+    if form.return_token_ids:
+        choice["token_ids"] = [int(token) for token in sequence.token_ids]
+    return choice
+
+
+class NotANumberError(ValueError):
+    """A log-probability that cannot be written."""
+
+
+def _logprob(value: float) -> float:
+    if math.isnan(value):
+        raise NotANumberError("the model gave a log-probability that is not a number")
+    return LEAST_LOGPROB if value < LEAST_LOGPROB else float(value)
+
+
+def _token_text(token: int, token_bytes: TokenBytes) -> str:
+    """A token as text; OpenAI's `bytes:\\x..` form where it is no text by itself."""
+    if token_bytes is None:
+        return f"token_id:{token}"
+    spelled = token_bytes(token)
+    try:
+        return spelled.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _chat_logprobs(sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any] | None:
+    """OpenAI's list of tokens with their bytes and alternatives; None if not asked for."""
+    if form.logprobs is None or sequence.logprobs is None:
+        return None
+    content = []
+    for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
+        entry = _chat_token(token, logprobs[token], form.token_bytes)
+        entry["top_logprobs"] = [
+            _chat_token(other, logprob, form.token_bytes)
+            for other, logprob in _top(logprobs, form.logprobs)
+        ]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    return {
+        "token": _token_text(token, token_bytes),
+        "logprob": _logprob(logprob),
+        "bytes": None if token_bytes is None else list(token_bytes(token)),
+    }
+
+
+def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
+    """The `count` most likely tokens. Equal ones by id, so that their order is always the same."""
+    return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
+
+
+def _completion_logprobs(sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any] | None:
+    """OpenAI's four lists; offsets count characters from the start of the answer."""
+    if form.logprobs is None or sequence.logprobs is None:
+        return None
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float]] = []
+    offsets: list[int] = []
+    offset = 0
+    for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
+        tokens.append(_token_text(token, form.token_bytes))
+        token_logprobs.append(_logprob(logprobs[token]))
+        top_logprobs.append(_completion_top(token, logprobs, form))
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    return {
+        "tokens": tokens,
+        "token_logprobs": token_logprobs,
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets,
+    }
+
+
+def _completion_top(token: int, logprobs: TokenLogprobs, form: ResponseFormat) -> dict[str, float]:
+    """OpenAI's map from text to log-probability; it always has the sampled token.
+
+    Of two tokens that spell the same the more likely one stands: the shape has room for one.
+    """
+    top: dict[str, float] = {}
+    shown = list(_top(logprobs, form.logprobs or 0))
+    if all(other != token for other, _ in shown):
+        shown.append((token, logprobs[token]))
+    for other, logprob in shown:
+        top.setdefault(_token_text(other, form.token_bytes), _logprob(logprob))
+    return top
+
+
+def _prompt_logprobs(
+    prompt_logprobs: Sequence[TokenLogprobs | None], token_bytes: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape: for each prompt token (the first has none) token id -> log-probability."""
+    return [
+        None
+        if logprobs is None
+        else {
+            str(token): {
+                "logprob": _logprob(logprob),
+                "decoded_token": _token_text(token, token_bytes),
+            }
+            for token, logprob in sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))
+        }
+        for logprobs in prompt_logprobs
+    ]
+
+
+class Chunks:
+    """Writes the events of one call's stream.
+
+    What all of them have in common is written once: a stream has an event for each token.
+
+    Args:
+        name: the call's id.
+        created: unix seconds.
+        n: sequences of each of its prompts.
+        include_usage: the last event has the usage, all others have null.
+    """
+
+    def __init__(
+        self, name: str, created: int, form: ResponseFormat, *, n: int, include_usage: bool
+    ) -> None:
+        self._form = form
+        self._n = n
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._is_chat = form.kind == "chat"
+        head = {
+            "id": name,
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": created,
+            "model": form.model,
+        }
+        self._head = f'data: {_json(head)[:-1]},"choices":['
+        self._end = ',"usage":null}\n\n' if include_usage else "}\n\n"
+
+    def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
+        """One event for each of (prompt, sequence) that has something to show.
+
+        Raises:
+            NotANumberError: a log-probability cannot be written.
+        """
+        return "".join([self._event(part, piece) for (part, _), piece in pieces.items()]).encode()
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        """The last event, if it was asked for."""
+        return f'{self._head}],"usage":{_json(usage)}}}\n\n'.encode()
+
+    def _event(self, part: int, piece: CompletionOutput) -> str:
+        index = part * self._n + piece.index
+        first = index not in self._begun
+        form = self._form
+        silent = not piece.text and form.logprobs is None and not form.return_token_ids
+        if silent and not first and not piece.finish_reason:
+            return ""
+        self._begun.add(index)
+        news = self._chat(piece, first) if self._is_chat else self._completion(piece, index)
+        reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
+        choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
+        ids = (
+            f',"token_ids":[{",".join(map(str, piece.token_ids))}]' if form.return_token_ids else ""
+        )
+        return (
+            f'{self._head}{{"index":{index},{choice}{news},"finish_reason":{reason}{ids}}}]'
+            f"{self._end}"
+        )
+
+    def _chat(self, piece: CompletionOutput, first: bool) -> str:
+        role = '"role":"assistant",' if first else ""
+        text = f'"content":{_json(piece.text)}' if piece.text or first else ""
+        logprobs = "null"
+        if self._form.logprobs is not None:
+            logprobs = _json(_chat_logprobs(piece, self._form))
+        return f'"delta":{{{role}{text}}},"logprobs":{logprobs}'
+
+    def _completion(self, piece: CompletionOutput, index: int) -> str:
+        logprobs = "null"
+        if self._form.logprobs is not None:
+            logprobs = _json(self._completion_logprobs(piece, index))
+        return f'"text":{_json(piece.text)},"logprobs":{logprobs}'
+
+    def _completion_logprobs(self, piece: CompletionOutput, index: int) -> dict[str, Any] | None:
+        logprobs = _completion_logprobs(piece, self._form)
+        if logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs["text_offset"] = [offset + at for at in logprobs["text_offset"]]
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return logprobs
