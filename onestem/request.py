@@ -6,6 +6,7 @@ four). Field names are those that users of vLLM and of OpenAI's API know.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    FailFast,
     Field,
     WithJsonSchema,
     model_validator,
@@ -58,6 +58,8 @@ TOP_K = "an integer of at least -1 (0 and -1: off)"
 _FREE_BESIDE_CHOICES: Mapping[str, object] = {
     "n": 1,
     "response_format": None,
+    "allowed_token_ids": None,
+    "bad_words": (),
     "stop": (),
     "stop_token_ids": (),
     "min_tokens": 0,
@@ -117,6 +119,13 @@ def _format(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+Filled = Annotated[str, Field(min_length=1)]
+STRUCTURED = (
+    "json", "json_object", "regex", "choice", "grammar", "structural_tag", "disable_any_whitespace",
+)  # fmt: skip
+KEPT = ("disable_any_whitespace",)
+
+
 class NamedSchema(Object):
     """A JSON schema that an answer is held to."""
 
@@ -127,31 +136,118 @@ class NamedSchema(Object):
 
 
 class ResponseFormat(Object):
-    """What an answer is held to: OpenAI's object."""
+    """What an answer is held to: OpenAI's object, and further types (vLLM's structured outputs).
+    Each but `text` and `json_object` has its content in the field of its name."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal[
+        "text", "json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"
+    ]
     json_schema: NamedSchema | None = None
+
+    regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    """The whole answer matches it (ECMAScript's, without lookaround and back references)."""
+
+    grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    """EBNF as in llama.cpp's GBNF; it begins at the rule `root`."""
+
+    choice: Annotated[list[Filled], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    """The answer is one of these texts, sampled."""
+
+    format: dict[str, Any] | None = None
+    """Of structural_tag: xgrammar's format."""
+
+    any_whitespace: bool | None = None
+    """Let JSON have whitespace between its values; else it is compact."""
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise RequestError(
-                f"response_format of type {self.type} "
-                f"{'needs' if self.json_schema is None else 'has'} json_schema"
-            )
+        needed = {"structural_tag": "format"}.get(self.type, self.type)
+        for name in ("json_schema", "regex", "grammar", "choice", "format"):
+            if (name == needed) != (getattr(self, name) is not None):
+                verb = "needs" if name == needed else "has"
+                raise RequestError(f"response_format of type {self.type} {verb} {name}")
+        if self.any_whitespace and not self.type.startswith("json"):
+            raise RequestError(f"response_format of type {self.type} has any_whitespace")
         return self
+
+
+class StructuredOutputs(Object):
+    """vLLM's names for the same: exactly one of the first six."""
+
+    json_schema: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """What it is as a `response_format`."""
+        given = {
+            name: value
+            for name in type(self).model_fields
+            if (value := getattr(self, name)) is not None and name != "disable_any_whitespace"
+        }
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {len(given)} of json, json_object, regex, choice, grammar "
+                "and structural_tag: give exactly one of them"
+            )
+        ((kind, value),) = given.items()
+        made: dict[str, Any] = {"type": kind, kind: value}
+        if kind == "json_schema":
+            made["json_schema"] = {"schema": _read(value, "structured_outputs.json")}
+        elif kind == "json_object":
+            del made["json_object"]
+            made["type"] = "json_object"
+        elif kind == "structural_tag":
+            tag = _read(value, "structured_outputs.structural_tag")
+            made = {"type": kind, "format": tag.get("format", tag)}
+        if self.disable_any_whitespace is False and kind.startswith("json"):
+            made["any_whitespace"] = True
+        return made
+
+
+def _read(value: Any, name: str) -> Any:
+    """An object that may be given as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"{name} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is {show(value)}, expected an object")
+    return value
+
+
+def _as_mapping(value: Any) -> Any:
+    """vLLM's own object, or any with the same attributes."""
+    if value is None or isinstance(value, Mapping):
+        return value
+    names = [name for name in STRUCTURED if hasattr(value, name)]
+    return {name: getattr(value, name) for name in names} if names else value
+
+
+def _structured(value: Any) -> dict[str, Any]:
+    fields = {name: one for name, one in value.items() if one not in (None, False) or name in KEPT}
+    return check(StructuredOutputs, fields, "structured_outputs").response_format
 
 
 if TYPE_CHECKING:
     Text = str
     Stops = str | Sequence[str] | None
     Texts = Sequence[str]
+    BadWords = Sequence[str]
     TokenIds = Sequence[int]
     Bias = Mapping[int, float]
     Format = Mapping[str, Any]
+    Structured = Any
 else:
     Text = Annotated[str, Field(min_length=1)]
     TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+    BadWords = Annotated[tuple[Text, ...], Field(max_length=MAX_CHOICES), BeforeValidator(_texts)]
     Texts = Annotated[
         tuple[Text, ...], Field(min_length=1, max_length=MAX_CHOICES), BeforeValidator(_tuple)
     ]
@@ -166,7 +262,7 @@ else:
             }
         ),
     ]
-    TokenIds = Annotated[tuple[TokenId, ...], FailFast(), BeforeValidator(_ids)]
+    TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True), BeforeValidator(_ids)]
     BiasKey = Annotated[TokenId, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,10}$"})]
     Bias = Annotated[
         dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_ids_as_keys)
@@ -176,6 +272,12 @@ else:
         BeforeValidator(_mapping),
         AfterValidator(_format),
         DescribedBy(ResponseFormat),
+    ]
+    Structured = Annotated[
+        dict[str, Any],
+        BeforeValidator(_as_mapping),
+        AfterValidator(_structured),
+        DescribedBy(StructuredOutputs),
     ]
 
 
@@ -249,7 +351,16 @@ class SamplingParams(Checked):
 
     response_format: Format | None = None
     """OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`, `{"type": "json_object"}`
-    or `{"type": "text"}`."""
+    or `{"type": "text"}`; also of type `regex`, `grammar`, `choice` and `structural_tag`."""
+
+    structured_outputs: Structured | None = None
+    """vLLM's form of `response_format`, which it becomes."""
+
+    allowed_token_ids: TokenIds | None = None
+    """Only these may be sampled, and end-of-sequence ids."""
+
+    bad_words: BadWords = ()
+    """Texts whose tokens may not stand in the answer."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
@@ -263,6 +374,13 @@ class SamplingParams(Checked):
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, expected at most max_tokens ({self.max_tokens})"
             )
+        if self.structured_outputs is not None:
+            if self.response_format is not None:
+                raise RequestError("response_format and structured_outputs: give one of them")
+            self.__dict__["response_format"] = _format(self.structured_outputs)
+            self.__dict__["structured_outputs"] = None
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids is [], expected at least one token id")
         if self.choices is not None:
             self._check_choices(self.choices)
         return self
@@ -287,6 +405,8 @@ def masking_fields(params: SamplingParams) -> list[str]:
     early = params.min_tokens > 0
     present = {
         "response_format": params.response_format is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
         "stop_token_ids": early and bool(params.stop_token_ids),
         "min_tokens": early,
     }

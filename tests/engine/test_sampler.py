@@ -20,7 +20,6 @@ from onestem.engine.sampling.sampler import (
     SamplingRow,
     Step,
 )
-from onestem.errors import RequestError
 from onestem.ops.sampling import STATUS_MASKED, STATUS_NOT_FINITE, STATUS_OK
 from onestem.ops.sampling.reference import draw
 from onestem.request import SamplingParams
@@ -438,15 +437,6 @@ def test_a_row_without_any_token_says_so(temperature: float) -> None:
     sampled = sample(torch.zeros(3, 2), rows)
     assert sampled.status.tolist() == [STATUS_OK, STATUS_MASKED, STATUS_OK]
     assert sampled.ids[2] == 1
-
-
-def test_ids_past_the_vocabulary_are_refused() -> None:
-    sampler = Sampler(10)
-    with pytest.raises(RequestError, match="logit_bias names token 10"):
-        sampler.check(SamplingParams(logit_bias={10: 1.0}))
-    with pytest.raises(RequestError, match="stop_token_ids names token 99"):
-        sampler.check(SamplingParams(stop_token_ids=[3, 99]))
-    sampler.check(SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]))
 
 
 def test_no_rows() -> None:

@@ -14,19 +14,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onestem.engine.grammar.schema import SCHEMA, check_schema, with_any_of
+from onestem.engine.grammar.tags import check_tags, tags_of, with_grammars
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     import xgrammar
 
-__all__ = ["GrammarCompiler", "GrammarState"]
+__all__ = ["GrammarCompiler", "GrammarState", "packed"]
 
 _CACHE_ENTRIES = 256
 # Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
@@ -38,24 +39,42 @@ _THREADS = 2
 _CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
 
 
-def _schema_of(response_format: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool] | None:
-    """The JSON schema of a format (`request.ResponseFormat`) and whether it is strict; None where
-    any text will do."""
-    kind = "text" if response_format is None else response_format["type"]
-    if response_format is None or kind == "text":
+class _Wanted(NamedTuple):
+    """What a format asks: a JSON schema, or a structural tag's format."""
+
+    schema: dict[str, Any] | None
+    tags: dict[str, Any] | None
+    strict: bool = True
+    any_whitespace: bool = False
+
+    @property
+    def key(self) -> str:
+        # Properties are written in the schema's order, so keys must not be sorted.
+        try:
+            return json.dumps(self)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"response_format is not JSON: {error}") from error
+
+    def check(self) -> None:
+        if self.schema is not None:
+            check_schema(self.schema, self.strict)
+        if self.tags is not None:
+            check_tags(self.tags)
+
+
+def _wanted(response_format: Mapping[str, Any] | None) -> _Wanted | None:
+    """Of a format (`request.ResponseFormat`); None where any text will do."""
+    if response_format is None or response_format["type"] == "text":
         return None
-    if kind == "json_object":
-        return {"type": "object"}, False
+    tags = tags_of(response_format)
+    if tags is not None:
+        return _Wanted(None, tags)
+    any_whitespace = bool(response_format.get("any_whitespace"))
+    if response_format["type"] == "json_object":
+        return _Wanted({"type": "object"}, None, False, any_whitespace)
     given = response_format["json_schema"]
-    return dict(given["schema"]), given.get("strict") is not False
-
-
-def _key(schema: dict[str, Any], strict: bool) -> str:
-    # Properties are written in the schema's order, so keys must not be sorted.
-    try:
-        return json.dumps([schema, strict])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{SCHEMA} is not JSON: {error}") from error
+    strict = given.get("strict") is not False
+    return _Wanted(dict(given["schema"]), None, strict, any_whitespace)
 
 
 class GrammarCompiler:
@@ -107,32 +126,30 @@ class GrammarCompiler:
         wanted = self.check(response_format)
         if wanted is None:
             return None
-        key, grammar, is_new = self._entry(*wanted)
+        key, grammar, is_new = self._entry(wanted)
         if is_new:
-            self._compile_into(grammar, key, *wanted)
+            self._compile_into(grammar, key, wanted)
         state = self.state(grammar)
         for token in output_token_ids:
             state.accept(token)
         return state
 
-    def check(
-        self, response_format: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], bool] | None:
-        """A format's schema and whether it is strict, found good once for each format: the only
-        entrance of schemas. None where any text will do.
+    def check(self, response_format: Mapping[str, Any] | None) -> _Wanted | None:
+        """What a format asks, found good once for each: the only entrance of schemas. None where
+        any text will do.
 
         Raises:
             RequestError: the schema is none.
             UnsupportedError: it uses what cannot be enforced, or is too large.
         """
-        wanted = _schema_of(response_format)
+        wanted = _wanted(response_format)
         if wanted is None:
             return None
-        key = _key(*wanted)
+        key = wanted.key
         with self._lock:
             known = key in self._checked
         if not known:
-            check_schema(*wanted)
+            wanted.check()
             with self._lock:
                 self._checked[key] = None
                 while len(self._checked) > _CACHE_ENTRIES:
@@ -147,9 +164,9 @@ class GrammarCompiler:
         wanted = self.check(response_format)
         if wanted is None:
             return None
-        key, grammar, is_new = self._entry(*wanted)
+        key, grammar, is_new = self._entry(wanted)
         if is_new:
-            self._executor().submit(self._compile_into, grammar, key, *wanted)
+            self._executor().submit(self._compile_into, grammar, key, wanted)
         return grammar
 
     def state(self, grammar: Future[xgrammar.CompiledGrammar]) -> GrammarState:
@@ -161,11 +178,9 @@ class GrammarCompiler:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _entry(
-        self, schema: dict[str, Any], strict: bool
-    ) -> tuple[str, Future[xgrammar.CompiledGrammar], bool]:
-        """A schema's key, its grammar and whether the caller is to compile it."""
-        key = _key(schema, strict)
+    def _entry(self, wanted: _Wanted) -> tuple[str, Future[xgrammar.CompiledGrammar], bool]:
+        """A format's key, its grammar and whether the caller is to compile it."""
+        key = wanted.key
         with self._lock:
             known = self._compiled.get(key)
             if known is not None:
@@ -190,14 +205,10 @@ class GrammarCompiler:
             return self._threads
 
     def _compile_into(
-        self,
-        grammar: Future[xgrammar.CompiledGrammar],
-        key: str,
-        schema: dict[str, Any],
-        strict: bool,
+        self, grammar: Future[xgrammar.CompiledGrammar], key: str, wanted: _Wanted
     ) -> None:
         try:
-            compiled = self._compile(schema, strict)
+            compiled = self._compile(wanted)
         except BaseException as error:
             with self._lock:
                 self._compiled.pop(key, None)
@@ -205,18 +216,28 @@ class GrammarCompiler:
             return
         grammar.set_result(compiled)
 
-    def _compile(self, schema: dict[str, Any], strict: bool) -> xgrammar.CompiledGrammar:
+    def _compile(self, wanted: _Wanted) -> xgrammar.CompiledGrammar:
         compiler = self._loaded()
         try:
+            if wanted.schema is None:
+                tags = {"type": "structural_tag", "format": with_grammars(wanted.tags)}
+                return compiler.compile_structural_tag(tags)
+            written = json.dumps(with_any_of(wanted.schema))
+            if wanted.any_whitespace:
+                return compiler.compile_json_schema(
+                    written, strict_mode=wanted.strict, max_whitespace_cnt=_MOST_WHITESPACE
+                )
             return compiler.compile_json_schema(
-                json.dumps(with_any_of(schema)),
-                strict_mode=strict,
-                max_whitespace_cnt=_MOST_WHITESPACE,
+                written,
+                strict_mode=wanted.strict,
+                any_whitespace=False,
+                separators=(",", ":"),
             )
         except Exception as error:  # xgrammar raises many kinds for a bad schema
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             reason = re.sub(r"^\[[^]]*\] \S+: ", "", reason)  # time and source line
-            raise RequestError(f"{SCHEMA} cannot be used: {reason}") from error
+            name = SCHEMA if wanted.schema is not None else "response_format"
+            raise RequestError(f"{name} cannot be used: {reason}") from error
 
     def _loaded(self) -> xgrammar.GrammarCompiler:
         with self._loading:
@@ -263,7 +284,7 @@ class GrammarState:
         self._origin = (grammar, vocab_size, stop_token_ids)
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._mask = torch.full(((vocab_size + 31) // 32,), -1, dtype=torch.int32)
-        self._stops = _packed(stop_token_ids, len(self._mask))
+        self._stops = packed(stop_token_ids, len(self._mask))
         self._filled = False
 
     def at_start(self) -> GrammarState:
@@ -309,7 +330,7 @@ class GrammarState:
         return not bool((self.fill_mask() & ~self._stops).any())
 
 
-def _packed(token_ids: Iterable[int], num_words: int) -> Tensor:
+def packed(token_ids: Iterable[int], num_words: int) -> Tensor:
     """Token ids as bits of int32 `[num_words]`."""
     words = [0] * num_words
     for token in token_ids:

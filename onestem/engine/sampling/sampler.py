@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.errors import RequestError
 from onestem.ops import resolve_sampling
 from onestem.ops.copies import on_device
 from onestem.ops.sampling import IDLE, ROW, Drawn, RowTable
@@ -300,23 +299,6 @@ class Sampler:
 
     # ------------------------------------------------------------------------- requests
 
-    def check(self, params: SamplingParams) -> None:
-        """Refuse token ids that the model does not have. For admission.
-
-        Raises:
-            RequestError: an id in `logit_bias` or `stop_token_ids` is not in the vocabulary.
-        """
-        for name, ids in (
-            ("logit_bias", params.logit_bias or {}),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            beyond = [token for token in ids if token >= self.vocab_size]
-            if beyond:
-                raise RequestError(
-                    f"{name} names token {beyond[0]}, expected ids below {self.vocab_size} "
-                    "(the vocabulary's size)"
-                )
-
     def settings_of(self, params: SamplingParams) -> SamplingSettings:
         """What parameters mean for this model."""
         known = self._settings.get(id(params))
@@ -327,8 +309,6 @@ class Sampler:
         return known[1]
 
     def _resolve(self, params: SamplingParams) -> SamplingSettings:
-        self.check(params)
-
         def value(name: str, neutral: float) -> float:
             for source in (params, self._defaults):
                 found = getattr(source, name) if source is not None else None

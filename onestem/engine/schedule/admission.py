@@ -7,7 +7,9 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from onestem.cache import PagePool
 from onestem.checked import show
 from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
+from onestem.engine.grammar.rules import TokenRules, spelled
 from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import BROKEN, EngineStats, refused_output
 from onestem.engine.schedule.queue import Gate
@@ -149,14 +152,14 @@ def _are_ints(ids: np.ndarray) -> bool:
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:
-    for name in ("stop_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         highest = max(getattr(request.params, name) or (0,))
         if highest >= vocab_size:
             raise RequestError(f"{name} has token id {highest}, expected ids below {vocab_size}")
 
 
 def _check_text(request: Request, tokenizer: Tokenizer | None) -> None:
-    for name in ("stop", "choices", "response_format"):
+    for name in ("stop", "choices", "response_format", "bad_words"):
         if tokenizer is None and getattr(request.params, name):
             raise RequestError(f"{name} needs a tokenizer, and this model directory has none")
 
@@ -192,6 +195,7 @@ class SequenceFactory:
         kept_pages: how many of them pinned prefixes keep for good.
         tokenizer, grammars: None for a model without tokenizer.
         max_model_len: most tokens of prompt and answer.
+        eos_token_ids: tokens that end an answer.
         together: a prompt's n sequences are one until the prompt is computed (prefixes are shared).
         seed: source of seeds for requests that have none; None draws from the system.
         stats: requests are counted there.
@@ -211,6 +215,7 @@ class SequenceFactory:
         tokenizer: Tokenizer | None,
         grammars: GrammarCompiler | None,
         max_model_len: int,
+        eos_token_ids: Seq[int],
         together: bool,
         seed: int | None,
         stats: EngineStats,
@@ -226,6 +231,7 @@ class SequenceFactory:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
+        self._eos = eos_token_ids
         self._together = together
         self._seed = seed
 
@@ -315,8 +321,7 @@ class SequenceFactory:
             sequence.score_from = _first_scored(request)
         if params.stop or request.stream:
             sequence.detokenizer = self.detokenizer(request)
-        if params.response_format is not None and self._grammars is not None:
-            sequence.grammar = self._grammar_of(state, self._grammars)
+        sequence.grammar = self._grammar_of(state)
         return sequence
 
     def detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
@@ -325,15 +330,34 @@ class SequenceFactory:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.params, request.prompt_token_ids)
 
-    def _grammar_of(self, state: RequestState, grammars: GrammarCompiler) -> GrammarState | None:
-        """Compiled here only where no gate was passed: all requests are one caller's then."""
+    def _grammar_of(self, state: RequestState) -> GrammarState | TokenRules | None:
+        """What its tokens are held to."""
         other = next((s.grammar for s in state.sequences if s.grammar is not None), None)
         if other is not None:
             return other.at_start()
-        prepared = self._prepared.get(state.request.request_id)
+        params, grammar = state.request.params, None
+        if params.response_format is not None and self._grammars is not None:
+            grammar = self._compiled(state.request, self._grammars)
+        if params.allowed_token_ids is None and not params.bad_words:
+            return grammar
+        bad: list[list[int]] = []
+        if self._tokenizer is not None:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            bad = [form for word in params.bad_words for form in spelled(word, encode)]
+        return TokenRules(
+            self._config.vocab_size,
+            allowed=params.allowed_token_ids,
+            bad=bad,
+            stops=self._eos,
+            grammar=grammar,
+        )
+
+    def _compiled(self, request: Request, grammars: GrammarCompiler) -> GrammarState | None:
+        """Compiled here only where no gate was passed: all requests are one caller's then."""
+        prepared = self._prepared.get(request.request_id)
         if prepared is not None:
             return grammars.state(prepared)
-        return grammars.compile(state.request.params.response_format)
+        return grammars.compile(request.params.response_format)
 
     def _most_tokens(self, state: RequestState) -> int:
         """Of a sequence: what it imports takes its part of the model's length and of memory."""

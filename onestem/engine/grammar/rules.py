@@ -1,0 +1,79 @@
+"""Tokens that a request forbids by itself: `allowed_token_ids` and `bad_words`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from onestem.engine.grammar.compiler import GrammarState, packed
+
+__all__ = ["TokenRules", "spelled"]
+
+
+class TokenRules:
+    """Where one sequence stands in what its request forbids, in front of its grammar if it has one.
+
+    Args:
+        vocab_size: of the logits.
+        allowed: ids that may be sampled; None: all.
+        bad: token ids of words that may not stand in the answer.
+        stops: ids that may end it, whatever is allowed.
+        grammar: of the same sequence.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        allowed: Iterable[int] | None,
+        bad: Sequence[Sequence[int]],
+        stops: Iterable[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
+        words = (vocab_size + 31) // 32
+        self._allowed = torch.full((words,), -1, dtype=torch.int32)
+        if allowed is not None:
+            self._allowed = packed([*allowed, *stops], words)
+        self._grammar = grammar
+        self._bad = [tuple(word) for word in bad]
+        self._longest = max(map(len, self._bad), default=1)
+        self._last: list[int] = []
+
+    def at_start(self) -> TokenRules:
+        """Another sequence's, under the same rules."""
+        other = copy(self)
+        other._grammar = None if self._grammar is None else self._grammar.at_start()
+        other._last = []
+        return other
+
+    def fill_mask(self) -> Tensor:
+        """Which tokens may come next, as `GrammarState.fill_mask`."""
+        mask = self._allowed.clone()
+        if self._grammar is not None:
+            mask &= self._grammar.fill_mask()
+        for word in self._bad:
+            *before, last = word
+            if self._last[len(self._last) - len(before) :] == before:
+                bit = 1 << (last % 32)
+                mask[last // 32] &= ~(bit - (1 << 32) if bit >= 1 << 31 else bit)
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        """Take a sampled token."""
+        if self._grammar is not None:
+            self._grammar.accept(token_id)
+        self._last = [*self._last, token_id][-(self._longest - 1) :] if self._longest > 1 else []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its grammar lets nothing follow."""
+        return self._grammar is not None and self._grammar.is_finished
+
+
+def spelled(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """A word's token ids, at the beginning of a text and inside one."""
+    forms = [encode(word), encode(" " + word)]
+    return [form for index, form in enumerate(forms) if form and form not in forms[:index]]
