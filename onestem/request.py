@@ -357,7 +357,7 @@ class SamplingParams(Checked):
     """vLLM's form of `response_format`, which it becomes."""
 
     allowed_token_ids: TokenIds | None = None
-    """Only these may be sampled, and end-of-sequence ids."""
+    """Only these may be sampled; name an end-of-sequence id too if the answer may end by itself."""
 
     bad_words: BadWords = ()
     """Texts whose tokens may not stand in the answer."""

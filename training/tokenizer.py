@@ -17,10 +17,25 @@ import documents
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 PIECES = r"[0-9]|[A-Z][a-z]*| ?[a-z]+|\n| ?[^\sA-Za-z0-9]|\s"
+# The model was not trained to call tools; their form is that of Hermes.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|>Tools:' }}"
+    "{% for tool in tools %}{{ '\n' + tool['function'] | tojson }}{% endfor %}"
+    '{{ \'\nCall one with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|end|>\' }}'
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\n' + message['content'] + '\n</tool_response><|end|>' }}"
+    "{% else %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson + '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -406,6 +406,7 @@ class _Job:
             logprobs=asked.sampling.get("logprobs"),
             return_token_ids=asked.return_token_ids or self._tokenizer is None,
             token_bytes=self._token_bytes,
+            tools=self._tokenizer.tool_form if asked.has_tools and self._tokenizer else None,
         )
         job = self._identity.job
         try:

@@ -15,6 +15,7 @@ Memory of the pass: one chunk (at most `CHUNK_LINES` lines or, but for its last 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ from onestem.batch.workplace import Workplace
 from onestem.errors import JobError, OnestemError, RequestError
 from onestem.openai.read import Prompt
 from onestem.openai.schema import Kind
+from onestem.openai.tools import ToolForm
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
 
@@ -69,9 +71,24 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        fields: Mapping[str, Any],
     ) -> list[int]:
         """Token ids of a chat, up to where the answer begins."""
+        ...
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of tools."""
+        ...
+
+    def control_token(self, name: str, /) -> int | None:
+        """The id of a control token."""
         ...
 
 
@@ -142,6 +159,7 @@ class SpooledRequest:
     return_token_ids: bool = False
     pml: str | None = None
     isolation: str = "anchored"
+    has_tools: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,13 +376,24 @@ class _FirstPass:
             return _Line(number, None, error=LineError("line_too_long", message))
         try:
             request = parse_line(raw)
-            line = _Line(number, request.custom_id, request=request)
+            line = _Line(number, request.custom_id, request=self._held(request))
         except LineError as error:
             line = _Line(number, error.custom_id, error=error)
         if line.custom_id is not None and self._is_duplicate(line.custom_id):
             message = "an earlier line has the same custom_id"
             line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
         return line
+
+    def _held(self, request: BatchRequest) -> BatchRequest:
+        """With tools in the model's form."""
+        tokenizer = self._tokenizer
+        if request.asked.tools is None or tokenizer is None:
+            return request
+        try:
+            asked = request.asked.held(tokenizer.tool_form, tokenizer.control_token)
+        except RequestError as error:
+            raise LineError("invalid_request", str(error), request.custom_id) from error
+        return dataclasses.replace(request, asked=asked)
 
     def _is_duplicate(self, custom_id: str) -> bool:
         digest = hashlib.sha256(custom_id.encode()).digest()[:16]
@@ -419,7 +448,9 @@ class _FirstPass:
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER)
         if prompt.messages is not None:
-            return self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(
+                prompt.messages, **dataclasses.asdict(prompt.template)
+            )
         assert prompt.text is not None
         return self._tokenizer.encode_batch([prompt.text])[0]
 
@@ -485,6 +516,8 @@ def _record(line: _Line) -> dict[str, Any]:
         record["model"] = asked.model
     if asked.return_token_ids:
         record["return_token_ids"] = True
+    if asked.tools is not None:
+        record["has_tools"] = True
     if prompt.pml is not None:
         record |= {"pml": prompt.pml, "isolation": prompt.isolation}
     return record | {"sampling": dict(asked.sampling)}

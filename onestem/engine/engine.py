@@ -125,7 +125,6 @@ class Engine:
             tokenizer=tokenizer,
             grammars=self._grammars,
             max_model_len=self.max_model_len,
-            eos_token_ids=eos,
             together=share != "off",
             seed=seed,
             stats=self.stats,

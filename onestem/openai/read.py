@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -20,12 +20,15 @@ from onestem.openai.schema import (
     Kind,
     Message,
     PrefixBody,
+    ToolChoice,
 )
+from onestem.openai.tools import ToolForm, Tools
 from onestem.request import MAX_TOKEN_ID, SamplingParams
 
 __all__ = [
     "MAX_DEPTH",
     "Asked",
+    "ChatTemplate",
     "JsonError",
     "Prompt",
     "read_body",
@@ -120,6 +123,15 @@ def _check_surrogates(record: JsonObject, name: str) -> None:
 # ----------------------------------------------------------------------------- bodies
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """How a chat template is applied; `fields` are its further variables."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What is to be continued; exactly one of the four is there. `isolation` belongs to `pml`."""
@@ -129,6 +141,7 @@ class Prompt:
     messages: list[JsonObject] | None = None
     pml: str | None = None
     isolation: str = "anchored"
+    template: ChatTemplate = ChatTemplate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +169,29 @@ class Asked:
     prefix: str | None = None
     cache_salt: str = ""
     timeout: float | None = None
+    tools: Tools | None = None
+
+    def held(self, form: ToolForm | None, token_of: Callable[[str], int | None]) -> Asked:
+        """With calls of tools held to their schemas; `form` is the model's."""
+        if self.tools is None:
+            return self
+        if self.tools.mode == "none":
+            return replace(self, tools=None)
+        if form is None:
+            raise RequestError(
+                "tools: the model's chat template has no tools, or writes calls in a form that is "
+                "not known here (known are Qwen's and Hermes', Llama 3's and Mistral's)"
+            )
+        if self.params.choices is not None:
+            raise RequestError("choices and tools: give one of them")
+        wanted = form.held_to(self.tools, self.params.response_format, token_of)
+        sampling = {
+            name: value for name, value in self.sampling.items() if name != "structured_outputs"
+        }
+        sampling["response_format"] = wanted
+        if token_of(form.begin) is not None:
+            sampling["skip_special_tokens"] = False
+        return replace(self, sampling=sampling, params=check(SamplingParams, sampling))
 
 
 # Fields that mean something to a server alone, and what they may be in a batch line.
@@ -173,6 +209,13 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
     given = {name: value for name, value in body.items() if value is not None}
     sampling = {name: given.pop(name) for name in SAMPLING[kind] & given.keys()}
     fields = check(FIELDS[kind], given)
+    guided = _guided(fields)
+    if guided:
+        if "structured_outputs" in sampling:
+            raise RequestError(
+                f"structured_outputs and guided_{next(iter(guided))}: give one of them"
+            )
+        sampling["structured_outputs"] = guided
     if isinstance(fields, ChatFields):
         # A chat answer may be as long as the model allows unless the request says otherwise.
         sampling["max_tokens"] = _chat_length(sampling, fields)
@@ -190,6 +233,7 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         prefix=fields.prefix,
         cache_salt=fields.cache_salt or "",
         timeout=fields.timeout,
+        tools=_tools(fields) if isinstance(fields, ChatFields) else None,
     )
     if fields.stream_options is not None and not asked.stream:
         raise RequestError("stream_options needs stream: true")
@@ -230,6 +274,57 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
     return None
 
 
+def _guided(fields: Any) -> JsonObject:
+    names = ("json", "regex", "choice", "grammar")
+    given = {name: getattr(fields, f"guided_{name}") for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _tools(fields: ChatFields) -> Tools | None:
+    """What may be called."""
+    choice = fields.tool_choice
+    if not fields.tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools")
+        return None
+    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools]
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise RequestError("tools has two functions of one name")
+    names = list(by_name)
+    mode: Any = choice or "auto"
+    is_named = isinstance(choice, ToolChoice) and choice.function is not None
+    if isinstance(choice, ToolChoice):
+        mode = "required"
+        if choice.function is not None:
+            names = [choice.function.name]
+        if choice.allowed_tools is not None:
+            mode = choice.allowed_tools.mode
+            names = [tool.function.name for tool in choice.allowed_tools.tools]
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise RequestError(f"tool_choice names {show(unknown[0])}, which is not among the tools")
+    return Tools(
+        tools=tools,
+        mode=mode,
+        allowed=[by_name[name] for name in dict.fromkeys(names)],
+        parallel=fields.parallel_tool_calls is not False and not is_named,
+    )
+
+
+def _template(fields: ChatFields) -> ChatTemplate:
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.tools:
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in fields.tools]
+    if fields.reasoning_effort is not None:
+        variables["reasoning_effort"] = fields.reasoning_effort
+    goes_on = bool(fields.continue_final_message)
+    begins = not goes_on if fields.add_generation_prompt is None else fields.add_generation_prompt
+    return ChatTemplate(
+        fields=variables, add_generation_prompt=begins, continue_final_message=goes_on
+    )
+
+
 def _check_sequences(asked: Asked) -> None:
     choices, num_prompts = asked.params.choices, len(asked.prompts)
     what = f"n is {asked.params.n}" if choices is None else f"choices has {len(choices)} texts"
@@ -258,7 +353,7 @@ def _prompts(fields: Any) -> list[Prompt]:
         raise RequestError(f"body has no {name} and no pml")
     if isinstance(fields, CompletionFields):
         return _completion_prompts(given)
-    return [Prompt(messages=[_plain(message) for message in given])]
+    return [Prompt(messages=[_plain(one) for one in given], template=_template(fields))]
 
 
 def _plain(message: Message) -> JsonObject:

@@ -51,6 +51,7 @@ Kind = Literal["chat", "completion"]
 
 MAX_MESSAGES = 4096  # and parts of one; a chat template takes 0.04 ms for each
 MAX_PROMPTS = 256
+MAX_TOOLS = 1024
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -139,6 +140,56 @@ class Message(Object):
         return self
 
 
+class Function(Object):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
+        json_schema_extra={EXPECTED: "up to 64 letters, digits, '_', '-' and '.'"}
+    )
+    description: str | None = None
+
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments."""
+
+    strict: bool | None = None
+    """Refuse a schema that arguments would not be held to."""
+
+
+class Tool(Object):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Object):
+    name: str
+
+
+class NamedTool(Object):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Object):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class ToolChoice(Object):
+    """A function that is to be called, or those of which some may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> ToolChoice:
+        for name in ("function", "allowed_tools"):
+            if (name == self.type) != (getattr(self, name) is not None):
+                verb = "needs" if name == self.type else "has"
+                raise RequestError(f"tool_choice of type {self.type} {verb} {name}")
+        return self
+
+
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -179,6 +230,12 @@ class _Fields(Object):
     isolation: Literal["anchored", "isolated", "off"] | None = None
     """Of pml: who sees what."""
 
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    """With the three before it: vLLM's older names of `structured_outputs`."""
+
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -204,6 +261,30 @@ class ChatFields(_Fields):
     store: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        default=None,
+        json_schema_extra={EXPECTED: "none, auto, required, or a function by its name"},
+    )
+    """Whether it must call one, and which; auto where there are tools."""
+
+    parallel_tool_calls: bool | None = None
+    """Whether it may call several at once; true where it is left out."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as `enable_thinking`."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """A variable of the chat template, where it has that."""
+
+    add_generation_prompt: bool | None = None
+    """End the prompt with what begins an answer; true where it is left out."""
+
+    continue_final_message: bool | None = None
+    """Go on from the last message instead of answering it."""
+
 
 class CompletionFields(_Fields):
     """Of a text that is continued."""
@@ -212,18 +293,26 @@ class CompletionFields(_Fields):
     """Text or token ids, or a list of either: a prompt each."""
 
 
+_NEUTRAL: Mapping[str, Any] = {
+    "add_special_tokens": None,
+    "length_penalty": 1.0,
+    "prediction": None,
+    "priority": 0,
+    "return_tokens_as_token_ids": False,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+}
 # Known fields with the only value that asks for nothing.
 NEUTRAL: Mapping[Kind, Mapping[str, Any]] = {
     "chat": {
         "audio": None,
         "function_call": None,
         "functions": [],
-        "parallel_tool_calls": None,
-        "tool_choice": "none",
-        "tools": [],
         "web_search_options": None,
+        **_NEUTRAL,
     },
-    "completion": {"best_of": 1, "echo": False, "store": False, "suffix": None},
+    "completion": {"best_of": 1, "echo": False, "store": False, "suffix": None, **_NEUTRAL},
 }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onestem.openai.schema import Kind
+from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 
 __all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body"]
@@ -28,6 +29,7 @@ class ResponseFormat:
     """How a result is written: what its request asked for beside the text.
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
+    `tools` is the form of calls in the text; None: it has none.
     """
 
     kind: Kind
@@ -35,6 +37,7 @@ class ResponseFormat:
     logprobs: int | None
     return_token_ids: bool
     token_bytes: TokenBytes
+    tools: ToolForm | None = None
 
 
 def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
@@ -46,13 +49,34 @@ def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[
 def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
     body = _body(f"chatcmpl-{name}", "chat.completion", output, form)
     body["choices"] = [
-        _choice(sequence, form, _chat_logprobs(sequence, form))
-        | {"message": {"role": "assistant", "content": sequence.text}}
+        _choice(sequence, form, _chat_logprobs(sequence, form)) | _message(name, sequence, form)
         for sequence in _in_order(output)
     ]
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
     return body
+
+
+def _message(name: str, sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any]:
+    """The answer as text, or as text and calls; and how it ended then."""
+    message: dict[str, Any] = {"role": "assistant", "content": sequence.text}
+    if form.tools is None:
+        return {"message": message}
+    found = Calls.of(sequence.text, form.tools)
+    message["content"] = found.text or (None if found.calls else "")
+    if not found.calls:
+        return {"message": message}
+    message["tool_calls"] = [
+        _call(form.tools.call_id(name, sequence.index, index), called, arguments)
+        for index, (called, arguments) in enumerate(found.calls)
+    ]
+    ended = "tool_calls" if sequence.finish_reason == "stop" else sequence.finish_reason
+    return {"message": message, "finish_reason": ended}
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
@@ -228,6 +252,9 @@ class Chunks:
     ) -> None:
         self._form = form
         self._n = n
+        self._name = name
+        self._parsers: dict[int, CallParser] = {}
+        self._callers: set[int] = set()  # choices that have called
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._is_chat = form.kind == "chat"
@@ -256,12 +283,18 @@ class Chunks:
         index = part * self._n + piece.index
         first = index not in self._begun
         form = self._form
+        calls = ""
+        if form.tools is not None:
+            piece, calls = self._with_calls(piece, index, form.tools)
         silent = not piece.text and form.logprobs is None and not form.return_token_ids
-        if silent and not first and not piece.finish_reason:
+        if silent and not calls and not first and not piece.finish_reason:
             return ""
         self._begun.add(index)
-        news = self._chat(piece, first) if self._is_chat else self._completion(piece, index)
-        reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
+        news = self._chat(piece, first, calls) if self._is_chat else self._completion(piece, index)
+        ended: str | None = piece.finish_reason
+        if ended == "stop" and index in self._callers:
+            ended = "tool_calls"
+        reason = f'"{ended}"' if ended else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
         ids = (
             f',"token_ids":[{",".join(map(str, piece.token_ids))}]' if form.return_token_ids else ""
@@ -271,9 +304,33 @@ class Chunks:
             f"{self._end}"
         )
 
-    def _chat(self, piece: CompletionOutput, first: bool) -> str:
+    def _with_calls(
+        self, piece: CompletionOutput, index: int, form: ToolForm
+    ) -> tuple[CompletionOutput, str]:
+        """A piece with the text that is no call, and what is new of calls as JSON."""
+        parser = self._parsers.setdefault(index, CallParser(form))
+        events = parser.feed(piece.text)
+        if piece.finish_reason:
+            events += parser.finish()
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if event.name:
+                self._callers.add(index)
+                name = form.call_id(self._name, index, event.index)
+                calls[event.index] = {"index": event.index} | _call(name, event.name, "")
+            elif event.arguments:
+                call = calls.setdefault(
+                    event.index, {"index": event.index, "function": {"arguments": ""}}
+                )
+                call["function"]["arguments"] += event.arguments
+        told = replace(piece, text="".join(event.text for event in events))
+        return told, _json(list(calls.values())) if calls else ""
+
+    def _chat(self, piece: CompletionOutput, first: bool, calls: str) -> str:
         role = '"role":"assistant",' if first else ""
-        text = f'"content":{_json(piece.text)}' if piece.text or first else ""
+        text = f'"content":{_json(piece.text)}' if piece.text or (first and not calls) else ""
+        if calls:
+            text = f'{text or chr(34) + "content" + chr(34) + ":null"},"tool_calls":{calls}'
         logprobs = "null"
         if self._form.logprobs is not None:
             logprobs = _json(_chat_logprobs(piece, self._form))

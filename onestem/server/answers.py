@@ -38,7 +38,7 @@ def whole_body(
             finished=True,
             prompt_logprobs=call.inbox.ended[part].prompt_logprobs,
         )
-        bodies.append(_spelled(lambda output=output: answer_body("", output, form)))
+        bodies.append(_spelled(lambda output=output: answer_body(call.id, output, form)))
     body: dict[str, Any] = bodies[0]
     body["choices"] = [choice for one in bodies for choice in one["choices"]]
     for index, choice in enumerate(body["choices"]):

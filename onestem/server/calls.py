@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 from onestem.openai.schema import Kind
+from onestem.openai.tools import ToolForm
 from onestem.request import Request, RequestMetrics
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient
@@ -32,6 +33,7 @@ class Call:
         id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
         requests: one per prompt.
         chunk_size: of its stream's chunks, behind the first one; None: a token each.
+        tools: the form of its calls; None: it has none.
         app: name of the prefix that it stands behind, "" if none.
         created: unix seconds; arrived: of `time.monotonic()`.
         seconds: that it may take.
@@ -46,6 +48,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    tools: ToolForm | None = None
     chunk_size: ChunkSize | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     arrived: float

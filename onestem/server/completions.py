@@ -8,6 +8,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
@@ -47,6 +48,9 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
     raw = await read_limited(http, service.settings.max_body_bytes)
     asked = await service.parsed(raw, lambda data: read_body(kind, read_object(data)))
     service.check_model(asked.model)
+    tokenizer = service.bounded_tokenizer
+    if tokenizer is not None:
+        asked = asked.held(tokenizer.tool_form, tokenizer.control_token)
     service.client.check_up()
     call = await _call(service, asked, tenant, arrived)
     call.submit(service.client)
@@ -72,6 +76,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
     if first.pml is not None and service.settings.engine.get("module_disk") is not None:
         wanted = service.schemas.alternatives(tenant, first.pml)
         service.client.prefetch(wanted, first.module_salt)
+    tokenizer = service.bounded_tokenizer
     begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
         id=name,
@@ -83,6 +88,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         stream=asked.stream,
         include_usage=asked.include_usage,
         return_token_ids=asked.return_token_ids or service.tokenizer is None,
+        tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
         chunk_size=service.client.chunk_size,
         arrived=arrived,
         seconds=seconds,
@@ -163,13 +169,14 @@ def _token_ids(
 def _chat_ids(tokenizer: BoundedTokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
     assert prompt.messages is not None
     if prefix is None:
-        return tokenizer.apply_chat_template(prompt.messages)
+        return tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
     if "chat" not in prefix.forms:
         raise RequestError(
             f"prefix {prefix.name!r} is of token ids, which stand before a prompt: "
             "use /v1/completions, or make a prefix of text or messages"
         )
-    return tokenizer.apply_chat_template([*messages_of(prefix.source), *prompt.messages])
+    messages = [*messages_of(prefix.source), *prompt.messages]
+    return tokenizer.apply_chat_template(messages, **asdict(prompt.template))
 
 
 def _completion_ids(
@@ -197,6 +204,7 @@ def _form(service: Service, call: Call) -> ResponseFormat:
         logprobs=call.requests[0].params.logprobs,
         return_token_ids=call.return_token_ids,
         token_bytes=service.tokenizer.token_bytes if service.tokenizer is not None else None,
+        tools=call.tools,
     )
 
 

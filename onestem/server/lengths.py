@@ -4,12 +4,14 @@ that takes seconds for megabytes, and as long for what is refused as for what is
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
+from onestem.openai.tools import ToolForm
 
 __all__ = ["BoundedTokenizer", "check_markup"]
 
@@ -52,10 +54,19 @@ class BoundedTokenizer:
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> list[int]:
         self.check_messages("messages", messages)
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt)
+        if how.get("fields"):
+            self.check("tools", len(json.dumps(how["fields"], default=str)))
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **how)
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        return self._tokenizer.tool_form
+
+    def control_token(self, name: str) -> int | None:
+        return self._tokenizer.control_token(name)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
@@ -64,6 +75,8 @@ class BoundedTokenizer:
 def _texts(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     for message in messages:
         content = message["content"]
+        if "tool_calls" in message:
+            yield json.dumps(message["tool_calls"])
         yield from [content] if isinstance(content, str) else (part["text"] for part in content)
 
 

@@ -32,10 +32,15 @@ class FakeTokenizer:
         return [[BOS, *(byte + FIRST_BYTE for byte in text.encode())] for text in texts]
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> list[int]:
         text = "".join(f"[{m['role']}]{json.dumps(m['content'])}" for m in messages)
         return self.encode_batch([text + "[assistant]" * add_generation_prompt])[0]
+
+    tool_form = None
+
+    def control_token(self, name: str) -> None:
+        return None
 
 
 def token_bytes(token: int) -> bytes:

@@ -113,7 +113,7 @@ def test_lines_with_a_custom_id(tmp_path, line, code, words):
         (completion("x", [[["a"]]]), "token id in prompt"),
         (completion("x", None), "no prompt"),
         (completion("x", wonder=1), "unknown field in body: 'wonder'"),
-        (completion("x", guided_choice=["a"]), "unknown field"),
+        (completion("x", guided_backend="a"), "unknown field"),
         (completion("x", messages=[]), "unknown field"),
         (completion("x", top_logprobs=3), "unknown field"),
         (completion("x", stream=True), "stream is True: not supported"),

@@ -27,11 +27,12 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
-OBJECT = {"type": "json_object"}
+OBJECT = {"type": "json_object", "any_whitespace": True}
 
 
 def json_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+    named = {"name": "answer", "schema": schema, **more}
+    return {"type": "json_schema", "json_schema": named, "any_whitespace": True}
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
@@ -93,6 +94,76 @@ def test_texts_that_fit_a_schema(tokenizer: Tokenizer, compiler: GrammarCompiler
         ('{"name": "Ada Lovelace", "age": 36}', False),
     ):
         assert fits(tokenizer, state_of(compiler, json_schema(SCHEMA)), text) is expected
+
+
+def test_json_is_compact_unless_whitespace_is_asked_for(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    for text, expected in (
+        ('{"name":"Ada L","age":36}', True),
+        ('{"name": "Ada L","age":36}', False),
+        ('{"name":"Ada L", "age":36}', False),
+        ('{\n"name":"Ada L","age":36}', False),
+    ):
+        compact = {**json_schema(SCHEMA), "any_whitespace": None}
+        assert fits(tokenizer, state_of(compiler, compact), text) is (expected and len(text) < 26)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "good", "bad"),
+    [
+        ({"type": "regex", "regex": "[0-9]{2}-[a-c]+"}, "12-abc", "1-abc"),
+        ({"type": "choice", "choice": ["yes", 'no "x"\n']}, 'no "x"\n', "no"),
+        ({"type": "grammar", "grammar": 'root ::= "a" root | "b"'}, "aab", "aa"),
+        (
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "tag",
+                    "begin": "<n>",
+                    "content": {
+                        "type": "json_schema",
+                        "json_schema": {"type": "array", "items": {}},
+                    },
+                    "end": "</n>",
+                },
+            },
+            "<n>[1,2]</n>",
+            "<n>[1, 2]</n>",
+        ),
+    ],
+)
+def test_other_forms(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, response_format, good: str, bad: str
+) -> None:
+    SamplingParams(response_format=response_format)
+    assert fits(tokenizer, state_of(compiler, response_format), good)
+    assert not fits(tokenizer, state_of(compiler, response_format), bad)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        ({"type": "regex", "regex": "(?=a)b"}, "cannot be used: .*Lookahead"),
+        ({"type": "regex", "regex": "(a{1,999}b){1,999}"}, "spells out more than"),
+        ({"type": "grammar", "grammar": 'x ::= "a"'}, "cannot be used: .*root"),
+        ({"type": "grammar", "grammar": "a ::= b\n" * 501}, "501 rules, limit is 500"),
+        (
+            {
+                "type": "structural_tag",
+                "format": {"type": "json_schema", "json_schema": {"not": {}}},
+            },
+            "'not', which is not enforced",
+        ),
+        ({"type": "structural_tag", "format": {"type": "wonder"}}, "cannot be used"),
+    ],
+)
+def test_other_forms_that_are_refused(
+    compiler: GrammarCompiler, response_format: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((RequestError, UnsupportedError), match=message) as caught:
+        compiler.compile(response_format)
+    assert "\n" not in str(caught.value)
 
 
 def test_strict_false_allows_more_properties(
@@ -228,7 +299,8 @@ def test_random_logits_give_valid_json(
     [
         ("json", "response_format is 'json', expected an object"),
         ({}, "response_format.type is missing"),
-        ({"type": "regex"}, "response_format.type is 'regex'"),
+        ({"type": "regex"}, "of type regex needs regex"),
+        ({"type": "xml"}, "response_format.type is 'xml'"),
         ({"type": "json_object", "schema": {}}, "unknown field in response_format: 'schema'"),
         ({"type": "json_schema"}, "json_schema needs json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is missing"),

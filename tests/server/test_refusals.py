@@ -16,7 +16,7 @@ USER = [{"role": "user", "content": "hi"}]
 # (endpoint, field, value): each alone, beside what the endpoint needs.
 BAD = [
     *[("chat/completions", name, value) for name, value in [
-        ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", [{}]),
+        ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]),
         ("audio", {}), ("modalities", ["audio"]), ("reasoning_effort", "low"),
         ("prediction", {}), ("web_search_options", {}),
         ("top_logprobs", 2), ("messages", []), ("messages", [{"role": "tool", "content": "x"}]),

@@ -20,7 +20,6 @@ class TokenRules:
         vocab_size: of the logits.
         allowed: ids that may be sampled; None: all.
         bad: token ids of words that may not stand in the answer.
-        stops: ids that may end it, whatever is allowed.
         grammar: of the same sequence.
     """
 
@@ -30,13 +29,12 @@ class TokenRules:
         *,
         allowed: Iterable[int] | None,
         bad: Sequence[Sequence[int]],
-        stops: Iterable[int],
         grammar: GrammarState | None = None,
     ) -> None:
         words = (vocab_size + 31) // 32
         self._allowed = torch.full((words,), -1, dtype=torch.int32)
         if allowed is not None:
-            self._allowed = packed([*allowed, *stops], words)
+            self._allowed = packed(allowed, words)
         self._grammar = grammar
         self._bad = [tuple(word) for word in bad]
         self._longest = max(map(len, self._bad), default=1)

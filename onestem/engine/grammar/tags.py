@@ -46,8 +46,9 @@ def check_tags(tags: Format) -> None:
         RequestError, UnsupportedError: a schema in it is none, or not enforced; it is too large.
     """
     for one in _formats(tags):
-        if one.get("type") == "json_schema" and isinstance(one.get("json_schema"), Mapping):
-            check_schema(one["json_schema"], True)
+        schema = one.get("json_schema")
+        if isinstance(schema, Mapping) and not one.get("lenient"):
+            check_schema(schema, True)
         pattern, grammar = one.get("pattern"), one.get("grammar")
         if isinstance(pattern, str) and num_characters(pattern) > MOST_REPEATED * 10:
             raise UnsupportedError(
@@ -81,11 +82,22 @@ def with_grammars(value: Any) -> Any:
     if isinstance(value, Mapping):
         schema = value.get("json_schema")
         if value.get("type") == "json_schema" and isinstance(schema, Mapping):
-            if value.get("style", "json") == "json":
-                return {"type": "grammar", "grammar": ebnf_of(schema, strict=True)}
-            return dict(value)
+            if value.get("style", "json") != "json":
+                return dict(value)
+            if value.get("lenient") and not _is_enforced(schema):
+                return {"type": "grammar", "grammar": ebnf_of({"type": "object"}, strict=False)}
+            return {"type": "grammar", "grammar": ebnf_of(schema, strict=True)}
         return {name: with_grammars(part) for name, part in value.items()}
     return [with_grammars(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_enforced(schema: Mapping[str, Any]) -> bool:
+    """Whether an answer would be held to it."""
+    try:
+        check_schema(schema, True)
+    except (RequestError, UnsupportedError):
+        return False
+    return True
 
 
 def ebnf_of(schema: Mapping[str, Any], *, strict: bool) -> str:

@@ -7,7 +7,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TYPE_CHECKING
@@ -195,7 +194,6 @@ class SequenceFactory:
         kept_pages: how many of them pinned prefixes keep for good.
         tokenizer, grammars: None for a model without tokenizer.
         max_model_len: most tokens of prompt and answer.
-        eos_token_ids: tokens that end an answer.
         together: a prompt's n sequences are one until the prompt is computed (prefixes are shared).
         seed: source of seeds for requests that have none; None draws from the system.
         stats: requests are counted there.
@@ -215,7 +213,6 @@ class SequenceFactory:
         tokenizer: Tokenizer | None,
         grammars: GrammarCompiler | None,
         max_model_len: int,
-        eos_token_ids: Seq[int],
         together: bool,
         seed: int | None,
         stats: EngineStats,
@@ -231,7 +228,6 @@ class SequenceFactory:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
-        self._eos = eos_token_ids
         self._together = together
         self._seed = seed
 
@@ -332,10 +328,12 @@ class SequenceFactory:
 
     def _grammar_of(self, state: RequestState) -> GrammarState | TokenRules | None:
         """What its tokens are held to."""
+        params, grammar = state.request.params, None
+        if not (params.response_format or params.allowed_token_ids or params.bad_words):
+            return None
         other = next((s.grammar for s in state.sequences if s.grammar is not None), None)
         if other is not None:
             return other.at_start()
-        params, grammar = state.request.params, None
         if params.response_format is not None and self._grammars is not None:
             grammar = self._compiled(state.request, self._grammars)
         if params.allowed_token_ids is None and not params.bad_words:
@@ -348,7 +346,6 @@ class SequenceFactory:
             self._config.vocab_size,
             allowed=params.allowed_token_ids,
             bad=bad,
-            stops=self._eos,
             grammar=grammar,
         )
 

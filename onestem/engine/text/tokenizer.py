@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.openai.tools import ToolForm, form_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -214,6 +215,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hugging_face.chat_template)
 
+    @cached_property
+    def _template_source(self) -> str:
+        """Of all of the model's chat templates."""
+        templates = self._hugging_face.chat_template or ""
+        return templates if isinstance(templates, str) else "\n".join(templates.values())
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of tools; None: its template does not say it."""
+        return form_of(self._template_source)
+
+    def control_token(self, name: str) -> int | None:
+        """The id of a control token; None where the text is none."""
+        return next((i for i, token in self._special.items() if token.content == name), None)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -246,9 +262,12 @@ class Tokenizer:
         Raises:
             RequestError: no template, a malformed message, or the template refuses.
         """
-        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        plain = self._plain(messages)
         ending = Ending(add_generation_prompt, continue_final_message)
         fields = _template_fields(fields)
+        for name in ("tools", "reasoning_effort"):
+            if name in fields and name not in self._template_source:
+                raise RequestError(f"{name}: the model's chat template does not know it")
         if self._special_names is None or not _mentions([plain, fields], self._special_names):
             return self.encode_control(self._render(plain, ending, fields))
         with self._lock:
@@ -263,8 +282,18 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
         """The conversation's text, to show; its tokens are `apply_chat_template`'s."""
-        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        plain = self._plain(messages)
         return self._render(plain, Ending(add_generation_prompt), {})
+
+    def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as a template reads them: OpenAI's `developer` is a `system` that it may know
+        by that name alone."""
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if "developer" not in self._template_source:
+            for message in plain:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+        return plain
 
     def _render(
         self, messages: list[dict[str, Any]], ending: Ending, fields: Mapping[str, Any]

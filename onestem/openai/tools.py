@@ -1,0 +1,433 @@
+"""Tools: what a call looks like in a model's text, how it is held to its schema, how it is read.
+
+Each family of models writes calls in its own form, which its chat template tells:
+
+    Qwen, Hermes   <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
+    Llama 3        {"name": "f", "parameters": {...}}
+    Mistral        [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
+    Mistral, new   [TOOL_CALLS]f[ARGS]{...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from onestem.errors import RequestError
+
+__all__ = ["CallParser", "Calls", "ToolCallEvent", "ToolForm", "Tools", "form_of"]
+
+JsonObject = dict[str, Any]
+TokenOf = Callable[[str], int | None]
+Mode = Literal["none", "auto", "required"]
+
+_NAME = r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+LONGEST_HEAD = 1000  # characters from a call's first to its arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What a request may call.
+
+    Attributes:
+        tools: as the chat template reads them.
+        mode: whether it must call.
+        allowed: those that it may call.
+        parallel: several at once.
+    """
+
+    tools: Sequence[JsonObject]
+    mode: Mode = "auto"
+    allowed: Sequence[JsonObject] = ()
+    parallel: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolForm:
+    """How a family of models writes calls.
+
+    Attributes:
+        begin: what a call, or a list of them, begins with.
+        head: from there to the arguments; its group is the name.
+        tail: what follows the arguments, whitespace aside.
+        again: what stands before a further call of a list; "": it begins as the first one.
+        item: `head` of a further call.
+        close: what ends a list.
+        before_name, before_arguments, end: what a call is written with.
+        separator: what is written between calls.
+        arguments_token: stands before the arguments.
+        id_length: characters of a call's id; 0: as OpenAI's.
+    """
+
+    name: str
+    begin: str
+    head: re.Pattern[str]
+    tail: str
+    before_name: str
+    before_arguments: str
+    end: str
+    separator: str
+    again: str = ""
+    item: re.Pattern[str] | None = None
+    close: str = ""
+    arguments_token: str = ""
+    id_length: int = 0
+
+    def held_to(
+        self, tools: Tools, response_format: Mapping[str, Any] | None, token_of: TokenOf
+    ) -> JsonObject:
+        """The `response_format` of a request with tools: arguments fit their schemas from the
+        opening of a call on; what `response_format` asks holds for an answer without calls.
+
+        Args:
+            token_of: the id of a control token, which no text can spell; None: it is none.
+        """
+        make = self._list if self.again == "," else self._tags
+        calls = make(tools, token_of)
+        plain = response_format is None or response_format["type"] == "text"
+        if tools.mode == "auto" and not plain:
+            assert response_format is not None
+            calls = {"type": "or", "elements": [calls, _format_of(response_format)]}
+        return {"type": "structural_tag", "format": calls}
+
+    def _tags(self, tools: Tools, token_of: TokenOf) -> JsonObject:
+        """Each call a tag of its own."""
+        tags = []
+        for tool in tools.allowed:
+            function, control = tool["function"], token_of(self.begin)
+            opening = f"{self.before_name}{function['name']}{self.before_arguments}"
+            content = _arguments(function, tools)
+            if self.arguments_token:
+                content = _sequence(_piece(self.arguments_token, token_of), content)
+            begin: Any = opening if self.begin.startswith("{") else self.begin + opening
+            if control is not None:
+                begin, content = _token(control), _sequence(_text(opening), content)
+            tags.append({"type": "tag", "begin": begin, "content": content, "end": self.end})
+        return self._calls(tools, tags, token_of, once=not tools.parallel)
+
+    def _list(self, tools: Tools, token_of: TokenOf) -> JsonObject:
+        """All calls in one list, which is a tag."""
+        calls = [
+            _sequence(
+                _text(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": '),
+                _arguments(tool["function"], tools),
+                _text("}"),
+            )
+            for tool in tools.allowed
+        ]
+        call = {"type": "or", "elements": calls}
+        content = [_text(self.before_name), call]
+        if tools.parallel:
+            content.append({"type": "star", "content": _sequence(_text(", "), call)})
+        control = token_of(self.begin)
+        begin: Any = self.begin if control is None else _token(control)
+        tag = {"type": "tag", "begin": begin, "content": _sequence(*content), "end": self.end}
+        return self._calls(tools, [tag], token_of, once=True)
+
+    def _calls(
+        self, tools: Tools, tags: Sequence[JsonObject], token_of: TokenOf, *, once: bool
+    ) -> JsonObject:
+        control = token_of(self.begin)
+        if tools.mode == "required":
+            return {
+                "type": "tags_with_separator",
+                "tags": tags,
+                "separator": self.separator,
+                "at_least_one": True,
+                "stop_after_first": once,
+            }
+        made: JsonObject = {"tags": tags, "stop_after_first": once}
+        if control is not None:
+            return {"type": "token_triggered_tags", "trigger_tokens": [control], **made}
+        return {"type": "triggered_tags", "triggers": [self.begin], **made}
+
+    def call_id(self, *parts: object) -> str:
+        """An id that depends on `parts` alone."""
+        digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+        return digest[: self.id_length] if self.id_length else f"call_{digest[:24]}"
+
+
+def _text(value: str) -> JsonObject:
+    return {"type": "const_string", "value": value}
+
+
+def _token(token: int) -> JsonObject:
+    return {"type": "token", "token": token}
+
+
+def _piece(name: str, token_of: TokenOf) -> JsonObject:
+    token = token_of(name)
+    return _text(name) if token is None else _token(token)
+
+
+def _sequence(*elements: JsonObject) -> JsonObject:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _arguments(function: Mapping[str, Any], tools: Tools) -> JsonObject:
+    """What a function's arguments are held to; where a call is free, any object will do for a
+    schema that cannot be enforced (`lenient`, see `onestem.engine.grammar.tags`)."""
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    lenient = tools.mode == "auto" and not function.get("strict")
+    return {"type": "json_schema", "json_schema": schema, "lenient": lenient}
+
+
+def _format_of(response_format: Mapping[str, Any]) -> JsonObject:
+    if response_format["type"] == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object"}, "lenient": True}
+    if response_format["type"] != "json_schema":
+        raise RequestError(
+            f"response_format of type {response_format['type']} beside tools: leave one of them out"
+        )
+    return {"type": "json_schema", "json_schema": response_format["json_schema"]["schema"]}
+
+
+HERMES = ToolForm(
+    name="hermes",
+    begin="<tool_call>",
+    head=re.compile(r"<tool_call>\s*" + _NAME),
+    tail="}</tool_call>",
+    before_name='\n{"name": "',
+    before_arguments='", "arguments": ',
+    end="}\n</tool_call>",
+    separator="\n",
+)
+LLAMA = ToolForm(
+    name="llama3",
+    begin='{"name": ',
+    head=re.compile(_NAME),
+    tail="}",
+    before_name='{"name": "',
+    before_arguments='", "parameters": ',
+    end="}",
+    separator="; ",
+    again=";",
+    item=re.compile(r"\s*" + _NAME),
+)
+MISTRAL = ToolForm(
+    name="mistral",
+    begin="[TOOL_CALLS]",
+    head=re.compile(r"\[TOOL_CALLS\]\s*\[\s*" + _NAME),
+    tail="}",
+    before_name=" [",
+    before_arguments="",
+    end="]",
+    separator="",
+    again=",",
+    item=re.compile(r"\s*" + _NAME),
+    close="]",
+    id_length=9,
+)
+MISTRAL_ARGS = ToolForm(
+    name="mistral-args",
+    begin="[TOOL_CALLS]",
+    head=re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)"),
+    tail="",
+    before_name="",
+    before_arguments="",
+    end="",
+    separator="",
+    arguments_token="[ARGS]",
+    id_length=9,
+)
+
+
+def form_of(template: str) -> ToolForm | None:
+    """The form that a chat template teaches; None: it has no tools, or calls of another form."""
+    if "tools" not in template:
+        return None
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return HERMES
+    if re.search(r'"parameters":|<\|python_tag\|>', template):
+        return LLAMA
+    return None
+
+
+# ----------------------------------------------------------------------------- reading
+
+
+@dataclass(slots=True)
+class ToolCallEvent:
+    """What is new in an answer: some text, a call's `name`, or more of the last call's
+    `arguments`; the others are empty. `index`: of the call."""
+
+    text: str = ""
+    name: str = ""
+    arguments: str = ""
+    index: int = -1
+
+
+class CallParser:
+    """Reads one answer's text as it comes; each character once."""
+
+    def __init__(self, form: ToolForm) -> None:
+        self._form = form
+        self._buffer = ""
+        self._space = ""  # before what may be a call
+        self._read = self._read_text
+        self._head = form.head
+        self._num_calls = 0
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._found: list[ToolCallEvent] = []
+
+    def feed(self, text: str) -> list[ToolCallEvent]:
+        """What is certain with some more text."""
+        self._buffer += text
+        while self._read():
+            pass
+        found, self._found = self._found, []
+        return found
+
+    def finish(self) -> list[ToolCallEvent]:
+        """What is left at the answer's end: text that only began like a call."""
+        rest, self._buffer = self._buffer, ""
+        if self._read == self._read_head:
+            self._tell(self._space + rest)
+        elif self._read == self._read_text:
+            self._tell(rest if not self._num_calls else rest.rstrip())
+        found, self._found = self._found, []
+        return found
+
+    def _tell(self, text: str) -> None:
+        if text:
+            self._found.append(ToolCallEvent(text=text))
+
+    def _read_text(self) -> bool:
+        at = self._buffer.find(self._form.begin)
+        if at >= 0:
+            before = self._buffer[:at]
+            self._tell(before.rstrip())
+            self._space = before[len(before.rstrip()) :]
+            self._buffer = self._buffer[at:]
+            self._head, self._read = self._form.head, self._read_head
+            return True
+        kept = len(self._buffer) - _undecided(self._buffer, self._form.begin)
+        self._tell(self._buffer[:kept])
+        self._buffer = self._buffer[kept:]
+        return False
+
+    def _read_head(self) -> bool:
+        found = self._head.match(self._buffer)
+        if found is None:
+            if len(self._buffer) <= LONGEST_HEAD:
+                return False
+            self._tell(self._space + self._buffer)  # it only looked like a call
+            self._buffer, self._read = "", self._read_text
+            return False
+        name = found[1]
+        self._found.append(ToolCallEvent(name=_unescaped(name), index=self._num_calls))
+        self._num_calls += 1
+        self._buffer = self._buffer[found.end() :]
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self._read = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        if self._depth == 0:
+            self._buffer = self._buffer.lstrip()
+        end = self._end_of_value()
+        read = self._buffer if end is None else self._buffer[:end]
+        if read:
+            self._found.append(ToolCallEvent(arguments=read, index=self._num_calls - 1))
+        self._buffer = self._buffer[len(read) :]
+        if end is None:
+            return False
+        self._read = self._read_tail
+        return True
+
+    def _end_of_value(self) -> int | None:
+        """Where an object ends that began earlier or here; None: further on."""
+        for at, letter in enumerate(self._buffer):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = letter == "\\"
+                self._in_string = letter != '"'
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+    def _read_tail(self) -> bool:
+        if self._skip(self._form.tail) is None:
+            return False
+        self._read = self._read_after
+        return True
+
+    def _read_after(self) -> bool:
+        """Another call of a list, its end, or text again."""
+        form = self._form
+        if form.again:
+            again = self._skip(form.again)
+            if again is None:
+                return False
+            if again:
+                assert form.item is not None
+                self._head, self._read = form.item, self._read_head
+                return True
+        if form.close and self._skip(form.close) is None:
+            return False
+        self._read = self._read_text
+        return True
+
+    def _skip(self, literal: str) -> bool | None:
+        """Take a literal, whitespace aside; False: something else comes; None: not known yet."""
+        at = 0
+        for letter in literal:
+            while at < len(self._buffer) and self._buffer[at].isspace():
+                at += 1
+            if at == len(self._buffer):
+                return None
+            if self._buffer[at] != letter:
+                return False
+            at += 1
+        self._buffer = self._buffer[at:]
+        return True
+
+
+def _unescaped(name: str) -> str:
+    try:
+        return str(json.loads(f'"{name}"'))
+    except ValueError:
+        return name
+
+
+def _undecided(text: str, begin: str) -> int:
+    """Characters at a text's end that may be the beginning of a call, with the whitespace that
+    stands before it."""
+    length = next((n for n in range(len(begin) - 1, 0, -1) if text.endswith(begin[:n])), 0)
+    before = text[: len(text) - length]
+    return length + len(before) - len(before.rstrip())
+
+
+@dataclass
+class Calls:
+    """An answer's text and calls, whole."""
+
+    text: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
+
+    @staticmethod
+    def of(text: str, form: ToolForm) -> Calls:
+        parser, found = CallParser(form), Calls()
+        for event in (*parser.feed(text), *parser.finish()):
+            if event.name:
+                found.calls.append((event.name, ""))
+            elif event.arguments:
+                name, arguments = found.calls[-1]
+                found.calls[-1] = (name, arguments + event.arguments)
+            else:
+                found.text += event.text
+        return found

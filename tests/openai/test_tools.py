@@ -1,0 +1,262 @@
+"""Calls of tools: held to their schemas, and read from a model's text."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from onestem import LLM
+from onestem.errors import RequestError, UnsupportedError
+from onestem.openai import tools as forms
+from onestem.openai.read import read_body
+from onestem.openai.tools import CallParser, Calls, form_of
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+ADD = {"type": "function", "function": {"name": "add"}}
+USER = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(dtype="float32", kv_memory="64MiB") as made:
+        yield made
+
+
+def ask(llm: LLM, **body: Any):
+    return ask_all(llm, [body])[0]
+
+
+def ask_all(llm: LLM, bodies: list[dict[str, Any]]):
+    tokenizer, prompts, params = llm.tokenizer, [], []
+    for body in bodies:
+        given = {"messages": USER, "max_tokens": 150, "temperature": 1.0, "seed": 1, **body}
+        asked = read_body("chat", given).held(tokenizer.tool_form, tokenizer.control_token)
+        prompt = asked.prompts[0]
+        prompts.append(tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template)))
+        params.append(asked.params)
+    return [output.outputs[0] for output in llm.generate(prompts, params)]
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+TEXTS = [
+    (forms.HERMES, "no call", "no call", []),
+    (forms.HERMES, "half a <tool_ca", "half a <tool_ca", []),
+    (forms.HERMES, "one < two <tool_call> that is none", "one < two <tool_call> that is none", []),
+    (
+        forms.HERMES,
+        'Now. \n<tool_call>\n{"name": "f", "arguments": {"x":"}</tool_call>\\""}}\n</tool_call>\n'
+        '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
+        "Now.",
+        [("f", '{"x":"}</tool_call>\\""}'), ("g", "{}")],
+    ),
+    (forms.HERMES, '<tool_call>\n{"name": "f", "arguments": {"x":[1,', "", [("f", '{"x":[1,')]),
+    (
+        forms.LLAMA,
+        '{"name": "f", "parameters": {"a": "}{"}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", '{"a": "}{"}'), ("g", "{}")],
+    ),
+    (forms.LLAMA, '{"nam": 1} and text', '{"nam": 1} and text', []),
+    (
+        forms.MISTRAL,
+        'hi [TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
+        "hi",
+        [("f", '{"a": [1]}'), ("g", "{}")],
+    ),
+    (
+        forms.MISTRAL_ARGS,
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": "\\"}"}',
+        "",
+        [("f", '{"a": 1}'), ("g", '{"b": "\\"}"}')],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
+def test_calls_are_read(form, text, content, calls) -> None:
+    assert Calls.of(text, form) == Calls(content, calls)
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_give_what_the_whole_gives(form, text, content, calls, seed) -> None:
+    rng = random.Random(seed)
+    parser, events = CallParser(form), []
+    while text:
+        size = rng.randint(1, 6 if seed else 1)
+        events += parser.feed(text[:size])
+        text = text[size:]
+    events += parser.finish()
+    assert "".join(event.text for event in events) == content
+    found: dict[int, tuple[str, str]] = {}
+    for event in events:
+        if event.name:
+            assert event.index == len(found)
+            found[event.index] = (event.name, "")
+        elif event.arguments:
+            name, arguments = found[event.index]
+            found[event.index] = (name, arguments + event.arguments)
+    assert list(found.values()) == calls
+
+
+def test_forms_are_told_by_their_templates() -> None:
+    assert form_of("{{ tools }} <tool_call>") is forms.HERMES
+    assert form_of('{{ tools }} {"name": name, "parameters": x}') is forms.LLAMA
+    assert form_of("{{ tools }} [TOOL_CALLS] [") is forms.MISTRAL
+    assert form_of("{{ tools }} [TOOL_CALLS] [ARGS]") is forms.MISTRAL_ARGS
+    assert form_of("{{ messages }} <tool_call>") is None
+    assert form_of("{{ tools }} <tool_call><function=") is None
+
+
+# --- held to their schemas ---------------------------------------------------------------------
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "boolean", "enum", "const", "anyOf"]
+    kind = rng.choice([*kinds, "object", "array"] if depth < 2 else kinds)
+    if kind == "enum":
+        return {"enum": rng.sample(["red", "green blue", 'a"b', 3, True, None], 3)}
+    if kind == "const":
+        return {"const": rng.choice(["x", 7, None])}
+    if kind == "anyOf":
+        return {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 3}]}
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randint(1, 5)}
+    if kind == "integer":
+        return {"type": "integer", "minimum": rng.randint(-9, 0), "maximum": rng.randint(1, 99)}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": 2}
+    if kind == "object":
+        return an_object(rng, depth + 1)
+    return {"type": "boolean"}
+
+
+def an_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    names = rng.sample(["a", "b_c", "d e", "f-g"], rng.randint(1, 3))
+    required = [name for name in names if rng.random() < 0.7]
+    properties = {name: random_schema(rng, depth) for name in names}
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def test_arguments_fit_random_schemas(llm) -> None:
+    """200 of them, under `required`: every call that was not cut fits, and names a tool."""
+    rng = random.Random(0)
+    schemas = {f"f{i}": an_object(rng) for i in range(200)}
+    bodies = [
+        {
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    complete = 0
+    outputs = ask_all(llm, bodies)
+    for (name, schema), output in zip(schemas.items(), outputs, strict=True):
+        found = Calls.of(output.text, llm.tokenizer.tool_form)
+        assert found.text == ""
+        ((called, arguments),) = found.calls
+        assert called == name
+        if output.finish_reason == "stop":
+            complete += 1
+            jsonschema_rs.Draft202012Validator(schema).validate(json.loads(arguments))
+    assert complete >= 190
+
+
+def test_whom_a_choice_lets_call(llm) -> None:
+    def called(**body: Any) -> list[str]:
+        output = ask(llm, tools=[WEATHER, ADD], **body)
+        return [name for name, _ in Calls.of(output.text, llm.tokenizer.tool_form).calls]
+
+    assert called(tool_choice={"type": "function", "function": {"name": "add"}}) == ["add"]
+    few = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]}
+    assert set(called(tool_choice={"type": "allowed_tools", "allowed_tools": few})) == {"add"}
+    assert called(tool_choice="required", parallel_tool_calls=False) != []
+    assert len(called(tool_choice="required", max_tokens=300)) >= 1
+    assert called(tool_choice="none") == []
+
+
+@pytest.mark.parametrize("form", [forms.HERMES, forms.LLAMA, forms.MISTRAL, forms.MISTRAL_ARGS])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
+    """The grammar of a form, over the embedded model's tokens, against its parser."""
+    compiler = llm.engine._grammars
+    asked = read_body(
+        "chat",
+        {"messages": USER, "tools": [WEATHER, ADD], "tool_choice": "required", "temperature": 1.0,
+         "parallel_tool_calls": parallel, "seed": 3, "max_tokens": 200},
+    )  # fmt: skip
+    held = asked.held(form, lambda name: None)
+    output = llm.generate("x", held.params)[0].outputs[0]
+    found = Calls.of(output.text, form)
+    assert found.text == ""
+    assert found.calls
+    assert {name for name, _ in found.calls} <= {"get_weather", "add"}
+    for name, arguments in found.calls[: -1 if output.finish_reason == "length" else None]:
+        value = json.loads(arguments)
+        assert name == "add" or value["city"] in ("Paris", "Rome")
+    assert parallel or len(found.calls) == 1
+    assert compiler is not None
+
+
+def test_a_schema_that_cannot_be_enforced(llm) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    for body in (
+        {"tools": [tool], "tool_choice": "required"},
+        {"tools": [{**tool, "function": {**tool["function"], "strict": True}}]},
+    ):
+        with pytest.raises((UnsupportedError, RequestError), match="not enforced"):
+            ask(llm, **body)
+    assert ask(llm, tools=[tool]).finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "two functions of one name"),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "expected none, auto, required"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "not among the tools",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"name is 'a b'"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]\.type is 'web_search'"),
+        ({"tools": [WEATHER], "choices": ["a"]}, "choices and tools"),
+        ({"tools": [WEATHER], "response_format": {"type": "regex", "regex": "a"}}, "beside tools"),
+        ({"reasoning_effort": "low"}, "chat template does not know it"),
+        ({"messages": [{"role": "tool", "content": "3"}]}, r"messages\[0\]: role tool has no"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]},
+            r"arguments is '\{', expected the JSON of an object",
+        ),
+    ],
+)  # fmt: skip
+def test_refused(llm, body, message) -> None:
+    with pytest.raises(RequestError, match=message):
+        ask(llm, **body)
+
+
+def test_a_model_without_tools_says_so() -> None:
+    asked = read_body("chat", {"messages": USER, "tools": [WEATHER]})
+    with pytest.raises(RequestError, match="the model's chat template has no tools"):
+        asked.held(None, lambda name: None)
+    free = read_body("chat", {"messages": USER, "tools": [WEATHER], "tool_choice": "none"})
+    assert free.held(None, lambda name: None).params.response_format is None
