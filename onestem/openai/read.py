@@ -374,12 +374,21 @@ def _plain(message: Message) -> JsonObject:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": json.loads(call.function.arguments or "{}"),
+                    "arguments": _arguments(call.function.arguments),
                 },
             }
             for call in message.tool_calls
         ]
     return plain
+
+
+def _arguments(text: str) -> Any:
+    """Of a call that is sent back: templates write objects; what was cut stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _completion_prompts(value: Any) -> list[Prompt]:
