@@ -38,12 +38,14 @@ __all__ = [
     "ChatFields",
     "CompletionBody",
     "CompletionFields",
+    "DetokenizeBody",
     "ErrorAnswer",
     "Kind",
     "Message",
     "Messages",
     "PrefixBody",
     "SchemaBody",
+    "TokenizeBody",
 ]
 
 Kind = Literal["chat", "completion"]
@@ -384,6 +386,28 @@ class BatchBody(Object):
     metadata: (
         Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
     ) = Field(default=None, json_schema_extra={EXPECTED: "at most 16 texts by name"})
+
+
+class TokenizeBody(Object):
+    """Exactly one of prompt and messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    add_special_tokens: bool | None = None
+    """Of a prompt; true where it is left out. A chat template has its own."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Object):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
 
 
 class ErrorInfo(BaseModel):

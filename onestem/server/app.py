@@ -17,7 +17,15 @@ from onestem import __version__
 from onestem.checked import show
 from onestem.errors import OnestemError
 from onestem.openai.read import read_object
-from onestem.openai.schema import BatchBody, ChatBody, CompletionBody, PrefixBody, SchemaBody
+from onestem.openai.schema import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    PrefixBody,
+    SchemaBody,
+    TokenizeBody,
+)
 from onestem.server import files
 from onestem.server.completions import answer
 from onestem.server.errors import ApiError, as_api_error, error_response
@@ -28,6 +36,8 @@ from onestem.server.openapi import ERRORS, answers, document, json_body
 from onestem.server.page_routes import page_routes
 from onestem.server.service import Service
 from onestem.server.tenants import Tenant
+from onestem.server.tokens import detokenize as detokenize_body
+from onestem.server.tokens import tokenize as tokenize_body
 
 __all__ = ["make_app"]
 
@@ -68,6 +78,7 @@ async def _known_query(request: Request, tenant: Asks) -> None:
 
 
 api = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(_known_query)])
+tokens = APIRouter(responses=ERRORS, dependencies=[Depends(_known_query)])
 open_routes = APIRouter(responses=ERRORS)
 
 
@@ -257,6 +268,23 @@ async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
     return await service.jobs.cancel(tenant, batch_id)
 
 
+# ----------------------------------------------------------------------------- tokens
+
+
+@tokens.post("/tokenize", openapi_extra=json_body(TokenizeBody))
+async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
+    """Token ids of a text or of a conversation."""
+    body = await _json(request, service)
+    service.client.check_up()
+    return await service.in_thread(tokenize_body, service, body)
+
+
+@tokens.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
+async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
+    """The text of token ids."""
+    return await service.in_thread(detokenize_body, service, await _json(request, service))
+
+
 # ----------------------------------------------------------------------------- health, metrics
 
 
@@ -293,6 +321,7 @@ def make_app(service: Service) -> FastAPI:
     hosts = hosts_of(service.settings.host, service.settings.allowed_hosts)
     app.add_middleware(ForeignCalls, hosts=hosts, refuse=_errored)
     app.include_router(api)
+    app.include_router(tokens)
     app.include_router(open_routes)
     app.include_router(page_routes)
     made: list[Json] = []

@@ -48,10 +48,10 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
     raw = await read_limited(http, service.settings.max_body_bytes)
     asked = await service.parsed(raw, lambda data: read_body(kind, read_object(data)))
     service.check_model(asked.model)
+    service.client.check_up()
     tokenizer = service.bounded_tokenizer
     if tokenizer is not None:
         asked = asked.held(tokenizer.tool_form, tokenizer.control_token)
-    service.client.check_up()
     call = await _call(service, asked, tenant, arrived)
     call.submit(service.client)
     headers = {"x-request-id": call.id}

@@ -14,16 +14,19 @@ from onestem.openai.schema import (
     BatchBody,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     ErrorAnswer,
     PrefixBody,
     SchemaBody,
+    TokenizeBody,
 )
 
 __all__ = ["ERRORS", "answers", "document", "json_body"]
 
 REF = "#/components/schemas/{model}"
 MODELS: tuple[type[BaseModel], ...] = (
-    ChatBody, CompletionBody, PrefixBody, SchemaBody, BatchBody, ErrorAnswer,
+    ChatBody, CompletionBody, PrefixBody, SchemaBody, BatchBody, TokenizeBody, DetokenizeBody,
+    ErrorAnswer,
 )  # fmt: skip
 _ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -181,3 +181,27 @@ def test_a_batch_of_tools(client):
         assert call["function"]["name"] in ("get_weather", "height")
         if choice["finish_reason"] == "tool_calls":
             json.loads(call["function"]["arguments"])
+
+
+def test_tokens_there_and_back(embedded, client):
+    with embedded.http() as http:
+        text = "The tower of Oakham, 東京."
+        made = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+        assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+        plain = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+        assert http.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": text}
+        chat = http.post("/tokenize", json={"messages": ASK, "tools": [WEATHER]}).json()
+        asked = client.chat.completions.create(
+            model="embedded", messages=ASK, tools=[WEATHER], max_tokens=1
+        )
+        assert chat["count"] == asked.usage.prompt_tokens
+        for path, body, name in (
+            ("/tokenize", {}, "exactly one of prompt and messages"),
+            ("/tokenize", {"prompt": 3}, "prompt is 3"),
+            ("/tokenize", {"prompt": "a", "wonder": 1}, "unknown field in body: 'wonder'"),
+            ("/detokenize", {"tokens": [-1]}, "tokens[0] is -1"),
+            ("/detokenize", {}, "body has no tokens"),
+        ):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400
+            assert name in answer.json()["error"]["message"]
