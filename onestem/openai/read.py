@@ -29,6 +29,7 @@ __all__ = [
     "MAX_DEPTH",
     "Asked",
     "ChatTemplate",
+    "Echo",
     "JsonError",
     "Prompt",
     "read_body",
@@ -144,6 +145,13 @@ class Prompt:
     template: ChatTemplate = ChatTemplate()
 
 
+@dataclass(frozen=True)
+class Echo:
+    """The prompt stands before its answer; `alone`: and nothing after it."""
+
+    alone: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """A body, checked; nothing of it is tokenised yet.
@@ -170,6 +178,7 @@ class Asked:
     cache_salt: str = ""
     timeout: float | None = None
     tools: Tools | None = None
+    echo: Echo | None = None
 
     def held(self, form: ToolForm | None, token_of: Callable[[str], int | None]) -> Asked:
         """With calls of tools held to their schemas; `form` is the model's."""
@@ -197,6 +206,7 @@ class Asked:
 # Fields that mean something to a server alone, and what they may be in a batch line.
 SERVER_FIELDS: Mapping[str, object] = {
     "cache_salt": None,
+    "echo": False,
     "prefix": None,
     "stream": False,
     "stream_options": None,
@@ -220,6 +230,7 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         # A chat answer may be as long as the model allows unless the request says otherwise.
         sampling["max_tokens"] = _chat_length(sampling, fields)
         sampling["logprobs"] = _chat_logprobs(fields)
+    echo = _echo(sampling, fields) if isinstance(fields, CompletionFields) else None
     params = check(SamplingParams, sampling)
     asked = Asked(
         kind=kind,
@@ -234,6 +245,7 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         cache_salt=fields.cache_salt or "",
         timeout=fields.timeout,
         tools=_tools(fields) if isinstance(fields, ChatFields) else None,
+        echo=echo,
     )
     if fields.stream_options is not None and not asked.stream:
         raise RequestError("stream_options needs stream: true")
@@ -272,6 +284,24 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
     if fields.top_logprobs is not None:
         raise RequestError("top_logprobs needs logprobs: true")
     return None
+
+
+def _echo(sampling: JsonObject, fields: CompletionFields) -> Echo | None:
+    """Whether the prompt is given back, for which `sampling` asks what it needs."""
+    if not fields.echo:
+        return None
+    others = {"stream": fields.stream, "prefix": fields.prefix, "pml": fields.pml,
+              "choices": sampling.get("choices"),
+              "prompt_logprobs": sampling.get("prompt_logprobs")}  # fmt: skip
+    for name, value in others.items():
+        if value not in (None, False):
+            raise RequestError(f"echo and {name}: give one of them")
+    if sampling.get("logprobs") is not None:
+        sampling["prompt_logprobs"] = sampling["logprobs"]
+    alone = sampling.get("max_tokens") == 0 and not isinstance(sampling["max_tokens"], bool)
+    if alone:
+        sampling["max_tokens"] = 1  # the engine samples one token, which nobody sees
+    return Echo(alone)
 
 
 def _guided(fields: Any) -> JsonObject:

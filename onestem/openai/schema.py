@@ -284,6 +284,9 @@ class CompletionFields(_Fields):
     prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
     """Text or token ids, or a list of either: a prompt each."""
 
+    echo: bool | None = None
+    """Put the prompt before its answer, with `logprobs` its tokens' too; `max_tokens` may be 0."""
+
 
 _NEUTRAL: Mapping[str, Any] = {
     "add_special_tokens": None,
@@ -304,7 +307,7 @@ NEUTRAL: Mapping[Kind, Mapping[str, Any]] = {
         "web_search_options": None,
         **_NEUTRAL,
     },
-    "completion": {"best_of": 1, "echo": False, "store": False, "suffix": None, **_NEUTRAL},
+    "completion": {"best_of": 1, "store": False, "suffix": None, **_NEUTRAL},
 }
 
 

@@ -12,7 +12,7 @@ from onestem.openai.schema import Kind
 from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 
-__all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body"]
+__all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body", "echoed"]
 
 CREATED = 0
 LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
@@ -90,6 +90,28 @@ def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> 
         for choice in body["choices"]:
             choice["prompt_logprobs"] = prompt
     return body
+
+
+def echoed(
+    answer: CompletionOutput,
+    prompt: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None] | None,
+    *,
+    alone: bool,
+) -> CompletionOutput:
+    """An answer with its prompt before it; `alone`: the prompt in place of it."""
+    if alone:
+        answer = replace(answer, text="", token_ids=[], logprobs=[], finish_reason="length")
+    entries: list[Any] | None = None
+    if logprobs is not None:
+        entries = [*logprobs, *(answer.logprobs or ())]
+    return replace(
+        answer,
+        text=prompt + answer.text,
+        token_ids=[*token_ids, *answer.token_ids],
+        logprobs=entries,
+    )
 
 
 def _in_order(output: RequestOutput) -> list[CompletionOutput]:
@@ -185,14 +207,15 @@ def _completion_logprobs(sequence: CompletionOutput, form: ResponseFormat) -> di
     if form.logprobs is None or sequence.logprobs is None:
         return None
     tokens: list[str] = []
-    token_logprobs: list[float] = []
-    top_logprobs: list[dict[str, float]] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
     offsets: list[int] = []
     offset = 0
     for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
         tokens.append(_token_text(token, form.token_bytes))
-        token_logprobs.append(_logprob(logprobs[token]))
-        top_logprobs.append(_completion_top(token, logprobs, form))
+        # A prompt's first token has none.
+        token_logprobs.append(_logprob(logprobs[token]) if logprobs else None)
+        top_logprobs.append(_completion_top(token, logprobs, form) if logprobs else None)
         offsets.append(offset)
         offset += len(tokens[-1])
     return {

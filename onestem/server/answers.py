@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onestem.openai.write import Chunks, NotANumberError, ResponseFormat, answer_body
+from onestem.openai.write import Chunks, NotANumberError, ResponseFormat, answer_body, echoed
 from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
 from onestem.server.calls import Call, usage_of
 from onestem.server.errors import ApiError
@@ -30,13 +30,22 @@ def whole_body(
     """The body of a call that is answered: the choices of its prompts one after the other."""
     bodies = []
     for part, request in enumerate(call.requests):
+        outputs = [piece for (of, _), piece in pieces.items() if of == part]
+        prompt_logprobs = call.inbox.ended[part].prompt_logprobs
+        if call.echo is not None:
+            ids, text = request.prompt_token_ids, request.prompt or ""
+            outputs = [
+                echoed(piece, text, ids, prompt_logprobs, alone=call.echo.alone)
+                for piece in outputs
+            ]
+            prompt_logprobs = None
         output = RequestOutput(
             request_id=request.request_id,
             prompt=None,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[piece for (of, _), piece in pieces.items() if of == part],
+            outputs=outputs,
             finished=True,
-            prompt_logprobs=call.inbox.ended[part].prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         bodies.append(_spelled(lambda output=output: answer_body(call.id, output, form)))
     body: dict[str, Any] = bodies[0]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from onestem.openai.read import Echo
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
 from onestem.request import Request, RequestMetrics
@@ -33,6 +34,7 @@ class Call:
         id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
         requests: one per prompt.
         chunk_size: of its stream's chunks, behind the first one; None: a token each.
+        echo: how its prompts are given back; None: they are not.
         tools: the form of its calls; None: it has none.
         app: name of the prefix that it stands behind, "" if none.
         created: unix seconds; arrived: of `time.monotonic()`.
@@ -49,6 +51,7 @@ class Call:
     include_usage: bool = False
     return_token_ids: bool = False
     tools: ToolForm | None = None
+    echo: Echo | None = None
     chunk_size: ChunkSize | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     arrived: float
@@ -131,6 +134,8 @@ def usage_of(call: Call) -> dict[str, object]:
     """OpenAI's `usage`; a prompt counts once, however many answers it gets."""
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
     output = sum(metrics.num_output_tokens for metrics in call.metrics)
+    if call.echo is not None and call.echo.alone:
+        output = 0
     cached = sum(min(m.num_cached_tokens, m.num_prompt_tokens) for m in call.metrics)
     return {
         "prompt_tokens": prompt,

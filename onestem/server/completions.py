@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         stream=asked.stream,
         include_usage=asked.include_usage,
         return_token_ids=asked.return_token_ids or service.tokenizer is None,
+        echo=asked.echo,
         tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
         chunk_size=service.client.chunk_size,
         arrived=arrived,
@@ -127,6 +128,7 @@ def _requests(
             request_id=f"{name}-{number}",
             # One block of memory, which goes to the engine's process and into its books as it is.
             prompt_token_ids=array("i", ids),
+            prompt=_echo_of(service, asked.prompts[number], ids) if asked.echo else None,
             params=asked.params,
             stream=asked.stream,
             cache_salt=tenant.salt(asked.cache_salt),
@@ -135,6 +137,13 @@ def _requests(
         service.check(request)
         requests.append(request)
     return requests
+
+
+def _echo_of(service: Service, prompt: Prompt, ids: Sequence[int]) -> str:
+    """A prompt's text, to be given back."""
+    if prompt.text is not None:
+        return prompt.text
+    return "" if service.tokenizer is None else service.tokenizer.decode(ids)
 
 
 def _pml_request(

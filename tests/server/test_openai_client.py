@@ -173,3 +173,32 @@ def test_penalties_bias_and_seed_change_what_they_should(client, llm):
         logit_bias={token: 20}, temperature=0, frequency_penalty=2, presence_penalty=2, max_tokens=6
     )
     assert repeated.choices[0].text == llm.generate("Hello", params)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_logprobs(client, llm, max_tokens):
+    """As lm-eval scores: the prompt's tokens with their log-probabilities, the first has none."""
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2)
+    expected = llm.generate(FACTS, params)[0]
+    asked = {"model": "embedded", "temperature": 0, "max_tokens": max_tokens, "logprobs": 2}
+    for prompt in (FACTS, list(expected.prompt_token_ids)):
+        made = client.completions.create(prompt=prompt, echo=True, **asked)
+        choice = made.choices[0]
+        answer = expected.outputs[0] if max_tokens else None
+        text = FACTS + (answer.text if answer else "")
+        assert choice.text == text
+        ids = [*expected.prompt_token_ids, *(answer.token_ids if answer else ())]
+        entries = [*expected.prompt_logprobs, *(answer.logprobs if answer else ())]
+        found = choice.logprobs
+        assert len(found.tokens) == len(found.text_offset) == len(ids)
+        assert found.token_logprobs[0] is None
+        assert found.top_logprobs[0] is None
+        for token, entry, value in zip(ids, entries, found.token_logprobs, strict=True):
+            if entry is not None:
+                assert value == pytest.approx(entry[token], abs=1e-5)
+        assert made.usage.completion_tokens == max_tokens
+    for bad in ({"stream": True}, {"extra_body": {"prompt_logprobs": 1}}):
+        with pytest.raises(openai.BadRequestError, match="echo and"):
+            client.completions.create(prompt=FACTS, echo=True, **asked, **bad)
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
+        client.completions.create(prompt=FACTS, model="embedded", max_tokens=0)

@@ -24,7 +24,7 @@ BAD = [
         ("messages", [{"role": "user"}]), ("messages", "hi"), ("logprobs", 3),
     ]],
     *[("completions", name, value) for name, value in [
-        ("echo", True), ("best_of", 2), ("suffix", "x"), ("logprobs", True), ("logprobs", -1),
+        ("echo", 3), ("best_of", 2), ("suffix", "x"), ("logprobs", True), ("logprobs", -1),
         ("prompt", []), ("prompt", ["a", 3]), ("prompt", [[1], "a"]), ("prompt", [1, True]),
         ("prompt", {}), ("prompt", [2560]), ("prompt", [-1]), ("prompt", ["a"] * 257),
         ("prompt", [["a"]]), ("prompt", [[[1]]]), ("prompt", [[1], ["a"]]),
