@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import socket
@@ -10,6 +11,7 @@ from http.client import HTTPResponse
 
 import pytest
 
+from onestem.server.run import bind
 from tests.server.harness import WAIT, Held, running
 
 BODY = {"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
@@ -111,3 +113,24 @@ def test_who_is_gone_ends_its_request(held, version, stream, end):
     connection.close()
     # The engine stands still: nothing but the end of the connection lets go of the request.
     server.until(lambda: not client._entries)
+
+
+def test_small_pieces_are_sent_at_once():
+    """Else a client's kernel acknowledges the first piece of an answer 40 ms late, and the second
+    waits for that (Nagle's algorithm)."""
+
+    async def scene() -> int:
+        served: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            served.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(note, sock=bind("127.0.0.1", 0)) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            found = await served
+            writer.close()
+        return found
+
+    assert asyncio.run(scene())
