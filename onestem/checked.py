@@ -43,7 +43,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def show(value: object) -> str:
     """`value` for an error message: its start, on one line."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no integers of thousands of digits
+        text = "a very long number"
     return text if len(text) <= 80 else text[:79] + "…"
 
 
@@ -51,6 +54,8 @@ def plain(value: Any) -> Any:
     """Numbers of other libraries as Python's own."""
     if type(value) in (int, float, bool, str) or value is None:
         return value
+    if hasattr(value, "tolist"):  # of numpy and torch: numbers, booleans, lists of them
+        return value.tolist()
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value

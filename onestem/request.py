@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -49,6 +50,7 @@ TokenLogprobs = Mapping[int, float]
 MAX_LOGPROBS = 100
 MAX_CHOICES = 1024  # each is a sequence, as each of n is
 MAX_STOPS = 64  # each is looked for after every token
+MAX_DEPTH = 64  # objects and lists inside one another, in a body or in a text of JSON
 MAX_TOKEN_ID = 2**31 - 1  # ids are kept as int32
 TEXT = {"type": "string", "minLength": 1}
 _FORBIDDEN = "no token may follow: "
@@ -70,6 +72,17 @@ _FREE_BESIDE_CHOICES: Mapping[str, object] = {
 }
 
 
+def is_deep(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether a value has more than `depth` objects and lists inside one another, itself too."""
+    level: list[Any] = [value]
+    for _ in range(depth + 1):
+        level = [one for one in level if type(one) in (dict, list)]
+        if not level:
+            return False
+        level = list(chain.from_iterable(v.values() if type(v) is dict else v for v in level))
+    return True
+
+
 def _texts(value: Any) -> Any:
     """One text or several as a tuple; None is none."""
     if isinstance(value, str):
@@ -78,6 +91,7 @@ def _texts(value: Any) -> Any:
 
 
 def _tuple(value: Any) -> Any:
+    value = plain(value)
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     return tuple(value) if is_list else value
 
@@ -105,7 +119,7 @@ def _ids_as_keys(value: Any) -> Any:
             key = int(key)
         if key in biases:
             raise RequestError(f"a key of logit_bias is {show(key)}, expected each token id once")
-        biases[key] = bias
+        biases[key] = plain(bias)
     return biases
 
 
@@ -215,8 +229,10 @@ def _read(value: Any, name: str) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
-            raise RequestError(f"{name} is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{name} is no JSON: {str(error)[:80]}") from error
+        if is_deep(value):
+            raise RequestError(f"{name} nests too deeply, limit is {MAX_DEPTH} levels")
     if not isinstance(value, dict):
         raise RequestError(f"{name} is {show(value)}, expected an object")
     return value

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NoReturn
 
 from onestem.checked import check, show
@@ -23,7 +22,7 @@ from onestem.openai.schema import (
     ToolChoice,
 )
 from onestem.openai.tools import ToolForm, Tools
-from onestem.request import MAX_TOKEN_ID, SamplingParams
+from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, SamplingParams, is_deep
 
 __all__ = [
     "MAX_DEPTH",
@@ -40,7 +39,6 @@ __all__ = [
 
 JsonObject = dict[str, Any]
 
-MAX_DEPTH = 64  # objects and lists inside one another, in a body
 MAX_SEQUENCES = 1024  # of all prompts of a body together
 
 
@@ -75,21 +73,12 @@ def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> J
         raise JsonError(f"{name} is not JSON: {reason}") from error
     if not isinstance(record, dict):
         raise JsonError(f"{name} is {show(record)}, expected an object")
-    if text.count("[") + text.count("{") > depth and _is_deeper(record, depth):
+    if text.count("[") + text.count("{") > depth and is_deep(record, depth):
         custom_id = record.get("custom_id")
         raise _too_deep(name, depth, custom_id if isinstance(custom_id, str) else None)
     if "\\ud" in text.lower():
         _check_surrogates(record, name)
     return record
-
-
-def _is_deeper(record: JsonObject, depth: int) -> bool:
-    """Whether a value has more than `depth` objects and lists inside one another, itself too."""
-    level: list[Any] = [record]
-    for _ in range(depth):
-        members = chain.from_iterable(v.values() if type(v) is dict else v for v in level)
-        level = [value for value in members if type(value) in (dict, list)]
-    return bool(level)
 
 
 def _too_deep(name: str, depth: int, custom_id: str | None = None) -> JsonError:
@@ -191,6 +180,11 @@ class Asked:
                 "tools: the model's chat template has no tools, or writes calls in a form that is "
                 "not known here (known are Qwen's and Hermes', Llama 3's and Mistral's)"
             )
+        if token_of(form.begin) is not None:
+            raise RequestError(
+                f"tools: the model's calls begin with a control token ({form.begin}), which no "
+                "answer can be held to yet: leave tools out, or set tool_choice to none"
+            )
         if self.params.choices is not None:
             raise RequestError("choices and tools: give one of them")
         wanted = form.held_to(self.tools, self.params.response_format, token_of)
@@ -198,8 +192,6 @@ class Asked:
             name: value for name, value in self.sampling.items() if name != "structured_outputs"
         }
         sampling["response_format"] = wanted
-        if token_of(form.begin) is not None:
-            sampling["skip_special_tokens"] = False
         return replace(self, sampling=sampling, params=check(SamplingParams, sampling))
 
 
@@ -344,6 +336,8 @@ def _tools(fields: ChatFields) -> Tools | None:
 
 def _template(fields: ChatFields) -> ChatTemplate:
     variables = dict(fields.chat_template_kwargs or {})
+    if fields.tools and "tools" in variables:
+        raise RequestError("tools and chat_template_kwargs.tools: give one of them")
     if fields.tools:
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in fields.tools]
     if fields.reasoning_effort is not None:
@@ -376,6 +370,10 @@ def _prompts(fields: Any) -> list[Prompt]:
     if fields.pml is not None:
         if given is not None:
             raise RequestError(f"body has pml and {name}: give one of them")
+        for other in ("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt",
+                      "continue_final_message"):  # fmt: skip
+            if getattr(fields, other, None) is not None:
+                raise RequestError(f"{other} and pml: a prompt in PML has no chat template")
         return [Prompt(pml=fields.pml, isolation=fields.isolation or "anchored")]
     if fields.isolation is not None:
         raise RequestError("isolation needs pml")
@@ -416,9 +414,9 @@ def _arguments(text: str) -> Any:
     """Of a call that is sent back: templates write objects; what was cut stays text."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and not is_deep(value) else text
 
 
 def _completion_prompts(value: Any) -> list[Prompt]:

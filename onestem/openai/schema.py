@@ -19,6 +19,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     create_model,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -143,6 +144,13 @@ class Function(Object):
 
     strict: bool | None = None
     """Refuse a schema that arguments would not be held to."""
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_of_objects(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema and schema.get("type", "object") != "object":
+            raise RequestError("expected the JSON schema of an object, its type is another")
+        return {"type": "object", **schema} if schema else None
 
 
 class Tool(Object):

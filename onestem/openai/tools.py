@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from onestem.errors import RequestError
@@ -87,10 +87,12 @@ class ToolForm:
             token_of: the id of a control token, which no text can spell; None: it is none.
         """
         make = self._list if self.again == "," else self._tags
-        calls = make(tools, token_of)
         plain = response_format is None or response_format["type"] == "text"
-        if tools.mode == "auto" and not plain:
+        if plain or tools.mode == "required":
+            calls = make(tools, token_of)
+        else:  # calls and nothing else, or an answer of that format
             assert response_format is not None
+            calls = make(replace(tools, mode="required"), token_of)
             calls = {"type": "or", "elements": [calls, _format_of(response_format)]}
         return {"type": "structural_tag", "format": calls}
 
@@ -143,7 +145,10 @@ class ToolForm:
         made: JsonObject = {"tags": tags, "stop_after_first": once}
         if control is not None:
             return {"type": "token_triggered_tags", "trigger_tokens": [control], **made}
-        return {"type": "triggered_tags", "triggers": [self.begin], **made}
+        # Plain JSON may begin as a call of Llama's does: only all of its opening is one.
+        bare = self.begin.startswith("{")
+        triggers = [tag["begin"] for tag in tags] if bare else [self.begin]
+        return {"type": "triggered_tags", "triggers": triggers, **made}
 
     def call_id(self, *parts: object) -> str:
         """An id that depends on `parts` alone."""
@@ -285,6 +290,11 @@ class CallParser:
         found, self._found = self._found, []
         return found
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a call's arguments have not ended."""
+        return self._read == self._read_arguments
+
     def finish(self) -> list[ToolCallEvent]:
         """What is left at the answer's end: text that only began like a call."""
         rest, self._buffer = self._buffer, ""
@@ -356,8 +366,8 @@ class CallParser:
                 self._depth += 1
             elif letter in "}]":
                 self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
+                if self._depth <= 0:
+                    return at + (self._depth == 0)
         return None
 
     def _read_tail(self) -> bool:
@@ -418,11 +428,14 @@ class Calls:
 
     text: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
+    is_cut: bool = False  # the last one has not ended
 
     @staticmethod
     def of(text: str, form: ToolForm) -> Calls:
         parser, found = CallParser(form), Calls()
-        for event in (*parser.feed(text), *parser.finish()):
+        events = [*parser.feed(text), *parser.finish()]
+        found.is_cut = parser.is_open
+        for event in events:
             if event.name:
                 found.calls.append((event.name, ""))
             elif event.arguments:

@@ -70,7 +70,9 @@ def _message(name: str, sequence: CompletionOutput, form: ResponseFormat) -> dic
         _call(form.tools.call_id(name, sequence.index, index), called, arguments)
         for index, (called, arguments) in enumerate(found.calls)
     ]
-    ended = "tool_calls" if sequence.finish_reason == "stop" else sequence.finish_reason
+    ended: str | None = sequence.finish_reason
+    if ended == "stop" and not found.is_cut:
+        ended = "tool_calls"
     return {"message": message, "finish_reason": ended}
 
 
@@ -315,7 +317,7 @@ class Chunks:
         self._begun.add(index)
         news = self._chat(piece, first, calls) if self._is_chat else self._completion(piece, index)
         ended: str | None = piece.finish_reason
-        if ended == "stop" and index in self._callers:
+        if ended == "stop" and index in self._callers and not self._parsers[index].is_open:
             ended = "tool_calls"
         reason = f'"{ended}"' if ended else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""

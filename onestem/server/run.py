@@ -35,7 +35,7 @@ LAST_SECONDS = 5  # to write what answers get that have no more time
 def bind(host: str, port: int) -> socket.socket:
     """A socket of that address that does not listen yet; raises `ConfigError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol named: asyncio sends small pieces at once (TCP_NODELAY) on such sockets alone.
+    # With its protocol named: on such sockets alone asyncio sends pieces at once (TCP_NODELAY).
     # Else the second piece of an answer waits 40 ms for the client's acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

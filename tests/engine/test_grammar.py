@@ -144,10 +144,12 @@ def test_other_forms(
 @pytest.mark.parametrize(
     ("response_format", "message"),
     [
-        ({"type": "regex", "regex": "(?=a)b"}, "cannot be used: .*Lookahead"),
+        ({"type": "regex", "regex": "(?=a)b"}, r"regex has a pattern with \(\?="),
         ({"type": "regex", "regex": "(a{1,999}b){1,999}"}, "spells out more than"),
+        ({"type": "regex", "regex": "a$b"}, r"regex has a pattern with '\$' inside"),
+        ({"type": "regex", "regex": "[^x]?" * 60}, "60 repeated or optional parts, limit is 24"),
         ({"type": "grammar", "grammar": 'x ::= "a"'}, "cannot be used: .*root"),
-        ({"type": "grammar", "grammar": "a ::= b\n" * 501}, "501 rules, limit is 500"),
+        ({"type": "grammar", "grammar": "a ::= b\n" * 501}, "501 rules, limit is 50"),
         (
             {
                 "type": "structural_tag",

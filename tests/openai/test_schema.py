@@ -99,3 +99,23 @@ def test_a_line_is_no_call() -> None:
         with pytest.raises(RequestError, match=r"not supported in a batch line, leave it out"):
             read_line_body("completion", {**PROMPT, **fields})
     assert read_line_body("completion", {**PROMPT, "stream": False}).prompts[0].text == "a"
+
+
+def test_json_inside_texts_is_bounded_too() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    for fields in ({"guided_json": deep}, {"structured_outputs": {"structural_tag": deep}}):
+        with pytest.raises(RequestError, match="is no JSON"):
+            read_body("completion", {**PROMPT, **fields})
+    nested = '{"a":' + "[" * 900 + "]" * 900 + "}"
+    with pytest.raises(RequestError, match="nests too deeply, limit is 64"):
+        read_body("completion", {**PROMPT, "guided_json": nested})
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": nested}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    (prompt,) = read_body("chat", {"messages": messages}).prompts
+    assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == nested
+
+
+def test_a_prompt_in_pml_has_no_template() -> None:
+    for fields in ({"tools": []}, {"chat_template_kwargs": {}}, {"continue_final_message": True}):
+        with pytest.raises(RequestError, match="and pml: a prompt in PML has no chat template"):
+            read_body("chat", {"pml": "<prompt schema='a'/>", **fields})

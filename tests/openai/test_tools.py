@@ -90,7 +90,8 @@ TEXTS = [
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
 def test_calls_are_read(form, text, content, calls) -> None:
-    assert Calls.of(text, form) == Calls(content, calls)
+    found = Calls.of(text, form)
+    assert (found.text, found.calls) == (content, calls)
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
@@ -241,12 +242,49 @@ def test_a_schema_that_cannot_be_enforced(llm) -> None:
         ({"tools": [WEATHER], "choices": ["a"]}, "choices and tools"),
         ({"tools": [WEATHER], "response_format": {"type": "regex", "regex": "a"}}, "beside tools"),
         ({"reasoning_effort": "low"}, "chat template does not know it"),
+        (
+            {"tools": [{**ADD, "function": {"name": "f", "parameters": {"type": "integer"}}}]},
+            r"tools\[0\].function.parameters is .*, expected the JSON schema of an object",
+        ),
+        ({"tools": [ADD], "chat_template_kwargs": {"tools": []}}, "give one of them"),
         ({"messages": [{"role": "tool", "content": "3"}]}, r"messages\[0\]: role tool has no"),
     ],
 )  # fmt: skip
 def test_refused(llm, body, message) -> None:
     with pytest.raises(RequestError, match=message):
         ask(llm, **body)
+
+
+def test_an_answer_beside_tools_has_its_format(llm) -> None:
+    """Calls and nothing else, or an answer that fits."""
+    schema = {"type": "object", "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    bodies = [{"tools": [WEATHER], "response_format": wanted, "seed": seed} for seed in range(8)]
+    for output in ask_all(llm, bodies):
+        found = Calls.of(output.text, llm.tokenizer.tool_form)
+        if output.finish_reason == "stop" and not found.calls:
+            assert json.loads(output.text) in ({"b": "x"}, {"b": "y"})
+        assert found.calls == [] or found.text == ""
+
+
+def test_a_call_that_a_stop_string_cuts_is_open() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"u":"'
+    assert Calls.of(text, forms.HERMES).is_cut
+    assert not Calls.of(text + '"}}\n</tool_call>', forms.HERMES).is_cut
+
+
+def test_plain_json_is_no_call_of_llama(llm) -> None:
+    asked = read_body("chat", {"messages": USER, "tools": [ADD], "temperature": 0})
+    held = asked.held(forms.LLAMA, lambda name: None)
+    state = llm.engine._grammars.compile(held.params.response_format)
+    for token in llm.tokenizer.encode('It is {"name": "Bob", "age": 3}', add_special_tokens=False):
+        state.accept(token)
+
+
+def test_a_control_token_is_refused() -> None:
+    asked = read_body("chat", {"messages": USER, "tools": [ADD], "tool_choice": "required"})
+    with pytest.raises(RequestError, match="begin with a control token"):
+        asked.held(forms.MISTRAL, lambda name: 5)
 
 
 def test_a_model_without_tools_says_so() -> None:

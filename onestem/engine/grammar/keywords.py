@@ -16,6 +16,7 @@ __all__ = [
     "neighbour_fault",
     "num_characters",
     "pattern_fault",
+    "regex_fault",
     "same",
     "type_names",
 ]
@@ -41,9 +42,11 @@ def pattern_fault(pattern: str) -> str | None:
     so harmless, and reads over anchors elsewhere, lookarounds and escapes that it does not know; it
     also writes characters that JSON must escape as they are.
     """
-    fault = _character_fault(pattern)
-    if fault is not None:
-        return fault
+    return _character_fault(pattern) or regex_fault(pattern)
+
+
+def regex_fault(pattern: str) -> str | None:
+    """The same of a pattern that is no JSON: lookarounds, modifiers, and anchors inside."""
     structure = _structure(pattern)
     modifier = _MODIFIER.search(structure)
     if modifier is not None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from onestem.engine.grammar.keywords import num_characters
+from onestem.engine.grammar.keywords import num_characters, regex_fault
 from onestem.engine.grammar.schema import MOST_CHARACTERS, MOST_REPEATED, check_schema, with_any_of
 from onestem.errors import RequestError, UnsupportedError
 
@@ -18,8 +18,12 @@ __all__ = ["check_tags", "ebnf_of", "tags_of", "with_grammars"]
 
 Format = Mapping[str, Any]
 
-# Compiling takes the cube of the number of rules: 0.1 s for so many, 65 s for 3,000.
-MOST_RULES = 500
+# Compiling takes the cube of the number of rules, and more where they are ambiguous: 1.5 s for 50.
+MOST_RULES = 50
+# Each repeated or optional part multiplies the places where a parser may stand, and all of them are
+# looked at for the first mask: 60 of them take seconds.
+MOST_REPEATS = {"pattern": 24, "grammar": 64}
+MOST_LETTERS = {"pattern": 1_000, "grammar": 5_000}
 
 
 def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -50,9 +54,16 @@ def check_tags(tags: Format) -> None:
         if isinstance(schema, Mapping) and not one.get("lenient"):
             check_schema(schema, True)
         pattern, grammar = one.get("pattern"), one.get("grammar")
-        if isinstance(pattern, str) and num_characters(pattern) > MOST_REPEATED * 10:
+        for name, text in (("pattern", pattern), ("grammar", grammar)):
+            if isinstance(text, str):
+                _check_size(name, text)
+        if isinstance(pattern, str):
+            fault = regex_fault(pattern)
+            if fault is not None:
+                raise UnsupportedError(f"regex has {fault}, which is not enforced: leave it out")
+        if isinstance(pattern, str) and num_characters(pattern) > MOST_REPEATED:
             raise UnsupportedError(
-                f"a regex spells out more than {MOST_REPEATED * 10} characters: repeat less in it"
+                f"a regex spells out more than {MOST_REPEATED} characters: repeat less in it"
             )
         if isinstance(grammar, str) and grammar.count("::=") > MOST_RULES:
             raise UnsupportedError(
@@ -63,6 +74,17 @@ def check_tags(tags: Format) -> None:
         raise UnsupportedError(
             f"response_format has {size} characters, limit is {2 * MOST_CHARACTERS}: shorten it"
         )
+
+
+def _check_size(name: str, text: str) -> None:
+    what = "regex" if name == "pattern" else name
+    repeats = sum(map(text.count, "?*+{"))
+    for count, limit, things in (
+        (len(text), MOST_LETTERS[name], "characters"),
+        (repeats, MOST_REPEATS[name], "repeated or optional parts"),
+    ):
+        if count > limit:
+            raise UnsupportedError(f"{what} has {count} {things}, limit is {limit}: simplify it")
 
 
 def _formats(value: Any) -> Iterator[Mapping[str, Any]]:
