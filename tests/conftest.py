@@ -8,8 +8,13 @@ imports Triton.
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
+
+# A shell's background jobs ignore Ctrl-C from their start, and what they start does too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
