@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic import ValidationError as Invalid
-from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails
 
@@ -27,10 +26,11 @@ __all__ = [
     "DescribedBy",
     "Object",
     "check",
-    "help_of",
+    "check_content",
     "plain",
     "sentence",
     "show",
+    "without_nulls",
     "words",
 ]
 
@@ -81,16 +81,10 @@ class DescribedBy:
         return handler(self._model.__pydantic_core_schema__)
 
 
-class Checked(BaseModel):
+class Checked(Object):
     """A value whose fields are checked when it is made. Raises `RequestError` with one line."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
+    model_config = ConfigDict(frozen=True)
 
     if not TYPE_CHECKING:  # type checkers take the fields for the arguments
 
@@ -117,6 +111,20 @@ def check(model: type[Model], fields: Mapping[str, Any], name: str = "") -> Mode
         raise RequestError(sentence(model, error, fields, name)) from None
 
 
+def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body that say something: null in one means that it is not there."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def check_content(what: str, kind: str, needed: str, contents: Mapping[str, object]) -> None:
+    """Raise `RequestError` unless, of an object whose type is `kind`, the field `needed` is the one
+    of `contents` that is there."""
+    for name, content in contents.items():
+        if (name == needed) != (content is not None):
+            verb = "needs" if name == needed else "has"
+            raise RequestError(f"{what} of type {kind} {verb} {name}")
+
+
 # ----------------------------------------------------------------------------- sentences
 
 
@@ -130,18 +138,18 @@ def sentence(
     """One line for what is wrong with `fields`: of several, what lies deepest, which is the one
     alternative of a union that somebody meant."""
     problems = error.errors(include_url=False)
-    placed = [(_path(problem["loc"], fields), problem) for problem in problems]
-    path, problem = max(placed, key=lambda one: (len(one[0]), not _is_of_a_type(one[1])))
+    placed = [(*_place(problem["loc"], fields), problem) for problem in problems]
+    path, value, problem = max(placed, key=lambda one: (len(one[0]), not _is_of_a_type(one[2])))
     mistake = (problem.get("ctx") or {}).get("error")
     if isinstance(mistake, OnestemError):
-        return _of_our_own(str(mistake), path, fields, name)
+        return _of_our_own(str(mistake), path, value, name)
     if problem["type"] == "extra_forbidden":
         return f"unknown field in {_spelled(path[:-1], name) or whole}: {show(path[-1])}"
     if problem["type"] == "missing":
         missing = str(problem["loc"][-1])
         inside = _spelled(path, name)
         return f"{inside}.{missing} is missing" if inside else f"{whole} has no {missing}"
-    value, definitions = _at(path, fields), _definitions(model)
+    definitions = _definitions(model)
     wanted = _schema_at(path, _schema(model), definitions)
     if problem["type"] in ("too_long", "string_too_long"):
         what = "characters" if isinstance(value, str) else _items(wanted, definitions)
@@ -159,9 +167,9 @@ def _is_of_a_type(problem: ErrorDetails) -> bool:
     return problem["type"].endswith("_type")
 
 
-def _of_our_own(mistake: str, path: Sequence[int | str], fields: Any, name: str) -> str:
+def _of_our_own(mistake: str, path: Sequence[int | str], value: Any, name: str) -> str:
     if mistake.startswith("expected "):
-        return f"{_spelled(path, name)} is {show(_at(path, fields))}, {mistake}"
+        return f"{_spelled(path, name)} is {show(value)}, {mistake}"
     return f"{_spelled(path, name)}: {mistake}" if len(path) > 1 else mistake
 
 
@@ -169,10 +177,10 @@ def _told(problem: ErrorDetails) -> str:
     return problem["msg"][:1].lower() + problem["msg"][1:]
 
 
-def _path(loc: Sequence[int | str], fields: Any) -> tuple[int | str, ...]:
-    """The keys and indices of a place; names of a union's alternatives are left out."""
+def _place(loc: Sequence[int | str], here: Any) -> tuple[tuple[int | str, ...], Any]:
+    """The keys and indices of a place, and what is there; names of a union's alternatives are left
+    out."""
     path: list[int | str] = []
-    here = fields
     for part in loc:
         if isinstance(here, Mapping) and (part in here or str(part) in here):
             here = here[part] if part in here else here[str(part)]
@@ -183,15 +191,7 @@ def _path(loc: Sequence[int | str], fields: Any) -> tuple[int | str, ...]:
         else:
             continue
         path.append(part)
-    return tuple(path)
-
-
-def _at(path: Sequence[int | str], fields: Any) -> Any:
-    for part in path:
-        fields = (
-            fields[part] if not isinstance(fields, Mapping) or part in fields else fields[str(part)]
-        )
-    return fields
+    return tuple(path), here
 
 
 def _spelled(path: Sequence[int | str], name: str) -> str:
@@ -302,8 +302,3 @@ def _list(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     item = _resolved(schema.get("items", {}), definitions)
     kind = ITEMS.get(str(item.get("type")), "value")
     return f"a list of at least one {kind}" if schema.get("minItems") else f"a list of {kind}s"
-
-
-def help_of(field: FieldInfo) -> str:
-    """A field's help text."""
-    return " ".join((field.description or "").split())

@@ -20,7 +20,16 @@ from pydantic import (
     model_validator,
 )
 
-from onestem.checked import EXPECTED, Checked, DescribedBy, Object, check, plain, show
+from onestem.checked import (
+    EXPECTED,
+    Checked,
+    DescribedBy,
+    Object,
+    check,
+    check_content,
+    plain,
+    show,
+)
 from onestem.errors import RequestError
 from onestem.pml import CompiledPrompt
 
@@ -133,11 +142,8 @@ def _format(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-Filled = Annotated[str, Field(min_length=1)]
-STRUCTURED = (
-    "json", "json_object", "regex", "choice", "grammar", "structural_tag", "disable_any_whitespace",
-)  # fmt: skip
-KEPT = ("disable_any_whitespace",)
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 class NamedSchema(Object):
@@ -164,7 +170,7 @@ class ResponseFormat(Object):
     grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
     """EBNF as in llama.cpp's GBNF; it begins at the rule `root`."""
 
-    choice: Annotated[list[Filled], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     """The answer is one of these texts, sampled."""
 
     format: dict[str, Any] | None = None
@@ -176,10 +182,9 @@ class ResponseFormat(Object):
     @model_validator(mode="after")
     def _fits_its_type(self) -> ResponseFormat:
         needed = {"structural_tag": "format"}.get(self.type, self.type)
-        for name in ("json_schema", "regex", "grammar", "choice", "format"):
-            if (name == needed) != (getattr(self, name) is not None):
-                verb = "needs" if name == needed else "has"
-                raise RequestError(f"response_format of type {self.type} {verb} {name}")
+        names = ("json_schema", "regex", "grammar", "choice", "format")
+        contents = {name: getattr(self, name) for name in names}
+        check_content("response_format", self.type, needed, contents)
         if self.any_whitespace and not self.type.startswith("json"):
             raise RequestError(f"response_format of type {self.type} has any_whitespace")
         return self
@@ -215,7 +220,6 @@ class StructuredOutputs(Object):
             made["json_schema"] = {"schema": _read(value, "structured_outputs.json")}
         elif kind == "json_object":
             del made["json_object"]
-            made["type"] = "json_object"
         elif kind == "structural_tag":
             tag = _read(value, "structured_outputs.structural_tag")
             made = {"type": kind, "format": tag.get("format", tag)}
@@ -242,17 +246,21 @@ def _as_mapping(value: Any) -> Any:
     """vLLM's own object, or any with the same attributes."""
     if value is None or isinstance(value, Mapping):
         return value
-    names = [name for name in STRUCTURED if hasattr(value, name)]
+    known = [info.alias or name for name, info in StructuredOutputs.model_fields.items()]
+    names = [name for name in known if hasattr(value, name)]
     return {name: getattr(value, name) for name in names} if names else value
 
 
 def _structured(value: Any) -> dict[str, Any]:
-    fields = {name: one for name, one in value.items() if one not in (None, False) or name in KEPT}
+    fields = {  # vLLM's object has False where nothing is asked
+        name: one
+        for name, one in value.items()
+        if one not in (None, False) or name == "disable_any_whitespace"
+    }
     return check(StructuredOutputs, fields, "structured_outputs").response_format
 
 
 if TYPE_CHECKING:
-    Text = str
     Stops = str | Sequence[str] | None
     Texts = Sequence[str]
     BadWords = Sequence[str]
@@ -261,8 +269,6 @@ if TYPE_CHECKING:
     Format = Mapping[str, Any]
     Structured = Any
 else:
-    Text = Annotated[str, Field(min_length=1)]
-    TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
     BadWords = Annotated[tuple[Text, ...], Field(max_length=MAX_CHOICES), BeforeValidator(_texts)]
     Texts = Annotated[
         tuple[Text, ...], Field(min_length=1, max_length=MAX_CHOICES), BeforeValidator(_tuple)

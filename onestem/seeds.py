@@ -14,7 +14,7 @@ probability; 2: an exponential race). A job's answers are all of one version."""
 def derive_seed(*parts: str | int) -> int:
     """A seed in 0..2^63-1 that depends on all `parts` (their types too) and on nothing else.
 
-    Jobs use it for requests without a seed: `derive_seed(job_seed, custom_id)`.
+    The engine uses it for requests without a seed: `derive_seed(engine_seed, request_id)`.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -15,8 +15,9 @@ from typing import Any
 
 from onestem.checked import show
 from onestem.errors import RequestError
-from onestem.openai.read import MAX_DEPTH, Asked, JsonError, Prompt, read_line_body, read_object
+from onestem.openai.read import Asked, JsonError, Prompt, read_line_body, read_object
 from onestem.openai.schema import Kind
+from onestem.request import MAX_DEPTH
 
 __all__ = ["KIND_OF_URL", "BatchRequest", "LineError", "parse_line"]
 

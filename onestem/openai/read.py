@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from onestem.checked import check, show
+from onestem.checked import check, show, without_nulls
 from onestem.errors import RequestError
 from onestem.openai.schema import (
     FIELDS,
@@ -16,22 +16,24 @@ from onestem.openai.schema import (
     SAMPLING,
     ChatFields,
     CompletionFields,
+    Conversation,
     Kind,
     Message,
     PrefixBody,
+    Tool,
     ToolChoice,
 )
 from onestem.openai.tools import ToolForm, Tools
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, SamplingParams, is_deep
 
 __all__ = [
-    "MAX_DEPTH",
     "Asked",
     "ChatTemplate",
     "Echo",
     "JsonError",
     "Prompt",
     "read_body",
+    "read_conversation",
     "read_line_body",
     "read_object",
     "read_prefix",
@@ -170,7 +172,12 @@ class Asked:
     echo: Echo | None = None
 
     def held(self, form: ToolForm | None, token_of: Callable[[str], int | None]) -> Asked:
-        """With calls of tools held to their schemas; `form` is the model's."""
+        """With calls of tools held to their schemas.
+
+        Args:
+            form: the model's.
+            token_of: the id of a control token; None: a text is none.
+        """
         if self.tools is None:
             return self
         if self.tools.mode == "none":
@@ -180,14 +187,15 @@ class Asked:
                 "tools: the model's chat template has no tools, or writes calls in a form that is "
                 "not known here (known are Qwen's and Hermes', Llama 3's and Mistral's)"
             )
-        if token_of(form.begin) is not None:
+        control = next((name for name in form.marks if token_of(name) is not None), None)
+        if control is not None:
             raise RequestError(
-                f"tools: the model's calls begin with a control token ({form.begin}), which no "
+                f"tools: the model's calls begin with a control token ({control}), which no "
                 "answer can be held to yet: leave tools out, or set tool_choice to none"
             )
         if self.params.choices is not None:
             raise RequestError("choices and tools: give one of them")
-        wanted = form.held_to(self.tools, self.params.response_format, token_of)
+        wanted = form.held_to(self.tools, self.params.response_format)
         sampling = {
             name: value for name, value in self.sampling.items() if name != "structured_outputs"
         }
@@ -208,7 +216,7 @@ SERVER_FIELDS: Mapping[str, object] = {
 
 def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
     """What the body of an HTTP call asks; raises `RequestError` if that can never be answered."""
-    given = {name: value for name, value in body.items() if value is not None}
+    given = without_nulls(body)
     sampling = {name: given.pop(name) for name in SAMPLING[kind] & given.keys()}
     fields = check(FIELDS[kind], given)
     guided = _guided(fields)
@@ -298,8 +306,7 @@ def _echo(sampling: JsonObject, fields: CompletionFields) -> Echo | None:
 
 def _guided(fields: Any) -> JsonObject:
     names = ("json", "regex", "choice", "grammar")
-    given = {name: getattr(fields, f"guided_{name}") for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+    return without_nulls({name: getattr(fields, f"guided_{name}") for name in names})
 
 
 def _tools(fields: ChatFields) -> Tools | None:
@@ -309,10 +316,8 @@ def _tools(fields: ChatFields) -> Tools | None:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools")
         return None
-    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools]
+    tools = _as_json(fields.tools)
     by_name = {tool["function"]["name"]: tool for tool in tools}
-    if len(by_name) < len(tools):
-        raise RequestError("tools has two functions of one name")
     names = list(by_name)
     mode: Any = choice or "auto"
     is_named = isinstance(choice, ToolChoice) and choice.function is not None
@@ -327,19 +332,33 @@ def _tools(fields: ChatFields) -> Tools | None:
     if unknown:
         raise RequestError(f"tool_choice names {show(unknown[0])}, which is not among the tools")
     return Tools(
-        tools=tools,
         mode=mode,
         allowed=[by_name[name] for name in dict.fromkeys(names)],
         parallel=fields.parallel_tool_calls is not False and not is_named,
     )
 
 
-def _template(fields: ChatFields) -> ChatTemplate:
+def read_conversation(fields: Conversation) -> Prompt:
+    """The prompt that messages are; `fields` has some."""
+    assert fields.messages is not None
+    return Prompt(
+        messages=[_plain(message) for message in fields.messages], template=_template(fields)
+    )
+
+
+def _as_json(tools: Sequence[Tool]) -> list[JsonObject]:
+    """Tools as a chat template reads them."""
+    if len({tool.function.name for tool in tools}) < len(tools):
+        raise RequestError("tools has two functions of one name")
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def _template(fields: Conversation) -> ChatTemplate:
     variables = dict(fields.chat_template_kwargs or {})
     if fields.tools and "tools" in variables:
         raise RequestError("tools and chat_template_kwargs.tools: give one of them")
     if fields.tools:
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in fields.tools]
+        variables["tools"] = _as_json(fields.tools)
     if fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort
     goes_on = bool(fields.continue_final_message)
@@ -381,7 +400,7 @@ def _prompts(fields: Any) -> list[Prompt]:
         raise RequestError(f"body has no {name} and no pml")
     if isinstance(fields, CompletionFields):
         return _completion_prompts(given)
-    return [Prompt(messages=[_plain(one) for one in given], template=_template(fields))]
+    return [read_conversation(fields)]
 
 
 def _plain(message: Message) -> JsonObject:
@@ -456,12 +475,8 @@ def _completion_prompt(value: Any) -> Prompt:
 def read_prefix(body: Mapping[str, Any]) -> JsonObject:
     """The one form in which a prefix is given: {"text": ...}, {"messages": ...} or
     {"token_ids": ...}."""
-    fields = check(PrefixBody, {name: value for name, value in body.items() if value is not None})
-    given: JsonObject = {
-        name: value
-        for name in PrefixBody.model_fields
-        if (value := getattr(fields, name)) is not None
-    }
+    fields = check(PrefixBody, without_nulls(body))
+    given = without_nulls({name: getattr(fields, name) for name in PrefixBody.model_fields})
     if len(given) != 1:
         names = ", ".join(PrefixBody.model_fields)
         raise RequestError(f"body has {len(given)} of {names}: give exactly one of them")

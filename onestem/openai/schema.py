@@ -24,9 +24,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from onestem.checked import EXPECTED, Object, show
+from onestem.checked import EXPECTED, Object, check_content, show
 from onestem.errors import RequestError
-from onestem.request import MAX_TOKEN_ID, SamplingParams
+from onestem.request import MAX_TOKEN_ID, SamplingParams, Text, TokenId
 
 __all__ = [
     "FIELDS",
@@ -39,6 +39,7 @@ __all__ = [
     "ChatFields",
     "CompletionBody",
     "CompletionFields",
+    "Conversation",
     "DetokenizeBody",
     "ErrorAnswer",
     "Kind",
@@ -56,8 +57,6 @@ MAX_PROMPTS = 256
 MAX_TOOLS = 1024
 
 
-Text = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 _IDS = {
@@ -183,14 +182,35 @@ class ToolChoice(Object):
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> ToolChoice:
-        for name in ("function", "allowed_tools"):
-            if (name == self.type) != (getattr(self, name) is not None):
-                verb = "needs" if name == self.type else "has"
-                raise RequestError(f"tool_choice of type {self.type} {verb} {name}")
+        contents = {"function": self.function, "allowed_tools": self.allowed_tools}
+        check_content("tool_choice", self.type, self.type, contents)
         return self
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class Conversation(Object):
+    """What a chat template is applied to, and how."""
+
+    messages: Messages | None = Field(
+        default=None, json_schema_extra={EXPECTED: "a list of at least one message"}
+    )
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as `enable_thinking`."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """A variable of the chat template, where it has that."""
+
+    add_generation_prompt: bool | None = None
+    """End the prompt with what begins an answer; true where it is left out."""
+
+    continue_final_message: bool | None = None
+    """Go on from the last message instead of answering it."""
 
 
 # ----------------------------------------------------------------------------- bodies
@@ -243,12 +263,9 @@ class _Fields(Object):
     safety_identifier: str | None = None
 
 
-class ChatFields(_Fields):
-    """Of a conversation."""
+class ChatFields(Conversation, _Fields):
+    """Of a conversation that is answered."""
 
-    messages: Messages | None = Field(
-        default=None, json_schema_extra={EXPECTED: "a list of at least one message"}
-    )
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens."""
 
@@ -261,9 +278,6 @@ class ChatFields(_Fields):
     store: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call."""
-
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
         default=None,
         json_schema_extra={EXPECTED: "none, auto, required, or a function by its name"},
@@ -272,18 +286,6 @@ class ChatFields(_Fields):
 
     parallel_tool_calls: bool | None = None
     """Whether it may call several at once; true where it is left out."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the model's chat template, such as `enable_thinking`."""
-
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """A variable of the chat template, where it has that."""
-
-    add_generation_prompt: bool | None = None
-    """End the prompt with what begins an answer; true where it is left out."""
-
-    continue_final_message: bool | None = None
-    """Go on from the last message instead of answering it."""
 
 
 class CompletionFields(_Fields):
@@ -399,16 +401,11 @@ class BatchBody(Object):
     ) = Field(default=None, json_schema_extra={EXPECTED: "at most 16 texts by name"})
 
 
-class TokenizeBody(Object):
+class TokenizeBody(Conversation):
     """Exactly one of prompt and messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
     add_special_tokens: bool | None = None
     """Of a prompt; true where it is left out. A chat template has its own."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ from onestem.errors import RequestError
 __all__ = ["CallParser", "Calls", "ToolCallEvent", "ToolForm", "Tools", "form_of"]
 
 JsonObject = dict[str, Any]
-TokenOf = Callable[[str], int | None]
 Mode = Literal["none", "auto", "required"]
 
 _NAME = r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
@@ -34,15 +33,13 @@ class Tools:
     """What a request may call.
 
     Attributes:
-        tools: as the chat template reads them.
         mode: whether it must call.
-        allowed: those that it may call.
+        allowed: those that it may call, as the chat template reads them.
         parallel: several at once.
     """
 
-    tools: Sequence[JsonObject]
+    allowed: Sequence[JsonObject]
     mode: Mode = "auto"
-    allowed: Sequence[JsonObject] = ()
     parallel: bool = True
 
 
@@ -59,7 +56,7 @@ class ToolForm:
         close: what ends a list.
         before_name, before_arguments, end: what a call is written with.
         separator: what is written between calls.
-        arguments_token: stands before the arguments.
+        arguments_mark: stands before the arguments.
         id_length: characters of a call's id; 0: as OpenAI's.
     """
 
@@ -74,44 +71,42 @@ class ToolForm:
     again: str = ""
     item: re.Pattern[str] | None = None
     close: str = ""
-    arguments_token: str = ""
+    arguments_mark: str = ""
     id_length: int = 0
 
-    def held_to(
-        self, tools: Tools, response_format: Mapping[str, Any] | None, token_of: TokenOf
-    ) -> JsonObject:
-        """The `response_format` of a request with tools: arguments fit their schemas from the
-        opening of a call on; what `response_format` asks holds for an answer without calls.
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What the model may know as control tokens, which no text spells."""
+        return (self.begin, self.arguments_mark) if self.arguments_mark else (self.begin,)
 
-        Args:
-            token_of: the id of a control token, which no text can spell; None: it is none.
-        """
+    def held_to(self, tools: Tools, response_format: Mapping[str, Any] | None) -> JsonObject:
+        """The `response_format` of a request with tools: arguments fit their schemas from the
+        opening of a call on; what `response_format` asks holds for an answer without calls."""
         make = self._list if self.again == "," else self._tags
-        plain = response_format is None or response_format["type"] == "text"
-        if plain or tools.mode == "required":
-            calls = make(tools, token_of)
+        if response_format is None or response_format["type"] == "text" or tools.mode == "required":
+            calls = make(tools)
         else:  # calls and nothing else, or an answer of that format
-            assert response_format is not None
-            calls = make(replace(tools, mode="required"), token_of)
+            calls = make(replace(tools, mode="required"))
             calls = {"type": "or", "elements": [calls, _format_of(response_format)]}
         return {"type": "structural_tag", "format": calls}
 
-    def _tags(self, tools: Tools, token_of: TokenOf) -> JsonObject:
+    def _tags(self, tools: Tools) -> JsonObject:
         """Each call a tag of its own."""
-        tags = []
+        bare = self.begin.startswith("{")  # as the call itself does
+        tags: list[JsonObject] = []
         for tool in tools.allowed:
-            function, control = tool["function"], token_of(self.begin)
+            function = tool["function"]
             opening = f"{self.before_name}{function['name']}{self.before_arguments}"
             content = _arguments(function, tools)
-            if self.arguments_token:
-                content = _sequence(_piece(self.arguments_token, token_of), content)
-            begin: Any = opening if self.begin.startswith("{") else self.begin + opening
-            if control is not None:
-                begin, content = _token(control), _sequence(_text(opening), content)
+            if self.arguments_mark:
+                content = _sequence(_text(self.arguments_mark), content)
+            begin = opening if bare else self.begin + opening
             tags.append({"type": "tag", "begin": begin, "content": content, "end": self.end})
-        return self._calls(tools, tags, token_of, once=not tools.parallel)
+        # Plain JSON may begin as a bare call does: only all of its opening is one.
+        triggers = [tag["begin"] for tag in tags] if bare else [self.begin]
+        return self._calls(tools, tags, triggers, once=not tools.parallel)
 
-    def _list(self, tools: Tools, token_of: TokenOf) -> JsonObject:
+    def _list(self, tools: Tools) -> JsonObject:
         """All calls in one list, which is a tag."""
         calls = [
             _sequence(
@@ -125,30 +120,21 @@ class ToolForm:
         content = [_text(self.before_name), call]
         if tools.parallel:
             content.append({"type": "star", "content": _sequence(_text(", "), call)})
-        control = token_of(self.begin)
-        begin: Any = self.begin if control is None else _token(control)
-        tag = {"type": "tag", "begin": begin, "content": _sequence(*content), "end": self.end}
-        return self._calls(tools, [tag], token_of, once=True)
+        tag = {"type": "tag", "begin": self.begin, "content": _sequence(*content), "end": self.end}
+        return self._calls(tools, [tag], [self.begin], once=True)
 
     def _calls(
-        self, tools: Tools, tags: Sequence[JsonObject], token_of: TokenOf, *, once: bool
+        self, tools: Tools, tags: Sequence[JsonObject], triggers: Sequence[str], *, once: bool
     ) -> JsonObject:
-        control = token_of(self.begin)
-        if tools.mode == "required":
-            return {
-                "type": "tags_with_separator",
-                "tags": tags,
-                "separator": self.separator,
-                "at_least_one": True,
-                "stop_after_first": once,
-            }
         made: JsonObject = {"tags": tags, "stop_after_first": once}
-        if control is not None:
-            return {"type": "token_triggered_tags", "trigger_tokens": [control], **made}
-        # Plain JSON may begin as a call of Llama's does: only all of its opening is one.
-        bare = self.begin.startswith("{")
-        triggers = [tag["begin"] for tag in tags] if bare else [self.begin]
-        return {"type": "triggered_tags", "triggers": triggers, **made}
+        if tools.mode != "required":
+            return {"type": "triggered_tags", "triggers": triggers, **made}
+        return {
+            "type": "tags_with_separator",
+            "separator": self.separator,
+            "at_least_one": True,
+            **made,
+        }
 
     def call_id(self, *parts: object) -> str:
         """An id that depends on `parts` alone."""
@@ -158,15 +144,6 @@ class ToolForm:
 
 def _text(value: str) -> JsonObject:
     return {"type": "const_string", "value": value}
-
-
-def _token(token: int) -> JsonObject:
-    return {"type": "token", "token": token}
-
-
-def _piece(name: str, token_of: TokenOf) -> JsonObject:
-    token = token_of(name)
-    return _text(name) if token is None else _token(token)
 
 
 def _sequence(*elements: JsonObject) -> JsonObject:
@@ -236,7 +213,7 @@ MISTRAL_ARGS = ToolForm(
     before_arguments="",
     end="",
     separator="",
-    arguments_token="[ARGS]",
+    arguments_mark="[ARGS]",
     id_length=9,
 )
 
@@ -291,9 +268,9 @@ class CallParser:
         return found
 
     @property
-    def is_open(self) -> bool:
-        """Whether a call's arguments have not ended."""
-        return self._read == self._read_arguments
+    def has_called(self) -> bool:
+        """Whether there are calls, and the last one's arguments have ended."""
+        return self._num_calls > 0 and self._read != self._read_arguments
 
     def finish(self) -> list[ToolCallEvent]:
         """What is left at the answer's end: text that only began like a call."""
@@ -428,14 +405,12 @@ class Calls:
 
     text: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
-    is_cut: bool = False  # the last one has not ended
+    is_cut: bool = False  # the last one's arguments have not ended
 
     @staticmethod
     def of(text: str, form: ToolForm) -> Calls:
         parser, found = CallParser(form), Calls()
-        events = [*parser.feed(text), *parser.finish()]
-        found.is_cut = parser.is_open
-        for event in events:
+        for event in (*parser.feed(text), *parser.finish()):
             if event.name:
                 found.calls.append((event.name, ""))
             elif event.arguments:
@@ -443,4 +418,5 @@ class Calls:
                 found.calls[-1] = (name, arguments + event.arguments)
             else:
                 found.text += event.text
+        found.is_cut = bool(found.calls) and not parser.has_called
         return found

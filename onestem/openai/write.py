@@ -279,7 +279,6 @@ class Chunks:
         self._n = n
         self._name = name
         self._parsers: dict[int, CallParser] = {}
-        self._callers: set[int] = set()  # choices that have called
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._is_chat = form.kind == "chat"
@@ -317,7 +316,7 @@ class Chunks:
         self._begun.add(index)
         news = self._chat(piece, first, calls) if self._is_chat else self._completion(piece, index)
         ended: str | None = piece.finish_reason
-        if ended == "stop" and index in self._callers and not self._parsers[index].is_open:
+        if ended == "stop" and form.tools is not None and self._parsers[index].has_called:
             ended = "tool_calls"
         reason = f'"{ended}"' if ended else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
@@ -340,7 +339,6 @@ class Chunks:
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
             if event.name:
-                self._callers.add(index)
                 name = form.call_id(self._name, index, event.index)
                 calls[event.index] = {"index": event.index} | _call(name, event.name, "")
             elif event.arguments:
@@ -355,7 +353,8 @@ class Chunks:
         role = '"role":"assistant",' if first else ""
         text = f'"content":{_json(piece.text)}' if piece.text or (first and not calls) else ""
         if calls:
-            text = f'{text or chr(34) + "content" + chr(34) + ":null"},"tool_calls":{calls}'
+            content = text or '"content":null'
+            text = f'{content},"tool_calls":{calls}'
         logprobs = "null"
         if self._form.logprobs is not None:
             logprobs = _json(_chat_logprobs(piece, self._form))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onestem.batch import Progress
-from onestem.checked import check
+from onestem.checked import check, without_nulls
 from onestem.openai.schema import BatchBody
 from onestem.server.store import Row
 
@@ -45,7 +45,7 @@ TIMES = (
 
 
 def new_batch(body: Mapping[str, Any]) -> Row:
-    asked = check(BatchBody, {name: value for name, value in body.items() if value is not None})
+    asked = check(BatchBody, without_nulls(body))
     return {
         "id": f"batch_{os.urandom(12).hex()}",
         "object": "batch",

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from onestem.batch.spool import NO_TOKENIZER
-from onestem.checked import check
+from onestem.checked import check, without_nulls
 from onestem.errors import RequestError
-from onestem.openai.read import read_body
+from onestem.openai.read import read_conversation
 from onestem.openai.schema import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ __all__ = ["detokenize", "tokenize"]
 
 def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """Token ids of a text, or of a conversation as the chat template writes it."""
-    given = {name: value for name, value in body.items() if value is not None}
-    asked = check(TokenizeBody, given)
+    asked = check(TokenizeBody, without_nulls(body))
     service.check_model(asked.model)
     tokenizer, facts = service.bounded_tokenizer, service.client.facts
     if tokenizer is None:
@@ -32,9 +31,7 @@ def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
         special = asked.add_special_tokens is not False
         ids = tokenizer.encode_batch([asked.prompt], add_special_tokens=special)[0]
     else:
-        own = ("add_special_tokens", "return_token_strs")
-        chat = {name: value for name, value in given.items() if name not in own}
-        prompt = read_body("chat", chat).prompts[0]
+        prompt = read_conversation(asked)
         assert prompt.messages is not None
         ids = tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
     assert facts is not None
@@ -48,7 +45,7 @@ def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """The text of token ids, control tokens by their names."""
-    asked = check(DetokenizeBody, {k: v for k, v in body.items() if v is not None})
+    asked = check(DetokenizeBody, without_nulls(body))
     service.check_model(asked.model)
     if service.tokenizer is None:
         raise RequestError(NO_TOKENIZER)

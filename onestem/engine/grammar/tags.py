@@ -22,8 +22,8 @@ Format = Mapping[str, Any]
 MOST_RULES = 50
 # Each repeated or optional part multiplies the places where a parser may stand, and all of them are
 # looked at for the first mask: 60 of them take seconds.
-MOST_REPEATS = {"pattern": 24, "grammar": 64}
-MOST_LETTERS = {"pattern": 1_000, "grammar": 5_000}
+MOST_REPEATS = {"regex": 24, "grammar": 64}
+MOST_LETTERS = {"regex": 1_000, "grammar": 5_000}
 
 
 def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -53,22 +53,10 @@ def check_tags(tags: Format) -> None:
         schema = one.get("json_schema")
         if isinstance(schema, Mapping) and not one.get("lenient"):
             check_schema(schema, True)
-        pattern, grammar = one.get("pattern"), one.get("grammar")
-        for name, text in (("pattern", pattern), ("grammar", grammar)):
-            if isinstance(text, str):
-                _check_size(name, text)
-        if isinstance(pattern, str):
-            fault = regex_fault(pattern)
-            if fault is not None:
-                raise UnsupportedError(f"regex has {fault}, which is not enforced: leave it out")
-        if isinstance(pattern, str) and num_characters(pattern) > MOST_REPEATED:
-            raise UnsupportedError(
-                f"a regex spells out more than {MOST_REPEATED} characters: repeat less in it"
-            )
-        if isinstance(grammar, str) and grammar.count("::=") > MOST_RULES:
-            raise UnsupportedError(
-                f"a grammar has {grammar.count('::=')} rules, limit is {MOST_RULES}: use fewer"
-            )
+        if isinstance(one.get("pattern"), str):
+            _check_regex(one["pattern"])
+        if isinstance(one.get("grammar"), str):
+            _check_grammar(one["grammar"])
     size = len(json.dumps(tags))
     if size > 2 * MOST_CHARACTERS:
         raise UnsupportedError(
@@ -76,12 +64,29 @@ def check_tags(tags: Format) -> None:
         )
 
 
-def _check_size(name: str, text: str) -> None:
-    what = "regex" if name == "pattern" else name
+def _check_regex(pattern: str) -> None:
+    _check_size("regex", pattern)
+    fault = regex_fault(pattern)
+    if fault is not None:
+        raise UnsupportedError(f"regex has {fault}, which is not enforced: leave it out")
+    if num_characters(pattern) > MOST_REPEATED:
+        raise UnsupportedError(
+            f"a regex spells out more than {MOST_REPEATED} characters: repeat less in it"
+        )
+
+
+def _check_grammar(grammar: str) -> None:
+    _check_size("grammar", grammar)
+    rules = grammar.count("::=")
+    if rules > MOST_RULES:
+        raise UnsupportedError(f"a grammar has {rules} rules, limit is {MOST_RULES}: use fewer")
+
+
+def _check_size(what: str, text: str) -> None:
     repeats = sum(map(text.count, "?*+{"))
     for count, limit, things in (
-        (len(text), MOST_LETTERS[name], "characters"),
-        (repeats, MOST_REPEATS[name], "repeated or optional parts"),
+        (len(text), MOST_LETTERS[what], "characters"),
+        (repeats, MOST_REPEATS[what], "repeated or optional parts"),
     ):
         if count > limit:
             raise UnsupportedError(f"{what} has {count} {things}, limit is {limit}: simplify it")
@@ -123,16 +128,14 @@ def _is_enforced(schema: Mapping[str, Any]) -> bool:
 
 
 def ebnf_of(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """A schema's compact JSON as a grammar."""
+    """A schema's compact JSON as a grammar; raises what xgrammar does for a bad one."""
     import xgrammar
 
-    try:
-        grammar = xgrammar.Grammar.from_json_schema(
+    return str(
+        xgrammar.Grammar.from_json_schema(
             json.dumps(with_any_of(schema)),
             any_whitespace=False,
             separators=(",", ":"),
             strict_mode=strict,
         )
-    except Exception as error:
-        raise RequestError(f"a schema cannot be used: {error}") from error
-    return str(grammar)
+    )
