@@ -29,7 +29,8 @@ from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops.bench.rates import measure_rates
-from onestem.request import Request, SamplingParams, ShareMode
+from onestem.options import ShareMode
+from onestem.request import Request, SamplingParams
 
 PREFIXES = (1024, 2048, 4096, 8192, 16384)
 FIRST, STEPS = 4, 32  # steps of decodes that are not timed, and that are

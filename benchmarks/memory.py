@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import onestem
-from onestem.llm import parse_memory
+from onestem.options import parse_memory
 
 MODEL = Path(onestem.__file__).parent / "embedded" / "model" / "model.safetensors"
 VOCAB_SIZE = 2560

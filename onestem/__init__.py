@@ -9,14 +9,16 @@ from onestem.threads import spin_shortly
 spin_shortly()
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "OnestemError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineOptions", "OnestemError", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from onestem.errors import OnestemError
     from onestem.llm import LLM
+    from onestem.options import EngineOptions
     from onestem.request import RequestOutput, SamplingParams
 
 _HOMES = {
+    "EngineOptions": "onestem.options",
     "LLM": "onestem.llm",
     "OnestemError": "onestem.errors",
     "RequestOutput": "onestem.request",

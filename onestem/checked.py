@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic import ValidationError as Invalid
@@ -82,9 +82,14 @@ class DescribedBy:
 
 
 class Checked(Object):
-    """A value whose fields are checked when it is made. Raises `RequestError` with one line."""
+    """A value whose fields are checked when it is made.
+
+    Attributes:
+        error: what is raised, with one line.
+    """
 
     model_config = ConfigDict(frozen=True)
+    error: ClassVar[type[OnestemError]] = RequestError
 
     if not TYPE_CHECKING:  # type checkers take the fields for the arguments
 
@@ -93,7 +98,11 @@ class Checked(Object):
                 super().__init__(**{name: plain(value) for name, value in fields.items()})
             except Invalid as error:
                 whole = type(self).__name__
-                raise RequestError(sentence(type(self), error, fields, whole=whole)) from None
+                raise self.error(sentence(type(self), error, fields, whole=whole)) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked again."""
+        return type(self)(**{**dict(self), **changes})
 
 
 def check(model: type[Model], fields: Mapping[str, Any], name: str = "") -> Model:

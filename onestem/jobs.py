@@ -23,6 +23,7 @@ from onestem.batch.first_lines import FirstLines
 from onestem.batch.spool import CompilePml, Spool, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import JobError, OnestemError
+from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, plan_job
 from onestem.pml import Library, to_markup
 from onestem.request import Request, RequestOutput
@@ -69,13 +70,7 @@ def run_file(
         planner=partial(plan_job, kv_budget_tokens=llm.kv_tokens),
         model_identity=model_identity(llm.path),
         model_name=llm.name,
-        options={
-            "dtype": str(llm.dtype).removeprefix("torch."),
-            "device": llm.device.type,
-            "max_model_len": llm.engine.max_model_len,
-            "random_weights": llm.random_weights,
-            **_schema_options(llm),
-        },
+        options={**llm.options.identity(), **_schema_options(llm)},
         compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
@@ -123,9 +118,8 @@ def plan_file(
     source: Path,
     folder: Path,
     *,
-    model: str,
+    options: EngineOptions,
     levels: str,
-    kv_memory: str | int,
     schemas: Sequence[Path] = (),
     keep_going: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
@@ -135,6 +129,7 @@ def plan_file(
     they have in common at their beginning counts as shared.
 
     Args:
+        options: of the engine that is to answer: model, device, dtype, kv_memory, max_model_len.
         schemas: files of the PML schemas that lines may name.
         keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
@@ -147,15 +142,16 @@ def plan_file(
     from onestem.llm import find_model, kv_memory_bytes, pick_device, pick_dtype
     from onestem.models.config import ModelConfig
 
-    path = find_model(model)
+    path = find_model(options.model)
     config = ModelConfig.from_directory(path)
-    device = pick_device("auto")
-    bytes_per_token = config.kv_values_per_token * pick_dtype("auto", config, device).itemsize
-    kv_tokens = kv_memory_bytes(kv_memory, device) // bytes_per_token
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, config, device)
+    bytes_per_token = config.kv_values_per_token * dtype.itemsize
+    kv_tokens = kv_memory_bytes(options.kv_memory, device) // bytes_per_token
     tokenizer = Tokenizer.from_directory(path)
     validate = partial(
         check_request,
-        max_model_len=config.max_position_embeddings,
+        max_model_len=options.max_model_len or config.max_position_embeddings,
         vocab_size=config.vocab_size,
         tokenizer=tokenizer,
     )

@@ -20,31 +20,27 @@ from numpy.typing import NDArray
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
-from onestem.engine.engine import Engine, check_counts
+from onestem.engine.engine import Engine
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
+from onestem.options import EMBEDDED, EngineOptions, parse_memory, takes
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
-from onestem.request import Request, RequestOutput, SamplingParams, ShareMode
+from onestem.request import Request, RequestOutput, SamplingParams
 from onestem.threads import usable_cores
 
 __all__ = [
-    "EMBEDDED",
     "LLM",
     "find_model",
     "kv_memory_bytes",
-    "parse_memory",
     "pick_device",
     "pick_dtype",
     "planned",
     "set_threads",
 ]
-
-EMBEDDED = "embedded"
-"""Name of the model that ships with the package."""
 
 Prompt = str | Sequence[int]
 PmlSource = PmlPrompt | str | os.PathLike[str]
@@ -60,103 +56,78 @@ PENALTY_LIST_BYTES = 32 * 1024
 class LLM:
     """A model and the engine that runs it.
 
-    Args:
-        model: a Hugging Face directory, a hub name, or `embedded`.
-        device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        dtype: `auto` (the model's own; float32 on a CPU that has no bf16 instructions), `float32`,
-            `bfloat16`, `float16`.
-        kv_memory: bytes of KV memory, as a number or like `"2GiB"`; `auto`: 90% of what is free on
-            a GPU (less where a step's activations need more than the rest), the lesser of 4 GiB
-            and a quarter of the RAM on a CPU.
-        max_model_len: most tokens of prompt and answer; None: the model's, or what fits.
-        share: `full`, `storage`, `off` or `no-attention` (see `Engine`).
-        page_size: tokens in a page of KV memory.
-        max_step_tokens: most tokens of a step, those of prompts and one of each sequence that
-            decodes; half are for prompts at least. None: 1024 on a CPU, 2048 on
-            one with AMX, 8192 on a GPU.
-        max_step_ms: about what a step may take, in milliseconds (what a new request may have to
-            wait for); None: as it takes, for the largest throughput.
-        impl: attention implementation, `auto` for the fastest there is.
-        threads: threads that compute on a CPU, for all of the process; None: PyTorch's number, but
-            no more than the cores that affinity and a container's limit leave.
-        random_weights: make the weights up (a directory with only a config will do).
-        seed: where seeds of requests without one come from.
-        module_host_memory: bytes of host memory for modules of prompts in PML that KV memory has
-            no room for; 0: none.
-        module_disk: a folder in which modules survive the process; None: none.
-        module_disk_memory: bytes that modules may take there.
+    Its arguments are the fields of `EngineOptions`; what is not given has the default that
+    `ONESTEM_*` variables or a configuration file say (docs/options.md).
+
+    Attributes:
+        options: as they were settled on this machine: no `auto` is left.
 
     Raises:
         OnestemError: with one line that says what is wrong and the way out.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = EMBEDDED,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        kv_memory: str | int = "auto",
-        max_model_len: int | None = None,
-        share: ShareMode = "full",
-        page_size: int = 16,
-        max_step_tokens: int | None = None,
-        max_step_ms: float | None = None,
-        impl: str = "auto",
-        threads: int | None = None,
-        random_weights: bool = False,
-        seed: int | None = None,
-        module_host_memory: str | int = 0,
-        module_disk: str | os.PathLike[str] | None = None,
-        module_disk_memory: str | int = "16GiB",
-    ) -> None:
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise ConfigError(f"seed is {seed!r}, expected an integer or None")
-        set_threads(threads)
-        self.name = str(model)
-        self.path = find_model(model)
-        self.random_weights = random_weights
+    @takes(EngineOptions)
+    def __init__(self, options: EngineOptions) -> None:
+        self._load(options)
+
+    @classmethod
+    def from_options(cls, options: EngineOptions) -> LLM:
+        """An `LLM` of these options alone, whatever the environment says."""
+        llm = cls.__new__(cls)
+        llm._load(options)
+        return llm
+
+    def _load(self, options: EngineOptions) -> None:
+        set_threads(options.threads)
+        self.name = str(options.model)
+        self.path = find_model(self.name)
+        self.random_weights = options.random_weights
         self.config = ModelConfig.from_directory(self.path)
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.config, self.device)
+        self.device = pick_device(options.device)
+        self.dtype = pick_dtype(options.dtype, self.config, self.device)
         self.decoder = load_decoder(
-            self.path, dtype=self.dtype, device=self.device, random_weights=random_weights
+            self.path, dtype=self.dtype, device=self.device, random_weights=self.random_weights
         )
         self.tokenizer = Tokenizer.from_directory(self.path)
-        if max_step_tokens is None:
-            max_step_tokens = self.decoder.step_rows
-        check_counts(page_size=page_size, max_step_tokens=max_step_tokens)
+        max_step_tokens = options.max_step_tokens or self.decoder.step_rows
         beside = activation_bytes(self.config, self.dtype, max_step_tokens)
-        memory = kv_memory_bytes(kv_memory, self.device, beside)
-        num_pages = memory // (self.decoder.kv_bytes_per_token * page_size)
+        memory = kv_memory_bytes(options.kv_memory, self.device, beside)
+        page_bytes = self.decoder.kv_bytes_per_token * options.page_size
+        num_pages = memory // page_bytes
         if num_pages < 1:
             raise ConfigError(
-                f"kv_memory is {memory} bytes, a page of {page_size} tokens takes "
-                f"{self.decoder.kv_bytes_per_token * page_size}: raise kv_memory"
+                f"kv_memory is {memory} bytes, a page of {options.page_size} tokens takes "
+                f"{page_bytes}: raise kv_memory"
             )
         self._engine: Engine | None = Engine(
             self.decoder,
             self.tokenizer,
             GenerationDefaults.from_directory(self.path),
             num_pages=num_pages,
-            page_size=page_size,
-            share=share,
-            max_model_len=max_model_len,
+            page_size=options.page_size,
+            share=options.share,
+            max_model_len=options.max_model_len,
             max_step_tokens=max_step_tokens,
-            max_step_seconds=None if max_step_ms is None else max_step_ms / 1000,
-            impl=impl,
-            seed=seed,
+            max_step_seconds=options.max_step_ms / 1000 if options.max_step_ms else None,
+            impl=options.impl,
+            seed=options.seed,
         )
         self._count = 0
         self._schemas: Library | None = None
-        host = parse_memory(module_host_memory)
-        self.engine.keep_modules(
-            host=HostStore(host) if host > 0 else None,
-            disk=None
-            if module_disk is None
-            else DiskStore(
-                Path(module_disk), parse_memory(module_disk_memory), self._identity_for_modules()
-            ),
+        host = parse_memory(options.module_host_memory)
+        disk = None
+        if options.module_disk is not None:
+            most = parse_memory(options.module_disk_memory)
+            disk = DiskStore(Path(options.module_disk), most, self._identity_for_modules())
+        self.engine.keep_modules(host=HostStore(host) if host > 0 else None, disk=disk)
+        self.options = options.replace(
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            kv_memory=num_pages * page_bytes,
+            max_model_len=self.engine.max_model_len,
+            max_step_tokens=max_step_tokens,
+            impl=self.engine.impl.name,
+            threads=torch.get_num_threads(),
         )
 
     # ----------------------------------------------------------------------------- life
@@ -578,22 +549,6 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
     return dtype
 
 
-def parse_memory(size: str | int) -> int:
-    """Bytes of `1073741824`, `"512MiB"`, `"2GiB"`, `"2G"` (binary), `"2GB"` (decimal)."""
-    if isinstance(size, int):
-        return size
-    if not isinstance(size, str):
-        raise ConfigError(f"memory size is {size!r}, expected bytes (an integer) or text like 2GiB")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
-    if match is None:
-        raise ConfigError(
-            f"memory size is {size!r}, expected a number of bytes or like 512MiB, 2GiB, 2GB"
-        )
-    number, prefix, binary, unit = match.groups()
-    base = 1000 if unit and not binary else 1024
-    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
-
-
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
     """About what a step of so many rows takes beside weights and KV: a layer's intermediates, and
     twice the logits of as many rows as a graph has at most, each with penalties: a bit for each
@@ -605,9 +560,8 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Settle how many threads compute on a CPU (see `LLM`)."""
+    """Settle how many threads compute on a CPU (see `EngineOptions`)."""
     if threads is not None:
-        check_counts(threads=threads)
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())

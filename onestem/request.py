@@ -42,7 +42,6 @@ __all__ = [
     "RequestOutput",
     "Reuse",
     "SamplingParams",
-    "ShareMode",
     "TokenLogprobs",
     "is_masked",
     "masking_fields",
@@ -51,7 +50,6 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Priority = Literal["interactive", "job"]
-ShareMode = Literal["full", "storage", "off", "no-attention"]
 
 # token id -> natural-log probability, highest first; the sampled (or given) token is always in it.
 TokenLogprobs = Mapping[int, float]
@@ -416,10 +414,6 @@ class SamplingParams(Checked):
                 raise RequestError(
                     f"{name} is {show(value)}, expected {free or 'nothing'} together with choices"
                 )
-
-    def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked again."""
-        return SamplingParams(**{**dict(self), **changes})
 
 
 def masking_fields(params: SamplingParams) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 
 from onestem import LLM, threads
 from onestem.errors import ConfigError
-from onestem.llm import set_threads
 
 
 def python(code: str, **environment: str) -> str:
@@ -113,7 +112,5 @@ def test_the_number_of_threads(asked, environment, found):
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "2"])
 def test_bad_numbers_of_threads(bad):
-    with pytest.raises(ConfigError, match="threads is"):
-        set_threads(bad)
     with pytest.raises(ConfigError, match="threads is"):
         LLM(threads=bad)

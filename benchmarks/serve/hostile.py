@@ -51,7 +51,8 @@ from benchmarks.serve.service import state
 from onestem.bench_serve.client import open_client
 from onestem.bench_serve.figures import distribution
 from onestem.bench_serve.server import free_port, serving
-from onestem.llm import EMBEDDED, find_model
+from onestem.llm import find_model
+from onestem.options import EMBEDDED
 from onestem.server.tenants import OPERATOR
 
 __all__ = ["MAX_BODY", "Setting", "pool_of", "server_files", "traffic", "verdict"]

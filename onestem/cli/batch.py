@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onestem.cli import options
+from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -25,21 +26,13 @@ KeepGoing = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
+@options.with_options
 def batch(
     input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
     ],
-    model: options.Model = "embedded",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv_memory: options.KvMemory = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_step_tokens: options.MaxStepTokens = None,
-    page_size: options.PageSize = 16,
-    share: options.Share = "full",
-    threads: options.Threads = None,
-    random_weights: options.RandomWeights = False,
+    engine: EngineOptions,
     schemas: Annotated[
         list[Path] | None,
         typer.Option(
@@ -72,18 +65,7 @@ def batch(
         from onestem.errors import JobError
 
         raise JobError(f"{input_file} is no file")
-    llm = options.load_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_memory=kv_memory,
-        max_model_len=max_model_len,
-        share=share,
-        page_size=page_size,
-        max_step_tokens=max_step_tokens,
-        threads=threads,
-        random_weights=random_weights,
-    )
+    llm = options.load_llm(engine)
     try:
         with JobProgress(quiet) as progress:
             summary = run_file(

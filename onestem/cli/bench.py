@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from onestem.cli import bench_attention, bench_pml, bench_serve, options
+from onestem.options import EngineOptions
 
 __all__ = ["app"]
 
@@ -28,8 +29,9 @@ app.command("pml")(bench_pml.pml)
 
 
 @app.command("batch")
+@options.with_options
 def batch(
-    model: options.Model = "embedded",
+    engine: EngineOptions,
     groups: Annotated[int, typer.Option(help="Prefixes.")] = 4,
     degree: Annotated[
         str, typer.Option(help="Requests per prefix; '64,2': 64 sub-prefixes of 2 each.")
@@ -46,17 +48,6 @@ def batch(
         bool,
         typer.Option("--plan/--no-plan", help="Plan the job, or take it first come, first served."),
     ] = True,
-    share: Annotated[
-        str, typer.Option(help="full, storage, off, or no-attention (the ceiling).")
-    ] = "full",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv_memory: options.KvMemory = "auto",
-    page_size: options.PageSize = 16,
-    max_step_tokens: options.MaxStepTokens = None,
-    impl: options.Impl = "auto",
-    threads: options.Threads = None,
-    random_weights: options.RandomWeights = False,
     seed: Annotated[int, typer.Option(help="Seed of prompts, order and sampling.")] = 0,
     warm_up: Annotated[
         bool,
@@ -78,23 +69,11 @@ def batch(
         order=order,
         seed=seed,
     )
-    llm = options.load_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_memory=kv_memory,
-        share=share,
-        page_size=page_size,
-        max_step_tokens=max_step_tokens,
-        impl=impl,
-        threads=threads,
-        random_weights=random_weights,
-        seed=seed,
-    )
+    llm = options.load_llm(engine)
     result = run_batch(llm, case, planned=planned, warm_up=warm_up)
     if as_json:
         typer.echo(json.dumps(result))
         return
-    print(f"{model}, {llm.dtype}, {llm.device}", file=sys.stderr)
+    print(f"{engine.model}, {llm.dtype}, {llm.device}", file=sys.stderr)
     for name, value in result.items():
         typer.echo(f"{name:26} {value}")

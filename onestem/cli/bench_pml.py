@@ -11,12 +11,14 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from onestem.cli import options
+from onestem.options import EngineOptions
 
 __all__ = ["pml"]
 
 
+@options.with_options
 def pml(
-    model: options.Model = "embedded",
+    engine: EngineOptions,
     case: Annotated[
         str,
         typer.Option(
@@ -39,14 +41,6 @@ def pml(
     isolation: Annotated[
         str, typer.Option(help="Who sees what: anchored or isolated.")
     ] = "anchored",
-    share: options.Share = "full",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv_memory: options.KvMemory = "auto",
-    page_size: options.PageSize = 16,
-    max_step_tokens: options.MaxStepTokens = None,
-    impl: options.Impl = "auto",
-    random_weights: options.RandomWeights = False,
     seed: Annotated[int, typer.Option(help="Seed of the token ids.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line, not a table.")] = False,
 ) -> None:
@@ -71,17 +65,6 @@ def pml(
         raise ConfigError("isolation is off, which first-token measures anyway: choose another")
     if tier not in get_args(Tier):
         raise ConfigError(f"tier is {tier!r}, expected device, host or disk")
-    common: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "kv_memory": kv_memory,
-        "share": share,
-        "page_size": page_size,
-        "max_step_tokens": max_step_tokens,
-        "impl": impl,
-        "random_weights": random_weights,
-        "seed": seed,
-    }
     if case == "library":
         asked = LibraryCase(
             prompts=prompts,
@@ -93,7 +76,7 @@ def pml(
             isolation=who,
             seed=seed,
         )
-        result = measure_library(options.load_llm(model, **common), asked)
+        result = measure_library(options.load_llm(engine), asked)
     elif case == "first-token":
         first = FirstTokenCase(
             cached=cached,
@@ -105,16 +88,16 @@ def pml(
             seed=seed,
         )
         with tempfile.TemporaryDirectory(prefix="onestem-bench-") as folder:
-            behind = {
+            behind: dict[str, Any] = {
                 "device": {},
                 "host": {"module_host_memory": "64GiB"},
                 "disk": {"module_disk": folder, "module_disk_memory": "256GiB"},
             }[tier]
-            llm = options.load_llm(model, **common, **behind)
+            llm = options.load_llm(engine.replace(**behind))
             result = measure_first_token(llm, first, Path(folder))
     else:
         raise ConfigError(f"case is {case!r}, expected first-token or library")
-    _show(result, model, as_json)
+    _show(result, str(engine.model), as_json)
 
 
 def _show(result: dict[str, Any], model: str, as_json: bool) -> None:

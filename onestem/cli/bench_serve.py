@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onestem.cli import options
 from onestem.errors import ConfigError
+from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
     from onestem.bench_serve.run import Bench
@@ -23,9 +25,13 @@ __all__ = ["serve"]
 SERVER = "Our own server"
 WORKLOAD = "Workload"
 RUN = "Run"
+SHARED = ("model", "seed")  # of our server's options: those that say something of others too
 
 
+@options.with_options
 def serve(
+    context: typer.Context,
+    engine: EngineOptions,
     base_url: Annotated[
         str | None,
         typer.Option(help="A running server; without it, ours is started for the run."),
@@ -39,10 +45,6 @@ def serve(
             help="Model to serve (default: embedded), or to ask for (default: the first listed)."
         ),
     ] = None,
-    share: Annotated[
-        str,
-        typer.Option(help="full, storage or off.", rich_help_panel=SERVER),
-    ] = "full",
     app: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,20 +54,6 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(rich_help_panel=SERVER)] = "auto",
-    dtype: Annotated[str, typer.Option(rich_help_panel=SERVER)] = "auto",
-    kv_memory: Annotated[
-        str,
-        typer.Option(help="KV memory: auto, bytes, or like 2GiB.", rich_help_panel=SERVER),
-    ] = "auto",
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Make weights up: a config is enough.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
     apps: Annotated[int, typer.Option(help="Applications.", rich_help_panel=WORKLOAD)] = 1,
     system_tokens: Annotated[
         int,
@@ -178,15 +166,8 @@ def serve(
 
     if prompts not in ("ids", "text"):
         raise ConfigError(f"prompts is {prompts!r}, expected ids or text")
-    flags = {
-        "model": model or "embedded",
-        "share": share,
-        "device": device,
-        "dtype": dtype,
-        "kv-memory": kv_memory,
-    }
     if base_url is not None:
-        _refuse_server_options({**flags, "app": app, "random-weights": random_weights, "log": log})
+        _refuse_server_options(context)
     load = _workload(
         seed=seed,
         apps=apps,
@@ -196,13 +177,13 @@ def serve(
         text=prompts == "text" or chat or bool(app),
         app=app or [],
     )
-    with _server(base_url, flags, random_weights, app or [], log) as url:
+    with _server(base_url, engine, app or [], log) as url:
         name = model if base_url and model else model_name(url, api_key)
         bench = Bench(
             base_url=url,
             target=Target(name, chat=chat, plain=plain),
             workload=load,
-            limit=limit or (0.05 if device.startswith("cuda") else 0.5),
+            limit=limit or (0.05 if engine.device.startswith("cuda") else 0.5),
             requests=requests,
             duration=duration,
             timeout=timeout,
@@ -211,18 +192,19 @@ def serve(
         )
         with closing(bench):
             result = _run(bench, rate or [], start_rate, resolution)
-    result["server"] = {"base_url": base_url} if base_url else flags
+    result["server"] = {"base_url": base_url} if base_url else dict(engine)
     _print(result, as_json)
     if any(run["torn"] for run in result["runs"]):
         raise typer.Exit(1)
 
 
-def _refuse_server_options(given: dict[str, Any]) -> None:
+def _refuse_server_options(context: typer.Context) -> None:
     """A server that runs already has its own settings."""
-    defaults = {"share": "full", "device": "auto", "dtype": "auto", "kv-memory": "auto"}
-    for name, value in given.items():
-        if name != "model" and value and value != defaults.get(name):
-            raise ConfigError(f"--{name} is for our own server: leave it out, or --base-url")
+    own = {name: flag for name, flag in EngineOptions.offered().items() if name not in SHARED}
+    for name, flag in {**own, "app": "app", "log": "log"}.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{flag} is for our own server: leave it out, or --base-url")
 
 
 def _workload(*, app: list[str], **sizes: Any) -> Workload:
@@ -258,8 +240,7 @@ def _vocab_size(model: str | None) -> int:
 @contextmanager
 def _server(
     base_url: str | None,
-    flags: dict[str, str],
-    random_weights: bool,
+    engine: EngineOptions,
     app: list[str],
     log: Path | None,
 ) -> Iterator[str]:
@@ -268,9 +249,7 @@ def _server(
     if base_url is not None:
         yield base_url
         return
-    arguments = [f"--{name}={value}" for name, value in flags.items()]
-    arguments += ["--random-weights"] if random_weights else []
-    arguments += [f"--app={entry}" for entry in app]
+    arguments = engine.flags() + [f"--app={entry}" for entry in app]
     port = free_port()
     with TemporaryDirectory() as state:
         command = onestem_command(port, Path(state), arguments)

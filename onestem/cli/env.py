@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from onestem.cli import options
+from onestem.options import Defaults, EngineOptions, Options
+from onestem.server.settings import Settings
 
 __all__ = ["env"]
 
@@ -18,10 +20,14 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xgra
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    threads: options.Threads = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file with defaults (default: ONESTEM_CONFIG's)."),
+    ] = None,
 ) -> None:
-    """Show devices, threads, chosen implementations and versions."""
-    facts = _facts(threads)
+    """Show devices, threads, chosen implementations and versions, and the options that environment
+    and file give: each value, and where it came from."""
+    facts = _facts(Defaults(config))
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -29,12 +35,14 @@ def env(
         if isinstance(value, dict):
             typer.echo(f"{key}:")
             for name, item in value.items():
+                if isinstance(item, dict):
+                    item = f"{item['value']} ({item['from']})"
                 typer.echo(f"  {name}: {item}")
         else:
             typer.echo(f"{key}: {value}")
 
 
-def _facts(threads: int | None) -> dict[str, Any]:
+def _facts(defaults: Defaults) -> dict[str, Any]:
     import torch
 
     from onestem import __version__
@@ -44,7 +52,8 @@ def _facts(threads: int | None) -> dict[str, Any]:
     from onestem.ops.cpu import status
     from onestem.threads import spinning, usable_cores
 
-    set_threads(threads)
+    engine, _ = defaults.options(EngineOptions)
+    set_threads(engine.threads)
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return {
@@ -70,6 +79,18 @@ def _facts(threads: int | None) -> dict[str, Any]:
             str(d): f"{kv_memory_bytes('auto', d) / 2**30:.2f} GiB" for d in devices
         },
         "versions": {name: _version(name) for name in PACKAGES},
+        "configuration file": "none" if defaults.file is None else str(defaults.file),
+        "options": _options(defaults, EngineOptions),
+        "options of serve": _options(defaults, Settings),
+        "unknown variables": ", ".join(defaults.unknown(EngineOptions, Settings)) or "none",
+    }
+
+
+def _options(defaults: Defaults, kind: type[Options]) -> dict[str, Any]:
+    made, origins = defaults.options(kind)
+    return {
+        flag.replace("-", "_"): {"value": getattr(made, name), "from": origins.get(name, "default")}
+        for name, flag in kind.offered().items()
     }
 
 

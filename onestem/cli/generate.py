@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from onestem.cli import options
+from onestem.options import EngineOptions
 
 __all__ = ["generate"]
 
 
+@options.with_options
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="One prompt or more.")],
-    model: options.Model = "embedded",
+    engine: EngineOptions,
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     temperature: Annotated[
@@ -34,14 +36,6 @@ def generate(
     ] = False,
     system: Annotated[str | None, typer.Option(help="System prompt, with --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line per prompt.")] = False,
-    seed: options.Seed = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv_memory: options.KvMemory = "auto",
-    max_model_len: options.MaxModelLen = None,
-    share: options.Share = "full",
-    threads: options.Threads = None,
-    random_weights: options.RandomWeights = False,
 ) -> None:
     """Answer prompts; several, and the n answers of each, share what they have in common."""
     from onestem.errors import ConfigError
@@ -56,18 +50,9 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         stop=stop,
-        seed=seed,
+        seed=engine.seed,
     )
-    llm = options.load_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_memory=kv_memory,
-        max_model_len=max_model_len,
-        share=share,
-        threads=threads,
-        random_weights=random_weights,
-    )
+    llm = options.load_llm(engine)
     if chat:
         head = [{"role": "system", "content": system}] if system is not None else []
         outputs = llm.chat(

@@ -1,64 +1,127 @@
-"""Options that several verbs share, and how they become an `LLM`."""
+"""How declared options (`onestem.options`) become a verb's, and how they become an `LLM`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
+
+from onestem.options import Defaults, EngineOptions, Options
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = [
-    "Device",
-    "Dtype",
-    "Impl",
-    "KvMemory",
-    "MaxModelLen",
-    "MaxStepTokens",
-    "Model",
-    "PageSize",
-    "RandomWeights",
-    "Seed",
-    "Share",
-    "Threads",
-    "load_llm",
-]
+__all__ = ["Only", "load_llm", "with_options"]
 
-Model = Annotated[
-    str,
-    typer.Option(help="Model directory, hub name (owner/name), or 'embedded'.", show_default=True),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-KvMemory = Annotated[str, typer.Option(help="KV memory: auto, bytes, or like 2GiB.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Most tokens of prompt and answer (default: the model's).")
-]
-MaxStepTokens = Annotated[
-    int | None,
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+ENGINE = "Engine"
+CONFIG = Annotated[
+    Path | None,
     typer.Option(
-        help="Most tokens of a step, prompts' and one of each that decodes (default: 1024 CPU, "
-        "2048 with AMX, 8192 GPU)."
+        metavar="FILE",
+        help="TOML file with defaults of these options (default: ONESTEM_CONFIG's).",
+        rich_help_panel=ENGINE,
     ),
 ]
-PageSize = Annotated[int, typer.Option(help="Tokens in a page of KV memory.")]
-Share = Annotated[str, typer.Option(help="full, storage or off (the last two for measuring).")]
-Impl = Annotated[
-    str, typer.Option("--attention", help="Attention implementation: auto, torch or reference.")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="Threads on a CPU (default: the cores that affinity and cgroups leave)."),
-]
-RandomWeights = Annotated[
-    bool, typer.Option("--random-weights", help="Make weights up: a config is enough.")
-]
-Seed = Annotated[int | None, typer.Option(help="Seed of random numbers (default: drawn).")]
 
 
-def load_llm(model: str, **options: Any) -> LLM:
+@dataclass(frozen=True)
+class Only:
+    """In an annotation: the fields that a verb offers."""
+
+    names: Collection[str]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+def with_options(verb: Verb) -> Verb:
+    """Offer on the command line the fields of each parameter whose type is a kind of `Options`.
+
+    The verb gets them with the defaults of environment and file. A parameter of the verb's own with
+    the name of a field stands in for it, and is the field's value too.
+    """
+    own = inspect.signature(verb, eval_str=True).parameters
+    kinds = {name: found for name, one in own.items() if (found := _kind(one.annotation))}
+
+    @functools.wraps(verb)
+    def call(*, config: Path | None = None, **given: Any) -> Any:
+        defaults = Defaults(config)
+        made = {}
+        for name, (kind, fields) in kinds.items():
+            said = {field: given[field] for field in fields if given[field] not in (None, [])}
+            made[name] = defaults.options(kind, said)[0]
+        rest = {name: value for name, value in given.items() if name in own}
+        return verb(**rest, **made)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [one.replace(kind=keyword) for name, one in own.items() if name not in kinds]
+    for kind, fields in kinds.values():
+        parameters += [_parameter(kind, field) for field in fields if field not in own]
+    parameters.append(inspect.Parameter("config", keyword, default=None, annotation=CONFIG))
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    return call  # type: ignore[return-value]
+
+
+def _kind(annotation: Any) -> tuple[type[Options], list[str]] | None:
+    """The options that a parameter is, and which of their fields are offered."""
+    only: Collection[str] | None = None
+    if get_origin(annotation) is Annotated:
+        only = next((one.names for one in annotation.__metadata__ if isinstance(one, Only)), None)
+        annotation = annotation.__origin__
+    if not (isinstance(annotation, type) and issubclass(annotation, Options)):
+        return None
+    return annotation, [name for name in annotation.offered() if only is None or name in only]
+
+
+def _parameter(kind: type[Options], name: str) -> inspect.Parameter:
+    field, named = kind.model_fields[name], f"--{kind.offered()[name]}"
+    typed = _type_of(field.annotation)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    option = typer.Option(
+        f"{named}/--no-{named[2:]}" if typed is bool else named,
+        help=_help(field),
+        metavar=str(extra["metavar"]) if "metavar" in extra else None,
+        show_default=False,
+        rich_help_panel=ENGINE if kind is EngineOptions else None,
+    )
+    annotation = Annotated[typed | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _type_of(annotation: Any) -> Any:
+    """What typer reads: the type that has no text form of its own, or text."""
+    if get_origin(annotation) is Annotated:
+        return _type_of(annotation.__origin__)
+    if get_origin(annotation) in (Union, types.UnionType):
+        options = [one for one in get_args(annotation) if one is not type(None)]
+        return _type_of(options[0]) if len(options) == 1 else str
+    if get_origin(annotation) is tuple:
+        return list[str]
+    return annotation if annotation in (bool, int, float) else str
+
+
+def _help(field: FieldInfo) -> str:
+    told = " ".join((field.description or "").split())
+    if field.default in (None, False, ()) or "(default:" in told:
+        return told
+    return re.sub(r"\.?$", "", told) + f" (default: {field.default})."
+
+
+def load_llm(options: EngineOptions) -> LLM:
     """Import torch and load a model; a verb that needs none starts fast."""
     from onestem.llm import LLM
 
-    return LLM(model, **options)
+    return LLM.from_options(options)

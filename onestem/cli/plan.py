@@ -12,15 +12,18 @@ import typer
 
 from onestem.cli import options
 from onestem.cli.batch import JobProgress, KeepGoing, Quiet
+from onestem.options import EngineOptions
 
 __all__ = ["plan"]
 
 
+@options.with_options
 def plan(
     input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
-    model: options.Model = "embedded",
+    engine: Annotated[
+        EngineOptions, options.Only("model", "device", "dtype", "kv_memory", "max_model_len")
+    ],
     levels: Annotated[str, typer.Option(help="all, or one (a single shared level).")] = "all",
-    kv_memory: options.KvMemory = "auto",
     schemas: Annotated[
         list[Path] | None,
         typer.Option(
@@ -51,9 +54,8 @@ def plan(
         report = plan_file(
             input_file,
             Path(folder),
-            model=model,
+            options=engine,
             levels=levels,
-            kv_memory=kv_memory,
             schemas=schemas or (),
             keep_going=keep_going,
             on_progress=bar,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from onestem.cli import options
+from onestem.options import EngineOptions
 
 __all__ = ["app"]
 
@@ -19,17 +20,6 @@ app = typer.Typer(
 )
 
 
-ModuleDisk = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Where modules survive the process (default: onestem/modules in the user's cache "
-        "folder, once `encode` has made it).",
-    ),
-]
-ModuleDiskMemory = Annotated[
-    str, typer.Option(metavar="SIZE", help="What they may take there, like 16GiB.")
-]
 Isolation = Annotated[str, typer.Option(help="Who sees what: anchored, isolated or off.")]
 
 
@@ -60,12 +50,13 @@ def check(
 
 
 @app.command("show")
+@options.with_options
 def show(
+    engine: Annotated[EngineOptions, options.Only("model")],
     schema_file: Annotated[Path, typer.Argument(metavar="SCHEMA", help="File of a schema.")],
     prompt_file: Annotated[
         Path | None, typer.Argument(metavar="PROMPT", help="File of a prompt.")
     ] = None,
-    model: options.Model = "embedded",
     isolation: Isolation = "anchored",
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -80,7 +71,7 @@ def show(
     from onestem.pml import compile_prompt, lay_out, parse_isolation, read_prompt, read_schema
 
     who_sees_what = parse_isolation(isolation)
-    tokenizer, max_positions = load_tokenizer(model)
+    tokenizer, max_positions = load_tokenizer(str(engine.model))
     layout = lay_out(read_schema(schema_file), tokenizer, max_positions=max_positions)
     shown: dict[str, Any] = {"schema": layout_facts(layout)}
     lines = list(layout_lines(layout, ids))
@@ -92,7 +83,9 @@ def show(
 
 
 @app.command("run")
+@options.with_options
 def run(
+    engine: EngineOptions,
     prompt_file: Annotated[Path, typer.Argument(metavar="PROMPT", help="File of a prompt.")],
     schemas: Annotated[
         list[Path] | None,
@@ -100,7 +93,6 @@ def run(
             "--schema", metavar="FILE", help="Its schema (default: the *.xml beside it that is)."
         ),
     ] = None,
-    model: options.Model = "embedded",
     isolation: Isolation = "anchored",
     n: Annotated[int, typer.Option("-n", help="Answers.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
@@ -108,13 +100,6 @@ def run(
         float | None, typer.Option(help="0 is greedy (default: the model's).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    seed: options.Seed = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv_memory: options.KvMemory = "auto",
-    module_disk: ModuleDisk = None,
-    module_disk_memory: ModuleDiskMemory = "16GiB",
-    random_weights: options.RandomWeights = False,
 ) -> None:
     """Answer a prompt; what it cost goes to stderr.
 
@@ -126,18 +111,10 @@ def run(
 
     who_sees_what = parse_isolation(isolation)
     prompt = read_prompt(prompt_file)
-    params = SamplingParams(n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    if module_disk is None and default_disk().is_dir():
-        module_disk = default_disk()
-    llm = options.load_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_memory=kv_memory,
-        random_weights=random_weights,
-        module_disk=module_disk,
-        module_disk_memory=module_disk_memory,
-    )
+    params = SamplingParams(n=n, max_tokens=max_tokens, temperature=temperature, seed=engine.seed)
+    if engine.module_disk is None and default_disk().is_dir():
+        engine = engine.replace(module_disk=default_disk())
+    llm = options.load_llm(engine)
     load_library(llm, prompt_file, prompt, schemas)
     facts = answer_facts(llm.generate_pml(prompt, params, isolation=who_sees_what)[0])
     if as_json:
@@ -149,18 +126,13 @@ def run(
 
 
 @app.command("encode")
+@options.with_options
 def encode(
+    engine: EngineOptions,
     schema_file: Annotated[Path, typer.Argument(metavar="SCHEMA", help="File of a schema.")],
-    model: options.Model = "embedded",
     isolation: Isolation = "anchored",
-    module_disk: ModuleDisk = None,
-    module_disk_memory: ModuleDiskMemory = "16GiB",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv_memory: options.KvMemory = "auto",
-    random_weights: options.RandomWeights = False,
 ) -> None:
     """Compute a schema's modules and keep them on the disk.
 
@@ -172,15 +144,9 @@ def encode(
 
     who_sees_what = parse_isolation(isolation)
     schema = read_schema(schema_file)
-    llm = options.load_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_memory=kv_memory,
-        random_weights=random_weights,
-        module_disk=default_disk() if module_disk is None else module_disk,
-        module_disk_memory=module_disk_memory,
-    )
+    if engine.module_disk is None:
+        engine = engine.replace(module_disk=default_disk())
+    llm = options.load_llm(engine)
     facts = encode_schema(llm, schema, who_sees_what, quiet=quiet)
     typer.echo(json.dumps(facts) if as_json else encode_line(facts))
 

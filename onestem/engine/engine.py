@@ -39,8 +39,9 @@ from onestem.interrupts import uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl, resolve
+from onestem.options import ShareMode
 from onestem.pml import EncodedSegment, Segment
-from onestem.request import Request, RequestOutput, ShareMode
+from onestem.request import Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats", "check_counts"]
 

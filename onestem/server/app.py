@@ -29,7 +29,7 @@ from onestem.openai.schema import (
 from onestem.server import files
 from onestem.server.completions import answer
 from onestem.server.errors import ApiError, as_api_error, error_response
-from onestem.server.foreign import ForeignCalls, check_media_type, hosts_of
+from onestem.server.foreign import ForeignCalls, check_media_type
 from onestem.server.limits import read_limited
 from onestem.server.logs import log
 from onestem.server.openapi import ERRORS, answers, document, json_body
@@ -55,7 +55,7 @@ async def _the_service(request: Request) -> Service:
 
 
 async def _the_tenant(request: Request) -> Tenant:
-    return _service(request).settings.keys.tenant(request.headers.get("authorization"))
+    return _service(request).keys.tenant(request.headers.get("authorization"))
 
 
 Serves = Annotated[Service, Depends(_the_service)]
@@ -305,7 +305,7 @@ async def version() -> Json:
 @open_routes.get("/metrics", responses=answers("text/plain"))
 async def metrics(request: Request, service: Serves) -> Response:
     """Counts and times in Prometheus' text format."""
-    service.settings.keys.operator(request.headers.get("authorization"))
+    service.keys.operator(request.headers.get("authorization"))
     snapshot = await service.snapshots.get()
     text = service.metrics.text(snapshot.get("pages", {}))
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -318,8 +318,7 @@ def make_app(service: Service) -> FastAPI:
     """The application of a service that has started, or will have when requests come."""
     app = FastAPI(title="Onestem", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    hosts = hosts_of(service.settings.host, service.settings.allowed_hosts)
-    app.add_middleware(ForeignCalls, hosts=hosts, refuse=_errored)
+    app.add_middleware(ForeignCalls, hosts=service.hosts, refuse=_errored)
     app.include_router(api)
     app.include_router(tokens)
     app.include_router(open_routes)
@@ -328,7 +327,7 @@ def make_app(service: Service) -> FastAPI:
 
     def openapi() -> Json:
         if not made:
-            made.append(document(app, keys=service.settings.keys.needed))
+            made.append(document(app, keys=service.keys.needed))
         return made[0]
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -73,7 +73,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
     seconds = asked.timeout or service.settings.timeout
     if asked.params.response_format is not None or first.pml is not None:
         await _validate(service, first, arrived, seconds)
-    if first.pml is not None and service.settings.engine.get("module_disk") is not None:
+    if first.pml is not None and service.settings.engine.module_disk is not None:
         wanted = service.schemas.alternatives(tenant, first.pml)
         service.client.prefetch(wanted, first.module_salt)
     tokenizer = service.bounded_tokenizer

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from onestem.options import EngineOptions
 from onestem.pml import EncodedSegment
 from onestem.request import (
     CompletionOutput,
@@ -106,22 +107,17 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the server needs to know of the engine's model and memory."""
+    """What the server needs to know of the engine's model and memory.
 
+    Attributes:
+        options: as they were settled; kv_tokens: that KV memory holds.
+    """
+
+    options: EngineOptions
     max_model_len: int
     vocab_size: int
-    page_size: int
-    num_pages: int
+    kv_tokens: int
     kv_bytes_per_token: int
-    dtype: str
-    device: str
-    attention: str
-    share: str
-    random_weights: bool
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.num_pages * self.page_size
 
 
 @dataclass(frozen=True)

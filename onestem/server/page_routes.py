@@ -39,7 +39,7 @@ HEADERS = {
 async def _operators(request: Request) -> Service:
     """The service, for the operator only."""
     service: Service = request.app.state.service
-    service.settings.keys.operator(request.headers.get("authorization"))
+    service.keys.operator(request.headers.get("authorization"))
     return service
 
 

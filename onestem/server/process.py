@@ -6,9 +6,9 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
+from onestem.options import EngineOptions
 from onestem.server.wire import BUFFER_BYTES, frame
 
 __all__ = ["EngineLink", "EngineProcess", "Launcher", "connect"]
@@ -49,12 +49,11 @@ class EngineProcess:
     """Starts `python -m onestem.server.worker`.
 
     Args:
-        options: of `LLM`.
-        factory: `module:function` that makes an `LLM` of them.
+        factory: `module:function` that makes an `LLM` of the options.
     """
 
-    def __init__(self, options: Mapping[str, Any], factory: str = LOADER) -> None:
-        self._options = dict(options)
+    def __init__(self, options: EngineOptions, factory: str = LOADER) -> None:
+        self._options = options
         self._factory = factory
 
     async def launch(self) -> EngineLink:

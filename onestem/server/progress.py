@@ -21,8 +21,8 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 def say_loading(settings: Settings, path: Path) -> None:
     """A model was found, and its weights are loaded next."""
-    log.info("model_found", model=settings.model, path=str(path))
-    made_up = settings.engine.get("random_weights", False)
+    log.info("model_found", model=str(settings.engine.model), path=str(path))
+    made_up = settings.engine.random_weights
     size = 0 if made_up else sum(file.stat().st_size for file in path.glob("*.safetensors"))
     log.info("loading", weights_bytes=size, dtype=ModelConfig.from_directory(path).torch_dtype)
 
@@ -34,9 +34,9 @@ def say_loaded(service: Service, seconds: float) -> None:
     log.info(
         "loaded",
         kv_tokens=facts.kv_tokens,
-        dtype=facts.dtype,
-        device=facts.device,
-        attention=facts.attention,
+        dtype=facts.options.dtype,
+        device=facts.options.device,
+        attention=facts.options.impl,
         seconds=round(seconds, 3),
     )
 
@@ -61,7 +61,7 @@ def say_listening(service: Service, host: str, port: int) -> None:
 def _command(service: Service, api: str) -> str:
     path, body = _example(service)
     words = ["curl", f"{api}/{path}", "-H", "Content-Type: application/json"]
-    if service.settings.keys.needed:
+    if service.keys.needed:
         words += ["-H", "Authorization: Bearer KEY"]
     return shlex.join([*words, "-d", json.dumps({**body, "max_tokens": 40})])
 

@@ -118,15 +118,14 @@ async def _start(settings: Settings, signals: _Signals) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores are the engine's
     listener = bind(settings.host, settings.port)
     try:
-        path = await asyncio.to_thread(find_model, settings.model)
-        say_loading(settings, path)
+        path = await asyncio.to_thread(find_model, settings.engine.model)
         # One seed for all engines of this server: a request that is sent again is answered alike.
-        engine = {**settings.engine, "model": str(path)}
-        if engine.get("seed") is None:
-            engine["seed"] = secrets.randbits(63)
+        seed = secrets.randbits(63) if settings.engine.seed is None else settings.engine.seed
+        engine = settings.engine.replace(model=path, seed=seed)
         launcher = EngineProcess(engine)
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
         service = Service(settings, path, tokenizer, launcher)
+        say_loading(settings, path)
         await service.start()
         with collecting_less():
             await _serve(service, listener, signals)

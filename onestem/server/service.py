@@ -19,18 +19,20 @@ from onestem.request import Request
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
+from onestem.server.foreign import hosts_of
 from onestem.server.history import History
 from onestem.server.jobs import JobModel, Jobs
 from onestem.server.lengths import BoundedTokenizer
 from onestem.server.logs import log
 from onestem.server.metrics import Metrics
-from onestem.server.prefixes import Prefixes
+from onestem.server.prefixes import Prefixes, read_app
 from onestem.server.process import Launcher
 from onestem.server.progress import say_loaded, say_prefixes
 from onestem.server.schemas import Schemas
 from onestem.server.settings import Settings
 from onestem.server.state import SnapshotCache
 from onestem.server.store import Store
+from onestem.server.tenants import Keys, read_key_file
 from onestem.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -58,7 +60,11 @@ class Service:
         self.settings = settings
         self.path = path
         self.tokenizer = tokenizer
-        self.store = Store(settings.state)
+        file = settings.api_key_file
+        self.keys = Keys() if file is None else read_key_file(file)
+        self.hosts = hosts_of(settings.host, settings.allowed_hosts)
+        self._apps = dict(map(read_app, settings.apps))
+        self.store = Store(settings.folder)
         self.client = EngineClient(
             launcher,
             settings.max_queue,
@@ -89,8 +95,8 @@ class Service:
             ConfigError, RequestError: an option or a prefix is wrong.
         """
         try:
-            self.schemas.load(self.settings.schemas)
-            self.prefixes.load(self.settings.apps)
+            self.schemas.load(map(Path, self.settings.schemas))
+            self.prefixes.load(self._apps)
             began = time.monotonic()
             await self.client.start()
             say_loaded(self, time.monotonic() - began)
@@ -229,12 +235,7 @@ class Service:
         return JobModel(
             tokenizer=self.bounded_tokenizer,
             identity=self._identity,
-            name=self.settings.model,
-            options={
-                "dtype": facts.dtype,
-                "device": facts.device,
-                "max_model_len": facts.max_model_len,
-                "random_weights": facts.random_weights,
-            },
+            name=str(self.settings.engine.model),
+            options=facts.options.identity(),
             kv_tokens=facts.kv_tokens,
         )

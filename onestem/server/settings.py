@@ -3,77 +3,108 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from onestem.errors import ConfigError
-from onestem.server.foreign import hosts_of
-from onestem.server.tenants import Keys
+from onestem.options import EngineOptions, Memory, Options, Path_, parse_memory
 
-__all__ = ["Settings", "default_state"]
+__all__ = ["Settings"]
 
-MIB = 1 << 20
-
-
-def default_state(port: int) -> Path:
-    """Where a server of this port keeps its state unless told otherwise."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "onestem" / f"serve-{port}"
+AsTuple = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
+Texts = Annotated[tuple[str, ...], AsTuple]
+LEAST_BYTES = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Of one server.
+class Settings(Options):
+    """Of one server."""
 
-    Attributes:
-        model: as the user names it; `engine` are the other options of `LLM`.
-        model_names: what requests may call it; the first is shown.
-        apps: name -> source of the operator's prefixes; schemas: files of its PML schemas.
-        max_queue: most requests of a key that wait in front of the engine.
-        timeout: seconds that a request may take unless it says otherwise.
-        max_body_bytes: of a JSON body; max_file_bytes: of an upload.
-        grace: seconds that running streams get when the server stops.
-        engine_timeout: seconds without a sign of an engine that has work, until it is started
-            again; 0: never.
-        stream_interval: least tokens of a stream's chunk (see `chunk_size`).
-        allowed_hosts: what it may be called; none: as fits `host` (see `foreign`).
-    """
+    table: ClassVar[str] = "serve"
 
-    model: str = "embedded"
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    model_names: Sequence[str] = ()
+    engine: EngineOptions = Field(default=EngineOptions(), json_schema_extra={"flag": ""})
+    """What its engine is told."""
+
     host: str = "127.0.0.1"
-    port: int = 8000
-    state: Path
-    apps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    schemas: Sequence[Path] = ()
-    keys: Keys = field(default_factory=Keys)
-    max_queue: int = 1024
-    timeout: float = 600.0
-    max_body_bytes: int = 8 * MIB
-    max_file_bytes: int = 512 * MIB
-    grace: float = 30.0
-    stream_interval: int = 1
-    engine_timeout: float = 120.0
-    allowed_hosts: Sequence[str] = ()
+    """Address to listen on."""
 
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("max_queue", 1),
-            ("timeout", 0.001),
-            ("max_body_bytes", 1024),
-            ("max_file_bytes", 1024),
-            ("grace", 0),
-            ("stream_interval", 1),
-            ("engine_timeout", 0),
-        ):
-            value = getattr(self, name)
-            if not value >= least:
-                raise ConfigError(f"{name} is {value}, expected at least {least}")
-        hosts_of(self.host, self.allowed_hosts)
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0: a free one."""
+
+    allowed_hosts: Texts = ()
+    """Host that requests may name: a name, .NAME for its subdomains, * for any (may be repeated;
+    default: localhost for a loopback --host, else any)."""
+
+    apps: Texts = Field(default=(), json_schema_extra={"flag": "app", "metavar": "NAME=FILE"})
+    """A prefix for all: a text, or messages in a .json file (may be repeated)."""
+
+    schemas: Annotated[tuple[Path_, ...], AsTuple] = Field(
+        default=(), json_schema_extra={"flag": "schema", "metavar": "FILE"}
+    )
+    """A PML schema for all (may be repeated)."""
+
+    api_key_file: Path_ | None = None
+    """Keys that are let in, a line each: name:key[:weight]."""
+
+    served_model_name: Texts = ()
+    """What requests call the model (may be repeated; default: --model)."""
+
+    state: Path_ | None = None
+    """Folder of files, batches and prefixes (default: ~/.local/state/onestem/serve-PORT)."""
+
+    max_queue: int = Field(default=1024, ge=1)
+    """Maximum requests of a key that wait; more are told to come back."""
+
+    timeout: float = Field(default=600.0, ge=0.001)
+    """Seconds that a request may take unless it says otherwise."""
+
+    max_body: Memory = "8MiB"
+    """Largest request body."""
+
+    max_file: Memory = "512MiB"
+    """Largest uploaded file."""
+
+    grace: float = Field(default=30.0, ge=0)
+    """Seconds that running answers get when the server stops."""
+
+    stream_interval: int = Field(default=1, ge=1)
+    """Minimum tokens of a stream's chunk; the first is sent at once. Under load: more."""
+
+    engine_timeout: float = Field(default=120.0, ge=0)
+    """Seconds without a sign of an engine that has work, until it is started again; 0: never."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """debug, info, warning or error."""
+
+    log_format: Literal["text", "json"] | None = None
+    """text for people, json for programs (default: text on a terminal)."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Settings:
+        for name in ("max_body", "max_file"):
+            size = parse_memory(getattr(self, name))
+            if size < LEAST_BYTES:
+                raise ConfigError(f"{name} is {size} bytes, expected at least {LEAST_BYTES}")
+        return self
 
     @property
-    def names(self) -> Sequence[str]:
-        return self.model_names or (self.model,)
+    def max_body_bytes(self) -> int:
+        return parse_memory(self.max_body)
+
+    @property
+    def max_file_bytes(self) -> int:
+        return parse_memory(self.max_file)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the model; the first is shown."""
+        return self.served_model_name or (str(self.engine.model),)
+
+    @property
+    def folder(self) -> Path:
+        """Where the server keeps its state."""
+        if self.state is not None:
+            return Path(self.state)
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(base) / "onestem" / f"serve-{self.port}"

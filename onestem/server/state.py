@@ -88,9 +88,9 @@ def _model(service: Service) -> dict[str, Any]:
     named: dict[str, Any] = {"name": service.settings.names[0]}
     if facts is None:
         return named
-    for name in ("max_model_len", "vocab_size", "page_size", "dtype", "device"):
-        named[name] = getattr(facts, name)
-    return named | {"attention": facts.attention, "share": facts.share}
+    for name in ("max_model_len", "page_size", "dtype", "device", "share"):
+        named[name] = getattr(facts.options, name)
+    return named | {"vocab_size": facts.vocab_size, "attention": facts.options.impl}
 
 
 def _memory(service: Service, snapshot: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import hmac
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -125,8 +126,9 @@ def _password(authorization: str | None) -> bytes:
         return b""
 
 
-def read_key_file(path: Path) -> Keys:
+def read_key_file(file: str | os.PathLike[str]) -> Keys:
     """The keys of a file; raises `ConfigError` with the line that is wrong."""
+    path = Path(file)
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

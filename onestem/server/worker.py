@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import singledispatchmethod
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError
+from onestem.options import EngineOptions
 from onestem.request import RequestMetrics, RequestOutput
 from onestem.server.admission_window import AdmissionWindow
 from onestem.server.deltas import Deltas
@@ -63,30 +64,23 @@ CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
 RECENT_SECONDS, SHORT_STEP = 10.0, 1 / 3
 
 
-def load(options: Mapping[str, Any]) -> LLM:
-    """The model and its engine; `max_step_ms`: None: as fits the device, 0: no limit."""
+def load(options: EngineOptions) -> LLM:
+    """The model and its engine, whose steps are bounded unless `max_step_ms` is 0."""
     from onestem.llm import LLM, pick_device
 
-    device = pick_device(options.get("device", "auto"))
-    limit = options.get("max_step_ms")
-    if limit is None:
-        limit = GPU_STEP_MS if device.type == "cuda" else CPU_STEP_MS
-    return LLM(**{**options, "max_step_ms": limit or None})
+    if options.max_step_ms is None:
+        on_gpu = pick_device(options.device).type == "cuda"
+        options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
+    return LLM.from_options(options)
 
 
 def facts_of(llm: LLM) -> Facts:
-    pool = llm.engine.cache.pool
     return Facts(
+        options=llm.options,
         max_model_len=llm.engine.max_model_len,
         vocab_size=llm.decoder.config.vocab_size,
-        page_size=pool.page_size,
-        num_pages=pool.num_pages,
+        kv_tokens=llm.kv_tokens,
         kv_bytes_per_token=llm.decoder.kv_bytes_per_token,
-        dtype=str(llm.dtype).removeprefix("torch."),
-        device=llm.device.type,
-        attention=llm.engine.impl.name,
-        share=llm.engine.share,
-        random_weights=llm.random_weights,
     )
 
 

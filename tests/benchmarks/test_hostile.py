@@ -14,7 +14,6 @@ from benchmarks.serve.hostile_answers import Reply, reply_of
 from benchmarks.serve.hostile_hand import judged
 from benchmarks.serve.hostile_pool import APP, PREFIXES, SCHEMAS, Case, cases
 from benchmarks.serve.hostile_wire import received
-from onestem.server.tenants import read_key_file
 from tests.pairs.options import SAMPLING
 from tests.server.harness import Running, running
 
@@ -35,11 +34,11 @@ def server(tmp_path_factory) -> Iterator[Running]:
     with running(
         folder / "state",
         engine=SETTING.engine,
-        keys=read_key_file(files["keys"]),
+        api_key_file=files["keys"],
         apps={APP: {"text": PREFIXES[APP]}},
         schemas=[files["schema"]],
         max_queue=SETTING.max_queue,
-        max_body_bytes=MAX_BODY,
+        max_body=MAX_BODY,
     ) as server:
         yield server
 

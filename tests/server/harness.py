@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.llm import LLM, find_model
+from onestem.options import EngineOptions
 from onestem.server.process import EngineProcess, Launcher, connect
 from onestem.server.run import HttpServer, bind
 from onestem.server.service import Service
@@ -22,6 +24,7 @@ from onestem.server.wire import Channel
 from onestem.server.worker import Worker
 
 WAIT = 30.0
+ENGINE = {"kv_memory": "256MiB", "device": "cpu", "dtype": "float32"}
 
 
 class EngineThread:
@@ -35,7 +38,7 @@ class EngineThread:
     """
 
     def __init__(
-        self, options: dict[str, Any], change: Callable[[LLM], object] = lambda llm: None
+        self, options: EngineOptions, change: Callable[[LLM], object] = lambda llm: None
     ) -> None:
         self.options = options
         self.llms: list[LLM] = []
@@ -60,7 +63,7 @@ class EngineThread:
 
     async def launch(self):
         ours, theirs = socket.socketpair()
-        llm = await asyncio.to_thread(LLM, **self.options)
+        llm = await asyncio.to_thread(LLM.from_options, self.options)
         self._record(llm)
         self._change(llm)
         self.llms.append(llm)
@@ -228,13 +231,18 @@ def running(
     launcher: Launcher | None = None,
     engine: dict[str, Any] | None = None,
     change: Callable[[LLM], object] = lambda llm: None,
+    apps: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    options = {"kv_memory": "256MiB", "device": "cpu", "dtype": "float32", **(engine or {})}
+    """`apps`: prefixes by name, as their files have them."""
+    options = EngineOptions(model=model, **{**ENGINE, **(engine or {})})
     path = find_model(model)
-    launcher = launcher or EngineThread({**options, "model": str(path)}, change)
-    settings.setdefault("grace", 5.0)
-    server = Running(Settings(model=str(model), state=state, **settings), path, launcher)
+    launcher = launcher or EngineThread(options.replace(model=path), change)
+    files = {name: state.with_name(f"{state.name}-{name}.json") for name in apps or {}}
+    for name, file in files.items():
+        file.write_text(json.dumps(apps[name]))
+    settings = {"grace": 5.0, "apps": [f"{name}={files[name]}" for name in files], **settings}
+    server = Running(Settings(engine=options, state=state, **settings), path, launcher)
     try:
         yield server
     finally:
@@ -243,5 +251,4 @@ def running(
 
 def process_launcher(model: str | Path = "embedded", **options: Any) -> EngineProcess:
     """The engine as it is in earnest: a process."""
-    defaults = {"kv_memory": "256MiB", "device": "cpu", "dtype": "float32"}
-    return EngineProcess({**defaults, **options, "model": str(find_model(model))})
+    return EngineProcess(EngineOptions(model=find_model(model), **{**ENGINE, **options}))

@@ -341,7 +341,7 @@ def test_bad_batches(embedded):
 
 def test_bad_uploads(tmp_path, tiny_model):
     with (
-        running(tmp_path, model=tiny_model, max_file_bytes=20_000) as server,
+        running(tmp_path, model=tiny_model, max_file=20_000) as server,
         server.http() as http,
     ):
         file = {"file": ("a", b"x")}

@@ -38,7 +38,7 @@ BOUNDED = settings(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tiny_model):
     with running(
-        tmp_path_factory.mktemp("fuzz"), model=tiny_model, model_names=["tiny"], timeout=5.0
+        tmp_path_factory.mktemp("fuzz"), model=tiny_model, served_model_name=["tiny"], timeout=5.0
     ) as server:
         yield server
         server.check()

@@ -11,6 +11,7 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from onestem.options import EngineOptions
 from onestem.request import Request
 from onestem.server.calls import Call
 from onestem.server.logs import set_up
@@ -152,7 +153,7 @@ def test_the_pages_events(server):
 
 @pytest.mark.parametrize(("asked", "seconds"), [(None, CPU_STEP_MS / 1000), (0, None), (50, 0.05)])
 def test_steps_of_a_server_are_bounded(tiny_model, asked, seconds):
-    llm = load({"model": tiny_model, "device": "cpu", "kv_memory": "1MiB", "max_step_ms": asked})
+    llm = load(EngineOptions(model=tiny_model, device="cpu", kv_memory="1MiB", max_step_ms=asked))
     assert llm.engine.scheduler.budget.seconds == seconds
 
 

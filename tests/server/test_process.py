@@ -238,11 +238,12 @@ def check_second_signal(command: Command, url: str, wait: Callable[[], object]) 
 
 LAUNCH = """
 import asyncio, sys
+from onestem.options import EngineOptions
 from onestem.server.process import EngineProcess
 from onestem.server.wire import read_message
 
 async def main():
-    link = await EngineProcess({}, "tests.server.fake_engine:load").launch()
+    link = await EngineProcess(EngineOptions(), "tests.server.fake_engine:load").launch()
     ready = await read_message(link.reader)
     print(ready.pid, flush=True)
     await asyncio.sleep(600)
@@ -267,7 +268,7 @@ def test_the_engine_ends_with_the_server():
         (["--api-key-file", "/no/such/file"], "cannot read the key file"),
         (["--app", "x"], "expected NAME=FILE"),
         (["--log-level", "loud"], "expected debug"),
-        (["--log-format", "x"], "expected json, text"),
+        (["--log-format", "x"], "expected text or json"),
         (["--allowed-hosts", "http://a"], "expected a name without port"),
         (["a", "--model", "b"], "the model is 'a', and --model is 'b'"),
         (["/no/such/model"], "no directory"),

@@ -6,7 +6,6 @@ import pytest
 
 from onestem.llm import LLM
 from onestem.request import SamplingParams
-from onestem.server.tenants import read_key_file
 from tests.server.harness import running
 
 SCHEMA = (
@@ -123,9 +122,7 @@ def test_keys_share_the_modules_of_the_operators_schemas_alone(tmp_path, tiny_mo
 
     texts: dict[str, set[str]] = {}
     with (
-        running(
-            tmp_path / "s", model=tiny_model, schemas=[file], keys=read_key_file(keys)
-        ) as server,
+        running(tmp_path / "s", model=tiny_model, schemas=[file], api_key_file=keys) as server,
         server.http("alice-secret-1") as alice,
         server.http("bob-secret-12") as bob,
     ):

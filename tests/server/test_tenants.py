@@ -22,7 +22,7 @@ def keyed(tmp_path_factory, tiny_model):
     path.write_text(f"# who may ask\nalice:{ALICE}\n\nbob:{BOB}:2\noperator:{BOSS}\n")
     apps = {"support": {"text": "You are a kind assistant of a shop that sells old maps. " * 3}}
     with running(
-        tmp_path_factory.mktemp("keyed"), model=tiny_model, keys=read_key_file(path), apps=apps
+        tmp_path_factory.mktemp("keyed"), model=tiny_model, api_key_file=path, apps=apps
     ) as server:
         yield server
         server.check()

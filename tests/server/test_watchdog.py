@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from onestem.options import EngineOptions
 from onestem.server.client import EngineClient
 from onestem.server.errors import EngineDownError
 from onestem.server.process import EngineProcess
@@ -82,7 +83,7 @@ def test_without_a_limit_nothing_is_stuck(clock):
 
 def test_a_stopped_engine_is_killed_and_started_again():
     async def live() -> None:
-        launcher = EngineProcess({}, "tests.server.fake_engine:load")
+        launcher = EngineProcess(EngineOptions(), "tests.server.fake_engine:load")
         client = EngineClient(launcher, 4, watchdog=Watchdog(0.2))
         seen = []
         set_state = client._set_state

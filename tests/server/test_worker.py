@@ -9,6 +9,7 @@ import pytest
 
 from onestem.engine.outputs import request_output
 from onestem.engine.sequence import RequestState, Sequence
+from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server import worker as module
 from onestem.server.messages import Abort, Add, Answered, Ask
@@ -33,7 +34,7 @@ def clock(monkeypatch):
 
 def made(seconds: float | None = 0.3):
     """A worker, and its engine, whose steps take no time and bring nothing unless told."""
-    llm = load({})
+    llm = load(EngineOptions())
     engine = llm.engine
     engine.scheduler.budget.seconds = seconds
     engine.added, engine.bounds = [], []

@@ -85,7 +85,7 @@ def test_our_server_gets_the_options_and_a_folder_of_its_own(monkeypatch, tmp_pa
     assert done.exit_code == 0, done.output
     (command,) = commands
     given = command[command.index("serve") :]
-    assert {"--share=off", "--kv-memory=1GiB", "--random-weights", "--model=embedded"} < set(given)
+    assert {"--share=off", "--kv-memory=1GiB", "--random-weights"} < set(given)
     assert f"--app=support={prompt}" in given
     assert any(part.startswith("--state=/") for part in given)
     result = json.loads(done.stdout)

@@ -26,7 +26,7 @@ from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
 from onestem.ops.triton import Scores, States, Workspace
 from onestem.ops.work import ListTooLong
-from onestem.request import ShareMode
+from onestem.options import ShareMode
 
 __all__ = ["GraphRunner"]
 

@@ -14,7 +14,7 @@ from onestem.engine.step.inputs import Change, StepInputs
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
-from onestem.request import ShareMode
+from onestem.options import ShareMode
 
 __all__ = ["Prepared", "Runner"]
 

@@ -1,0 +1,367 @@
+"""`EngineOptions`: all that an engine can be told, declared once.
+
+`LLM`'s arguments, the command line's options, `ONESTEM_*` variables, configuration files, a job's
+identity and what a server says of its engine derive from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_origin
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
+from pydantic import ValidationError as Invalid
+from pydantic.fields import FieldInfo
+
+from onestem.checked import EXPECTED, Checked, show, words
+from onestem.errors import ConfigError, OnestemError
+
+__all__ = [
+    "EMBEDDED",
+    "Defaults",
+    "EngineOptions",
+    "Memory",
+    "Options",
+    "Path_",
+    "ShareMode",
+    "parse_memory",
+    "takes",
+]
+
+EMBEDDED = "embedded"
+"""Name of the model that ships with the package."""
+
+PREFIX = "ONESTEM"
+CONFIG = "ONESTEM_CONFIG"
+OTHER_VARIABLES = (CONFIG, "ONESTEM_CPU_ISA")
+"""Variables of ours that are no options."""
+
+TABLES = ("serve",)
+"""Of a configuration file: options of others than the engine."""
+
+ShareMode = Literal["full", "storage", "off", "no-attention"]
+
+P = ParamSpec("P")
+Self = TypeVar("Self")
+Given = TypeVar("Given", bound="Options")
+
+
+def parse_memory(size: str | int) -> int:
+    """Bytes of `1073741824`, `"512MiB"`, `"2GiB"`, `"2G"` (binary), `"2GB"` (decimal)."""
+    if isinstance(size, int):
+        return size
+    if not isinstance(size, str):
+        raise ConfigError(f"memory size is {size!r}, expected bytes (an integer) or text like 2GiB")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(
+            f"memory size is {size!r}, expected a number of bytes or like 512MiB, 2GiB, 2GB"
+        )
+    number, prefix, binary, unit = match.groups()
+    base = 1000 if unit and not binary else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def _check_memory(size: str | int) -> str | int:
+    try:
+        if size != "auto" and parse_memory(size) < 0:
+            raise ConfigError("less than nothing")
+    except ConfigError:
+        raise ConfigError("expected bytes, or text like 512MiB, 2GiB, 2GB") from None
+    return size
+
+
+Memory = Annotated[str | int, AfterValidator(_check_memory)]
+Path_ = Annotated[
+    str | os.PathLike[str],
+    BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path),
+    WithJsonSchema({"type": "string", EXPECTED: "a path"}),
+]
+
+
+class Options(Checked):
+    """Options that the command line, the environment and a file can give.
+
+    Attributes:
+        table: the table of a configuration file that holds them; "": its top.
+    """
+
+    error: ClassVar[type[OnestemError]] = ConfigError
+    table: ClassVar[str] = ""
+
+    @classmethod
+    def offered(cls) -> dict[str, str]:
+        """Fields that can be given, and their names on the command line without dashes in front."""
+        flags = {name: flag(name, field) for name, field in cls.model_fields.items()}
+        return {name: its for name, its in flags.items() if its}
+
+    @classmethod
+    def variable(cls, name: str) -> str:
+        """The environment variable of a field."""
+        words = (PREFIX, cls.table, cls.offered()[name])
+        return "_".join(word for word in words if word).replace("-", "_").upper()
+
+    def flags(self) -> list[str]:
+        """Command line arguments that say what these options were told."""
+        return [
+            _argument(named, getattr(self, name))
+            for name, named in self.offered().items()
+            if name in self.model_fields_set and getattr(self, name) is not None
+        ]
+
+
+def _argument(named: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{named}" if value else f"--no-{named}"
+    return f"--{named}={value}"
+
+
+def flag(name: str, field: FieldInfo) -> str:
+    """The name of a field's option on the command line, without dashes; "": it is none."""
+    return str(_extra(field).get("flag", name)).replace("_", "-")
+
+
+class EngineOptions(Options):
+    """A model, and how it is run.
+
+    Defaults come from `ONESTEM_*` variables and from the file that `ONESTEM_CONFIG` names, where
+    `Defaults` reads them; `EngineOptions(...)` itself knows the built-in ones alone.
+    """
+
+    model: Path_ = Field(default=EMBEDDED, kw_only=False)
+    """Model directory, hub name (owner/name), or 'embedded'."""
+
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+
+    dtype: Annotated[str, BeforeValidator(lambda dtype: _dtype_name(dtype))] = Field(
+        default="auto",
+        json_schema_extra={
+            "enum": ["auto", "float32", "bfloat16", "float16"],
+            "identity": True,
+        },
+    )
+    """auto (the model's own; float32 on a CPU without bf16 instructions), float32, bfloat16 or
+    float16."""
+
+    kv_memory: Memory = "auto"
+    """KV memory: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU (less where a step
+    needs more than the rest), the lesser of 4 GiB and a quarter of the RAM on a CPU."""
+
+    max_model_len: int | None = Field(default=None, ge=1, json_schema_extra={"identity": True})
+    """Maximum tokens of prompt and answer (default: the model's, or what fits)."""
+
+    max_step_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of a step, prompts' and one of each sequence that decodes (default: 1024 on a
+    CPU, 2048 with AMX, 8192 on a GPU)."""
+
+    max_step_ms: float | None = Field(default=None, ge=0)
+    """About what a step may take, in milliseconds, while it computes prompts; 0: no limit (default:
+    no limit; of a server 300 on a CPU, 100 on a GPU)."""
+
+    page_size: int = Field(default=16, ge=1)
+    """Tokens in a page of KV memory."""
+
+    share: ShareMode = "full"
+    """full, storage or off (the last two for measuring); no-attention: a ceiling, for benchmarks
+    alone."""
+
+    impl: str = Field(default="auto", json_schema_extra={"flag": "attention"})
+    """Attention implementation: auto (the fastest there is), or its name."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """Threads on a CPU, for all of the process (default: the cores that affinity and cgroups
+    leave)."""
+
+    random_weights: bool = Field(default=False, json_schema_extra={"identity": True})
+    """Make weights up: a config is enough."""
+
+    seed: int | None = Field(
+        default=None, ge=-(2**63), le=2**64 - 1, json_schema_extra={EXPECTED: "a 64-bit integer"}
+    )
+    """Where seeds of requests without one come from (default: drawn)."""
+
+    module_host_memory: Memory = 0
+    """Host memory for PML modules that KV memory has no room for."""
+
+    module_disk: Path_ | None = None
+    """Folder in which PML modules outlive the process."""
+
+    module_disk_memory: Memory = "16GiB"
+    """Maximum that PML modules take there."""
+
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on beside the model: part of a job's identity. Of options as `LLM`
+        has settled them."""
+        fields = type(self).model_fields.items()
+        marked = {name for name, field in fields if _extra(field).get("identity")}
+        device = {"device": self.device.partition(":")[0]}
+        return device | {name: getattr(self, name) for name in sorted(marked)}
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Of a torch.dtype its name."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("auto", "float32", "bfloat16", "float16"):
+        raise ConfigError("expected auto, float32, bfloat16 or float16")
+    return name
+
+
+# ----------------------------------------------------------------------------- defaults
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that gives options: a variable, or a file.
+
+    Attributes:
+        name: for people. values: by field; not checked yet.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+
+
+class Defaults:
+    """What the environment and a file say of options; the environment goes before the file.
+
+    Args:
+        file: in TOML; None: the one that ONESTEM_CONFIG names, if any. Keys are options' names,
+            with `_` or `-`; those of `onestem serve` stand in a table [serve].
+        environment: variables; None: the process's.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+
+    def __init__(
+        self, file: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._environment = os.environ if environment is None else environment
+        named = self._environment.get(CONFIG)
+        self.file = file or (Path(named) if named else None)
+        self._tables = {} if self.file is None else _read(self.file)
+
+    def sources(self, kind: type[Options]) -> Iterator[Source]:
+        """Those that say something of `kind`, in rising order."""
+        table = self._tables if not kind.table else self._tables.get(kind.table, {})
+        if self.file is not None:
+            own = {key: value for key, value in table.items() if key not in TABLES}
+            values = {_field(kind, key, self.file): value for key, value in own.items()}
+            yield Source(str(self.file), values)
+        for name in kind.offered():
+            text = self._environment.get(kind.variable(name), "")
+            if text:
+                yield Source(kind.variable(name), {name: _parsed(kind, name, text)})
+
+    def options(
+        self, kind: type[Given], given: Mapping[str, Any] | None = None
+    ) -> tuple[Given, dict[str, str]]:
+        """Options of a kind, and where each came from that is not its built-in default.
+
+        Args:
+            given: what goes before environment and file.
+
+        Raises:
+            ConfigError: a value cannot be, or there is no such option; it says whose it is.
+        """
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        for source in self.sources(kind):
+            try:
+                kind(**source.values)
+            except ConfigError as error:
+                raise ConfigError(f"{source.name}: {error}") from None
+            values |= source.values
+            origins |= dict.fromkeys(source.values, source.name)
+        values |= given or {}
+        origins |= dict.fromkeys(given or {}, "given")
+        return kind(**values), origins
+
+    def unknown(self, *kinds: type[Options]) -> list[str]:
+        """Variables that begin as ours do and are none of these kinds'."""
+        known = {kind.variable(name) for kind in kinds for name in kind.offered()}
+        ours = {name for name in self._environment if name.startswith(f"{PREFIX}_")}
+        return sorted(ours - known - set(OTHER_VARIABLES))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:  # of TOML or UTF-8
+        raise ConfigError(f"{file} is no TOML: {error}") from error
+    for name in TABLES:
+        if not isinstance(tables.get(name, {}), dict):
+            raise ConfigError(f"{file}: {name} is {show(tables[name])}, expected a table")
+    return tables
+
+
+def _field(kind: type[Options], key: str, file: Path) -> str:
+    names = {named: name for name, named in kind.offered().items()}
+    name = names.get(key.replace("_", "-"))
+    if name is None:
+        near = difflib.get_close_matches(key.replace("_", "-"), [*TABLES, *names], 1)
+        hint = f": did you mean {near[0].replace('-', '_')}?" if near else ""
+        raise ConfigError(f"{file}: there is no option {key!r}{hint}")
+    return name
+
+
+def _parsed(kind: type[Options], name: str, text: str) -> Any:
+    """A variable's text as the field's type."""
+    annotation: Any = kind.model_fields[name].annotation
+    lists = get_origin(annotation) is tuple
+    try:
+        return TypeAdapter(annotation).validate_python(text.split(",") if lists else text)
+    except Invalid:
+        wanted = words(kind.model_json_schema()["properties"][name])
+        variable = kind.variable(name)
+        raise ConfigError(f"{variable} is {text!r}, expected {wanted}") from None
+
+
+# ----------------------------------------------------------------------------- Python
+
+
+def takes(
+    declared: Callable[P, EngineOptions],
+) -> Callable[[Callable[[Self, EngineOptions], None]], Callable[Concatenate[Self, P], None]]:
+    """Let a method be called with the arguments that options are declared to have; it gets the
+    options, with what environment and file say of those that are not given."""
+
+    def of(method: Callable[[Self, EngineOptions], None]) -> Callable[Concatenate[Self, P], None]:
+        @functools.wraps(method)
+        def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            if args:
+                kwargs["model"] = args[0]
+            if len(args) > 1:
+                raise TypeError(f"{len(args)} arguments without a name: model alone may have none")
+            method(self, Defaults().options(EngineOptions, kwargs)[0])
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD if name == "model" else kind,
+                default=field.default,
+                annotation=field.annotation,
+            )
+            for name, field in EngineOptions.model_fields.items()
+        ]
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        call.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        return call
+
+    return of
