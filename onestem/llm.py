@@ -28,7 +28,16 @@ from onestem.models.weights import load_decoder
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
-from onestem.request import Request, RequestOutput, SamplingParams, ShareMode
+from onestem.request import (
+    Answer,
+    Logprob,
+    Logprobs,
+    RankedLogprobs,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    ShareMode,
+)
 from onestem.threads import usable_cores
 
 __all__ = [
@@ -195,7 +204,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
         `sampling_params` is one for all or one each.
@@ -225,7 +234,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         """Answer one conversation or several, through the model's chat template.
 
         Args:
@@ -289,7 +298,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         isolation: str = "anchored",
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         """Answer prompts in PML: markup, files (`Path`) or nodes; outputs in the prompts' order.
 
         A module is computed with the first prompt that imports it, and read by all of them.
@@ -308,7 +317,7 @@ class LLM:
         self._validate(requests)
         for one in compiled:
             self.engine.prefetch_modules(self.schemas.alternatives(one))
-        outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
+        outputs = {o.request_id: o for o in self._run(sorted(requests, key=_imported))}
         return [outputs[request.request_id] for request in requests]
 
     def encode_schema(self, name: str, isolation: str = "anchored") -> Iterator[RequestOutput]:
@@ -372,7 +381,7 @@ class LLM:
         ids: list[_Ids],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         each, arrays = _params_for(params, len(ids)), [one.array for one in ids]
         requests = [
             self._request(one.listed, text, its)
@@ -383,10 +392,25 @@ class LLM:
             return []
         plan = self.plan(arrays, each)
         position = {request.request_id: i for i, request in enumerate(requests)}
-        outputs: list[RequestOutput | None] = [None] * len(requests)
-        for output in self.engine.run(planned(requests, plan)):
+        outputs: list[Answer | None] = [None] * len(requests)
+        for output in self._run(planned(requests, plan)):
             outputs[position[output.request_id]] = output
         return [output for output in outputs if output is not None]
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[Answer]:
+        """The engine's answers, with log-probabilities as users have them."""
+        self.engine.tell_ranks()
+        return (Answer.of(output, self._logprobs) for output in self.engine.run(requests))
+
+    def _logprobs(self, entry: Mapping[int, float]) -> Logprobs:
+        """A token's entry with ranks and texts. All but the last are the leading ones, in order."""
+        assert isinstance(entry, RankedLogprobs)
+        count = len(entry)
+        ranks = [*range(1, count), max(count, entry.rank)]
+        tokenizer = self.tokenizer
+        texts = [None] * count if tokenizer is None else map(tokenizer.token_text, entry)
+        made = map(Logprob, entry.values(), ranks, texts)
+        return dict(zip(entry, made, strict=True))
 
     def _validate(
         self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int64]] | None = None

@@ -112,6 +112,7 @@ class Tokenizer:
         self._unforgeable = self.special_ids - {hugging_face.unk_token_id}
         self._prefix, self._suffix = self._post_processing()
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -337,6 +338,13 @@ class Tokenizer:
         text: str = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
         if "\ufffd" in text and "ByteFallback" in self._decoders:
             return self._decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of a token alone, a control token's by its name: `decode` of this one id."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def _decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
