@@ -25,6 +25,9 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
+from onestem.openai.read import calls_format, read_chat
+from onestem.openai.tools import Tools
+from onestem.openai.write import message_of
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
@@ -233,14 +236,21 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
-        """Answer one conversation or several, through the model's chat template.
+        """Answer one conversation or several, through the model's chat template. Messages are those
+        of /v1/chat/completions (docs/server.md), and read alike.
 
         Args:
             add_generation_prompt: end each conversation with what begins an answer.
             continue_final_message: go on inside the last message; then without
                 `add_generation_prompt`.
+            tools: functions that the model may call. Answers are texts, calls among them;
+                `assistant_message` reads these.
+            tool_choice: `auto` (as None: calls fit their schemas), `required`, a function as
+                OpenAI names it, or `none`: the template has the tools, and answers are free.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -252,21 +262,50 @@ class LLM:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._need_tokenizer("chat")
-        ids = []
+        options = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        ids, callable_tools = [], None
         for i, conversation in enumerate(many):
             with _named("conversation", i, len(many)):
                 if not isinstance(conversation, Sequence):
                     raise RequestError(
                         f"messages is {show(conversation)}, expected a list of messages"
                     )
-                listed = tokenizer.apply_chat_template(
-                    list(conversation),  # type: ignore[arg-type]
-                    add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    fields=chat_template_kwargs,
-                )
+                prompt, callable_tools = read_chat({**options, "messages": conversation})
+                assert prompt.messages is not None
+                listed = tokenizer.apply_chat_template(prompt.messages, **vars(prompt.template))
                 ids.append(_ids_of(listed))
-        return self._answer(ids, [None] * len(ids), sampling_params)
+        each = _params_for(sampling_params, len(ids))
+        if callable_tools is not None and callable_tools.mode != "none":
+            each = self._held(each, callable_tools)
+        return self._answer(ids, [None] * len(ids), each)
+
+    def _held(self, each: list[SamplingParams], tools: Tools) -> list[SamplingParams]:
+        """With calls held to their schemas; what was one object stays one."""
+        tokenizer = self._need_tokenizer("chat")
+        form, token_of = tokenizer.tool_form, tokenizer.control_token
+        held = {
+            key: one.replace(response_format=calls_format(tools, one, form, token_of))
+            for key, one in {id(one): one for one in each}.items()
+        }
+        return [held[id(one)] for one in each]
+
+    def assistant_message(self, answer: RequestOutput, index: int = 0) -> dict[str, Any]:
+        """An answer of a chat with tools as OpenAI's message: `content`, and `tool_calls` if there
+        are any. The conversation may go on with it.
+
+        Args:
+            index: which of the answer's `outputs`.
+        """
+        form = self._need_tokenizer("chat").tool_form
+        told = message_of(answer.request_id, answer.outputs[index], form)
+        message: dict[str, Any] = told["message"]
+        return message
 
     # ----------------------------------------------------------------------------- modules
 

@@ -204,7 +204,7 @@ def test_of_several_prompts_the_bad_one_is_named(llm):
     ):
         with pytest.raises(RequestError, match=reason):
             llm.generate([good, bad, good])
-    with pytest.raises(RequestError, match=r"conversation 1: messages\[0\] is str"):
+    with pytest.raises(RequestError, match=r"conversation 1: messages\[0\] is 'b'"):
         llm.chat([[{"role": "user", "content": "a"}], ["b"]])
     with pytest.raises(RequestError, match=r"^prompt is empty"):
         llm.generate([[]])
