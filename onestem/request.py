@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
@@ -168,9 +169,19 @@ def _mapping(value: Any) -> Any:
 
 
 def _format(value: dict[str, Any]) -> dict[str, Any]:
-    """As it was given: whether it is one is all that is asked here."""
+    """As it was given, and its own: whether it is one is all that is asked here."""
     check(ResponseFormat, value, "response_format")
-    return value
+    try:
+        return deepcopy(value)
+    except RecursionError as error:
+        raise RequestError("response_format nests too deeply: no grammar is made of it") from error
+
+
+def _hashable(value: Any) -> Any:
+    """What is equal for equal values, and has a hash."""
+    if isinstance(value, Mapping):
+        return frozenset((key, _hashable(one)) for key, one in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -448,9 +459,15 @@ class SamplingParams(Checked):
                     f"{name} is {show(value)}, expected {free or 'nothing'} together with choices"
                 )
 
+    def __hash__(self) -> int:
+        return hash(tuple(_hashable(value) for _, value in self))
+
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
-        return SamplingParams(**{**dict(self), **changes})
+        kept = dict(self)
+        if changes.get("structured_outputs") is not None:
+            kept["response_format"] = None  # the same field by another name
+        return SamplingParams(**{**kept, **changes})
 
 
 def masking_fields(params: SamplingParams) -> list[str]:

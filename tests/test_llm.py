@@ -181,6 +181,46 @@ def test_parameters_do_not_change_with_what_they_were_made_of(llm):
     assert llm.generate("x", params)[0].outputs[0].token_ids == [5, 5]
 
 
+def schema_of(values: list) -> dict:
+    return {"type": "json_schema", "json_schema": {"schema": {"enum": values}}}
+
+
+def test_a_format_does_not_change_with_what_it_was_made_of():
+    values, tag = ["a"], {"type": "const_string", "value": "a"}
+    formatted = SamplingParams(response_format=schema_of(values))
+    structured = SamplingParams(structured_outputs={"json": {"enum": values}})
+    tagged = SamplingParams(structured_outputs={"structural_tag": {"format": tag}})
+    values.append("b")
+    tag["value"] = "b"
+    assert formatted.response_format == structured.response_format == schema_of(["a"])
+    assert tagged.response_format["format"]["value"] == "a"
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="response_format nests too deeply"):
+        SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": deep}})
+
+
+def test_parameters_with_a_format_are_replaced():
+    params = SamplingParams(response_format=schema_of(["a"]), seed=3)
+    replaced = params.replace(structured_outputs={"json": {"enum": ["b"]}})
+    assert replaced == SamplingParams(response_format=schema_of(["b"]), seed=3)
+    assert replaced.replace(response_format=schema_of(["a"])) == params
+    assert params.replace(structured_outputs=None, seed=3) == params
+    assert params.replace(response_format=None).response_format is None
+    with pytest.raises(RequestError, match="give one of them"):
+        params.replace(response_format=schema_of(["a"]), structured_outputs={"regex": "a"})
+
+
+def test_parameters_are_keys():
+    fields = {"response_format": schema_of([[1], {"a": 2}]), "logit_bias": {5: 1.0, 6: 2.0}}
+    params = SamplingParams(**fields)
+    turned = SamplingParams(**{**fields, "logit_bias": {6: 2, 5: 1}})
+    assert params == turned
+    assert {params: 1, SamplingParams(): 2}[turned] == 1
+    assert len({params, turned, params.replace(seed=1), params.replace(logit_bias=None)}) == 3
+
+
 def test_an_eos_that_the_model_does_not_have(model, tmp_path, caplog):
     shutil.copytree(model, tmp_path / "model")
     settings = {"eos_token_id": [2, VOCAB_SIZE + 5, -1]}
