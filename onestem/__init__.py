@@ -9,17 +9,27 @@ from onestem.threads import spin_shortly
 spin_shortly()
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineOptions", "OnestemError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "EngineOptions",
+    "Logprob",
+    "OnestemError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from onestem.errors import OnestemError
     from onestem.llm import LLM
     from onestem.options import EngineOptions
-    from onestem.request import RequestOutput, SamplingParams
+    from onestem.request import Answer as RequestOutput
+    from onestem.request import Logprob, SamplingParams
 
 _HOMES = {
     "EngineOptions": "onestem.options",
     "LLM": "onestem.llm",
+    "Logprob": "onestem.request",
     "OnestemError": "onestem.errors",
     "RequestOutput": "onestem.request",
     "SamplingParams": "onestem.request",

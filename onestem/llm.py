@@ -25,11 +25,22 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
+from onestem.openai.read import calls_format, read_chat
+from onestem.openai.tools import Tools
+from onestem.openai.write import message_of
 from onestem.options import EMBEDDED, EngineOptions, parse_memory, takes
 from onestem.planner import JobPlan, Prompts, plan_job
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
-from onestem.request import Request, RequestOutput, SamplingParams
+from onestem.request import (
+    Answer,
+    Logprob,
+    Logprobs,
+    RankedLogprobs,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from onestem.threads import usable_cores
 
 __all__ = [
@@ -166,7 +177,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
         `sampling_params` is one for all or one each.
@@ -195,14 +206,21 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template.
+    ) -> list[Answer]:
+        """Answer one conversation or several, through the model's chat template. Messages are those
+        of /v1/chat/completions (docs/server.md), and read alike.
 
         Args:
             add_generation_prompt: end each conversation with what begins an answer.
             continue_final_message: go on inside the last message; then without
                 `add_generation_prompt`.
+            tools: functions that the model may call. Answers are texts, calls among them;
+                `assistant_message` reads these.
+            tool_choice: `auto` (as None: calls fit their schemas), `required`, a function as
+                OpenAI names it, or `none`: the template has the tools, and answers are free.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -214,21 +232,50 @@ class LLM:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._need_tokenizer("chat")
-        ids = []
+        options = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        ids, callable_tools = [], None
         for i, conversation in enumerate(many):
             with _named("conversation", i, len(many)):
                 if not isinstance(conversation, Sequence):
                     raise RequestError(
                         f"messages is {show(conversation)}, expected a list of messages"
                     )
-                listed = tokenizer.apply_chat_template(
-                    list(conversation),  # type: ignore[arg-type]
-                    add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    fields=chat_template_kwargs,
-                )
+                prompt, callable_tools = read_chat({**options, "messages": conversation})
+                assert prompt.messages is not None
+                listed = tokenizer.apply_chat_template(prompt.messages, **vars(prompt.template))
                 ids.append(_ids_of(listed))
-        return self._answer(ids, [None] * len(ids), sampling_params)
+        each = _params_for(sampling_params, len(ids))
+        if callable_tools is not None and callable_tools.mode != "none":
+            each = self._held(each, callable_tools)
+        return self._answer(ids, [None] * len(ids), each)
+
+    def _held(self, each: list[SamplingParams], tools: Tools) -> list[SamplingParams]:
+        """With calls held to their schemas; what was one object stays one."""
+        tokenizer = self._need_tokenizer("chat")
+        form, token_of = tokenizer.tool_form, tokenizer.control_token
+        held = {
+            key: one.replace(response_format=calls_format(tools, one, form, token_of))
+            for key, one in {id(one): one for one in each}.items()
+        }
+        return [held[id(one)] for one in each]
+
+    def assistant_message(self, answer: RequestOutput, index: int = 0) -> dict[str, Any]:
+        """An answer of a chat with tools as OpenAI's message: `content`, and `tool_calls` if there
+        are any. The conversation may go on with it.
+
+        Args:
+            index: which of the answer's `outputs`.
+        """
+        form = self._need_tokenizer("chat").tool_form
+        told = message_of(answer.request_id, answer.outputs[index], form)
+        message: dict[str, Any] = told["message"]
+        return message
 
     # ----------------------------------------------------------------------------- modules
 
@@ -260,7 +307,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         isolation: str = "anchored",
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         """Answer prompts in PML: markup, files (`Path`) or nodes; outputs in the prompts' order.
 
         A module is computed with the first prompt that imports it, and read by all of them.
@@ -279,7 +326,7 @@ class LLM:
         self._validate(requests)
         for one in compiled:
             self.engine.prefetch_modules(self.schemas.alternatives(one))
-        outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
+        outputs = {o.request_id: o for o in self._run(sorted(requests, key=_imported))}
         return [outputs[request.request_id] for request in requests]
 
     def encode_schema(self, name: str, isolation: str = "anchored") -> Iterator[RequestOutput]:
@@ -343,7 +390,7 @@ class LLM:
         ids: list[_Ids],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[RequestOutput]:
+    ) -> list[Answer]:
         each, arrays = _params_for(params, len(ids)), [one.array for one in ids]
         requests = [
             self._request(one.listed, text, its)
@@ -354,10 +401,25 @@ class LLM:
             return []
         plan = self.plan(arrays, each)
         position = {request.request_id: i for i, request in enumerate(requests)}
-        outputs: list[RequestOutput | None] = [None] * len(requests)
-        for output in self.engine.run(planned(requests, plan)):
+        outputs: list[Answer | None] = [None] * len(requests)
+        for output in self._run(planned(requests, plan)):
             outputs[position[output.request_id]] = output
         return [output for output in outputs if output is not None]
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[Answer]:
+        """The engine's answers, with log-probabilities as users have them."""
+        self.engine.tell_ranks()
+        return (Answer.of(output, self._logprobs) for output in self.engine.run(requests))
+
+    def _logprobs(self, entry: Mapping[int, float]) -> Logprobs:
+        """A token's entry with ranks and texts. All but the last are the leading ones, in order."""
+        assert isinstance(entry, RankedLogprobs)
+        count = len(entry)
+        ranks = [*range(1, count), max(count, entry.rank)]
+        tokenizer = self.tokenizer
+        texts = [None] * count if tokenizer is None else map(tokenizer.token_text, entry)
+        made = map(Logprob, entry.values(), ranks, texts)
+        return dict(zip(entry, made, strict=True))
 
     def _validate(
         self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int64]] | None = None

@@ -7,10 +7,12 @@ four). Field names are those that users of vLLM and of OpenAI's API know.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -34,9 +36,14 @@ from onestem.errors import RequestError
 from onestem.pml import CompiledPrompt
 
 __all__ = [
+    "Answer",
+    "Completion",
     "CompletionOutput",
     "FinishReason",
+    "Logprob",
+    "Logprobs",
     "Priority",
+    "RankedLogprobs",
     "Request",
     "RequestMetrics",
     "RequestOutput",
@@ -53,6 +60,31 @@ Priority = Literal["interactive", "job"]
 
 # token id -> natural-log probability, highest first; the sampled (or given) token is always in it.
 TokenLogprobs = Mapping[int, float]
+
+
+class RankedLogprobs(dict[int, float]):
+    """The same, with the `rank` of the sampled (or given) token."""
+
+    __slots__ = ("rank",)
+    rank: int
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability, as vLLM has it.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: place of the token in its distribution, from 1 on; of equal ones the lower id is
+            first.
+        decoded_token: its text alone; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+Logprobs = dict[int, Logprob]  # in the order of `TokenLogprobs`
 
 MAX_LOGPROBS = 100
 MAX_CHOICES = 1024  # each is a sequence, as each of n is
@@ -135,9 +167,19 @@ def _mapping(value: Any) -> Any:
 
 
 def _format(value: dict[str, Any]) -> dict[str, Any]:
-    """As it was given: whether it is one is all that is asked here."""
+    """As it was given, and its own: whether it is one is all that is asked here."""
     check(ResponseFormat, value, "response_format")
-    return value
+    try:
+        return deepcopy(value)
+    except RecursionError as error:
+        raise RequestError("response_format nests too deeply: no grammar is made of it") from error
+
+
+def _hashable(value: Any) -> Any:
+    """What is equal for equal values, and has a hash."""
+    if isinstance(value, Mapping):
+        return frozenset((key, _hashable(one)) for key, one in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -415,6 +457,15 @@ class SamplingParams(Checked):
                     f"{name} is {show(value)}, expected {free or 'nothing'} together with choices"
                 )
 
+    def __hash__(self) -> int:
+        return hash(tuple(_hashable(value) for _, value in self))
+
+    def replace(self, **changes: Any) -> Self:
+        kept: dict[str, Any] = {}
+        if changes.get("structured_outputs") is not None:
+            kept["response_format"] = None  # the same field by another name
+        return super().replace(**{**kept, **changes})
+
 
 def masking_fields(params: SamplingParams) -> list[str]:
     """Fields of a request that forbid tokens, the one most to blame first."""
@@ -567,3 +618,50 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     reuse: Reuse | None = None
+
+
+class _Described:
+    """An output whose log-probabilities become objects when they are read: few are."""
+
+    _entries: Iterable[TokenLogprobs | None]
+    _describe: Callable[[TokenLogprobs], Logprobs]
+
+    def _put_off(self, name: str, output: object, describe: Callable[..., Logprobs]) -> None:
+        """Take what an output has; the entries in the field `name` stay as they are for now."""
+        self.__dict__.update(output.__dict__)
+        if self.__dict__[name] is not None:
+            self._entries, self._describe = self.__dict__.pop(name), describe
+
+    def _described(self) -> Any:
+        return [None if entry is None else self._describe(entry) for entry in self._entries]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+
+class Completion(_Described, CompletionOutput):
+    """`CompletionOutput` as `LLM` gives it: `logprobs` has `Logprob`s."""
+
+    @cached_property
+    def logprobs(self) -> list[Logprobs] | None:  # type: ignore[override]
+        return self._described()
+
+
+class Answer(_Described, RequestOutput):
+    """`RequestOutput` as `LLM` gives it: `prompt_logprobs` has `Logprob`s."""
+
+    outputs: list[Completion]  # type: ignore[assignment]
+
+    @cached_property
+    def prompt_logprobs(self) -> list[Logprobs | None] | None:  # type: ignore[override]
+        return self._described()
+
+    @staticmethod
+    def of(output: RequestOutput, describe: Callable[[TokenLogprobs], Logprobs]) -> Answer:
+        """What the engine gave; `describe` makes the objects of a token's entry."""
+        made = object.__new__(Answer)
+        made._put_off("prompt_logprobs", output, describe)
+        made.outputs = [object.__new__(Completion) for _ in output.outputs]
+        for one, given in zip(made.outputs, output.outputs, strict=True):
+            one._put_off("logprobs", given, describe)
+        return made

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
 import json
 import math
+import pickle
 import shutil
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import onestem
 from onestem import LLM, SamplingParams
@@ -177,6 +182,46 @@ def test_parameters_do_not_change_with_what_they_were_made_of(llm):
     assert llm.generate("x", params)[0].outputs[0].token_ids == [5, 5]
 
 
+def schema_of(values: list) -> dict:
+    return {"type": "json_schema", "json_schema": {"schema": {"enum": values}}}
+
+
+def test_a_format_does_not_change_with_what_it_was_made_of():
+    values, tag = ["a"], {"type": "const_string", "value": "a"}
+    formatted = SamplingParams(response_format=schema_of(values))
+    structured = SamplingParams(structured_outputs={"json": {"enum": values}})
+    tagged = SamplingParams(structured_outputs={"structural_tag": {"format": tag}})
+    values.append("b")
+    tag["value"] = "b"
+    assert formatted.response_format == structured.response_format == schema_of(["a"])
+    assert tagged.response_format["format"]["value"] == "a"
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="response_format nests too deeply"):
+        SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": deep}})
+
+
+def test_parameters_with_a_format_are_replaced():
+    params = SamplingParams(response_format=schema_of(["a"]), seed=3)
+    replaced = params.replace(structured_outputs={"json": {"enum": ["b"]}})
+    assert replaced == SamplingParams(response_format=schema_of(["b"]), seed=3)
+    assert replaced.replace(response_format=schema_of(["a"])) == params
+    assert params.replace(structured_outputs=None, seed=3) == params
+    assert params.replace(response_format=None).response_format is None
+    with pytest.raises(RequestError, match="give one of them"):
+        params.replace(response_format=schema_of(["a"]), structured_outputs={"regex": "a"})
+
+
+def test_parameters_are_keys():
+    fields = {"response_format": schema_of([[1], {"a": 2}]), "logit_bias": {5: 1.0, 6: 2.0}}
+    params = SamplingParams(**fields)
+    turned = SamplingParams(**{**fields, "logit_bias": {6: 2, 5: 1}})
+    assert params == turned
+    assert {params: 1, SamplingParams(): 2}[turned] == 1
+    assert len({params, turned, params.replace(seed=1), params.replace(logit_bias=None)}) == 3
+
+
 def test_an_eos_that_the_model_does_not_have(model, tmp_path, caplog):
     shutil.copytree(model, tmp_path / "model")
     settings = {"eos_token_id": [2, VOCAB_SIZE + 5, -1]}
@@ -200,7 +245,7 @@ def test_of_several_prompts_the_bad_one_is_named(llm):
     ):
         with pytest.raises(RequestError, match=reason):
             llm.generate([good, bad, good])
-    with pytest.raises(RequestError, match=r"conversation 1: messages\[0\] is str"):
+    with pytest.raises(RequestError, match=r"conversation 1: messages\[0\] is 'b'"):
         llm.chat([[{"role": "user", "content": "a"}], ["b"]])
     with pytest.raises(RequestError, match=r"^prompt is empty"):
         llm.generate([[]])
@@ -235,30 +280,70 @@ def test_answers_do_not_depend_on_company_or_order(llm):
         )
 
 
-def test_logprobs_and_prompt_logprobs(llm):
+def check_entry(entry, want, token, count, oracle):
+    """A token's `Logprob`s against all log-probabilities, `[vocab]`, and a tokenizer."""
+    order = want.sort(descending=True, stable=True).indices.tolist()
+    leading = order[:count]
+    assert sorted(entry) == sorted({*leading, token})
+    for other, told in entry.items():
+        assert isinstance(told, onestem.Logprob)
+        assert told.logprob == pytest.approx(float(want[other]), abs=1e-4)
+        assert told.rank == order.index(other) + 1
+        assert told.decoded_token == oracle.decode([other])
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 3.0, "seed": 4, "n": 2}])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_and_prompt_logprobs(llm, sampling, count):
     params = SamplingParams(
-        max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True
+        max_tokens=5, logprobs=count, prompt_logprobs=count, ignore_eos=True, **sampling
     )
     llm.generate("the same words before", params)  # fills the cache, which must not matter
     output = llm.generate("the same words before", params)[0]
+    oracle = transformers.AutoTokenizer.from_pretrained(llm.path)
     ids = list(output.prompt_token_ids)
-    want = oracle_logprobs(llm.path, ids + output.outputs[0].token_ids)
-    assert output.prompt_logprobs[0] is None
-    for i in range(1, len(ids)):
-        entry = output.prompt_logprobs[i]
-        assert entry[ids[i]] == pytest.approx(float(want[i - 1, ids[i]]), abs=1e-4)
-        assert 1 <= len(entry) <= 2
-    for step, (token, entry) in enumerate(
-        zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-    ):
-        assert entry[token] == pytest.approx(float(want[len(ids) - 1 + step, token]), abs=1e-4)
-        assert len(entry) == 2
-    assert output.outputs[0].cumulative_logprob == pytest.approx(
-        sum(
-            e[t]
-            for t, e in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-        )
-    )
+    outside = 0
+    for one in output.outputs:
+        want = oracle_logprobs(llm.path, ids + one.token_ids)
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(ids)
+        entries = [*output.prompt_logprobs[1:], *one.logprobs]
+        for i, token, entry in zip(itertools.count(), [*ids[1:], *one.token_ids], entries):
+            check_entry(entry, want[i], token, count, oracle)
+            outside += entry[token].rank > count
+        total = sum(e[t].logprob for t, e in zip(one.token_ids, one.logprobs, strict=True))
+        assert one.cumulative_logprob == pytest.approx(total)
+    assert outside
+
+
+def test_answers_with_logprobs_are_plain_values(llm):
+    """They are made when they are read, which no user need know."""
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=1, prompt_logprobs=0)
+    answers = [llm.generate("some words", params)[0] for _ in range(2)]
+    for answer in answers:
+        answer.request_id, answer.metrics = "", None
+    unread, kept = answers
+    copied = pickle.loads(pickle.dumps(unread))
+    assert copied == unread == kept == copy.deepcopy(kept)
+    assert isinstance(copied, onestem.RequestOutput)
+    assert type(copied.outputs[0].logprobs) is type(copied.prompt_logprobs) is list
+    assert copied.outputs[0].logprobs[:1] == kept.outputs[0].logprobs[:1]
+    replaced = dataclasses.replace(kept.outputs[0], text="")
+    assert replaced.logprobs == kept.outputs[0].logprobs
+    assert dataclasses.asdict(kept.outputs[0])["logprobs"] == kept.outputs[0].logprobs
+    assert repr(kept) == repr(copied)
+    (plain,) = llm.generate("some words", SamplingParams(max_tokens=1))
+    assert plain.prompt_logprobs is plain.outputs[0].logprobs is None
+
+
+def test_logprobs_without_a_tokenizer(bare):
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=2)
+    with LLM(bare, **OPTIONS) as llm:
+        (output,) = llm.generate([5, 6], params)
+    assert [
+        [(one.rank, one.decoded_token) for one in entry.values()]
+        for entry in output.outputs[0].logprobs
+    ] == [[(1, None), (2, None)]] * 2
 
 
 def test_choices_pick_the_most_probable(llm):
@@ -276,7 +361,8 @@ def test_choices_pick_the_most_probable(llm):
     assert (answer.choice, answer.text) == (best, choices[best])
     assert answer.cumulative_logprob == pytest.approx(totals[best], abs=1e-3)
     assert answer.finish_reason == "stop"
-    assert len(answer.logprobs) == len(answer.token_ids)
+    total = sum(e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True))
+    assert total == pytest.approx(totals[best], abs=1e-3)
 
 
 def test_stop_strings(llm):

@@ -531,6 +531,10 @@ class Engine:
             self.scheduler.recover()
             self.order.clear()
 
+    def tell_ranks(self) -> None:
+        """Give log-probabilities as `RankedLogprobs` from now on."""
+        self._sampler.tells_ranks = True
+
     def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""
         if self.cache.enabled and (host is not None or disk is not None):

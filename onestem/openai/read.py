@@ -32,7 +32,9 @@ __all__ = [
     "Echo",
     "JsonError",
     "Prompt",
+    "calls_format",
     "read_body",
+    "read_chat",
     "read_conversation",
     "read_line_body",
     "read_object",
@@ -182,25 +184,37 @@ class Asked:
             return self
         if self.tools.mode == "none":
             return replace(self, tools=None)
-        if form is None:
-            raise RequestError(
-                "tools: the model's chat template has no tools, or writes calls in a form that is "
-                "not known here (known are Qwen's and Hermes', Llama 3's and Mistral's)"
-            )
-        control = next((name for name in form.marks if token_of(name) is not None), None)
-        if control is not None:
-            raise RequestError(
-                f"tools: the model's calls begin with a control token ({control}), which no "
-                "answer can be held to yet: leave tools out, or set tool_choice to none"
-            )
-        if self.params.choices is not None:
-            raise RequestError("choices and tools: give one of them")
-        wanted = form.held_to(self.tools, self.params.response_format)
+        wanted = calls_format(self.tools, self.params, form, token_of)
         sampling = {
             name: value for name, value in self.sampling.items() if name != "structured_outputs"
         }
         sampling["response_format"] = wanted
         return replace(self, sampling=sampling, params=check(SamplingParams, sampling))
+
+
+def calls_format(
+    tools: Tools,
+    params: SamplingParams,
+    form: ToolForm | None,
+    token_of: Callable[[str], int | None],
+) -> JsonObject:
+    """The `response_format` that holds an answer's calls to their schemas; `form` and `token_of` as
+    for `Asked.held`."""
+    if form is None:
+        raise RequestError(
+            "tools: the model's chat template has no tools, or writes calls in a form that is not "
+            "known here (known are Qwen's and Hermes', Llama 3's and Mistral's): set tool_choice "
+            "to none, and calls are free text"
+        )
+    control = next((name for name in form.marks if token_of(name) is not None), None)
+    if control is not None:
+        raise RequestError(
+            f"tools: the model's calls begin with a control token ({control}), which no answer can "
+            "be held to yet: leave tools out, or set tool_choice to none"
+        )
+    if params.choices is not None:
+        raise RequestError("choices and tools: give one of them")
+    return form.held_to(tools, params.response_format)
 
 
 # Fields that mean something to a server alone, and what they may be in a batch line.
@@ -346,6 +360,23 @@ def read_conversation(fields: Conversation) -> Prompt:
     )
 
 
+def read_chat(fields: Mapping[str, Any]) -> tuple[Prompt, Tools | None]:
+    """A conversation of Python's values, and what may be called; `fields` are `Conversation`'s and
+    `tool_choice`, read as a body's are."""
+    plain = {name: _lists_and_objects(fields[name]) for name in ("messages", "tools")}
+    checked = check(ChatFields, without_nulls({**fields, **plain}))
+    return read_conversation(checked), _tools(checked)
+
+
+def _lists_and_objects(value: Any) -> Any:
+    """Python's sequences and mappings as those of JSON."""
+    if isinstance(value, Mapping):
+        return {key: _lists_and_objects(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_lists_and_objects(one) for one in value]
+    return value
+
+
 def _as_json(tools: Sequence[Tool]) -> list[JsonObject]:
     """Tools as a chat template reads them."""
     if len({tool.function.name for tool in tools}) < len(tools):
@@ -404,12 +435,12 @@ def _prompts(fields: Any) -> list[Prompt]:
 
 
 def _plain(message: Message) -> JsonObject:
-    """A message as a chat template reads it: calls with their arguments as objects."""
-    plain: JsonObject = {"role": message.role, "content": ""}
-    if message.content is not None:
-        is_text = isinstance(message.content, str)
-        parts = message.content
-        plain["content"] = parts if is_text else [{"type": "text", "text": p.text} for p in parts]  # type: ignore[union-attr]
+    """A message as a chat template reads it: its content one text, of parts a line each; calls with
+    their arguments as objects."""
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    plain: JsonObject = {"role": message.role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
         if value is not None:

@@ -48,6 +48,7 @@ __all__ = [
     "PrefixBody",
     "SchemaBody",
     "TokenizeBody",
+    "UploadBody",
 ]
 
 Kind = Literal["chat", "completion"]
@@ -352,25 +353,28 @@ SAMPLING: Mapping[Kind, frozenset[str]] = {
 }
 
 
-def _whole(name: str, kind: Kind) -> type[BaseModel]:
-    """All fields of a body, for the OpenAPI document; none has to be there."""
+def _whole(name: str, kind: Kind, unlike: Mapping[str, object]) -> type[BaseModel]:
+    """All fields of a body, for the OpenAPI document; none has to be there. `unlike`: defaults that
+    are not those of `SamplingParams`."""
     sampling: dict[str, Any] = {
-        field: (info.annotation | None, _optional(info))  # type: ignore[operator]
+        field: (info.annotation | None, _optional(info, unlike.get(field, info.default)))  # type: ignore[operator]
         for field, info in SamplingParams.model_fields.items()
         if field in SAMPLING[kind]
     }
     return create_model(name, __base__=FIELDS[kind], **sampling)
 
 
-def _optional(info: FieldInfo) -> FieldInfo:
-    """Without its default: null is what is not there."""
+def _optional(info: FieldInfo, default: object) -> FieldInfo:
+    """Null is what is not there; the schema tells what that means."""
     made = copy(info)
     made.default = None
+    told = info.json_schema_extra
+    made.json_schema_extra = {**(told if isinstance(told, dict) else {}), "default": default}  # type: ignore[dict-item]
     return made
 
 
-ChatBody = _whole("ChatBody", "chat")
-CompletionBody = _whole("CompletionBody", "completion")
+ChatBody = _whole("ChatBody", "chat", {"max_tokens": None})
+CompletionBody = _whole("CompletionBody", "completion", {})
 
 
 # ----------------------------------------------------------------------------- other routes
@@ -388,6 +392,13 @@ class SchemaBody(Object):
     """The markup of a schema (docs/pml.md)."""
 
     pml: str
+
+
+class UploadBody(Object):
+    """A form: a file of batch lines."""
+
+    file: Annotated[str, WithJsonSchema({"type": "string", "format": "binary"})]
+    purpose: Literal["batch"]
 
 
 class BatchBody(Object):

@@ -12,7 +12,7 @@ from onestem.openai.schema import Kind
 from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 
-__all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body", "echoed"]
+__all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body", "echoed", "message_of"]
 
 CREATED = 0
 LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
@@ -49,7 +49,8 @@ def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[
 def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
     body = _body(f"chatcmpl-{name}", "chat.completion", output, form)
     body["choices"] = [
-        _choice(sequence, form, _chat_logprobs(sequence, form)) | _message(name, sequence, form)
+        _choice(sequence, form, _chat_logprobs(sequence, form))
+        | message_of(name, sequence, form.tools)
         for sequence in _in_order(output)
     ]
     if output.prompt_logprobs is not None:
@@ -57,17 +58,17 @@ def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[s
     return body
 
 
-def _message(name: str, sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any]:
-    """The answer as text, or as text and calls; and how it ended then."""
+def message_of(name: str, sequence: CompletionOutput, form: ToolForm | None) -> dict[str, Any]:
+    """The answer as text, or as text and calls; and how it ended then. `name`: of its request."""
     message: dict[str, Any] = {"role": "assistant", "content": sequence.text}
-    if form.tools is None:
+    if form is None:
         return {"message": message}
-    found = Calls.of(sequence.text, form.tools)
+    found = Calls.of(sequence.text, form)
     message["content"] = found.text or (None if found.calls else "")
     if not found.calls:
         return {"message": message}
     message["tool_calls"] = [
-        _call(form.tools.call_id(name, sequence.index, index), called, arguments)
+        _call(form.call_id(name, sequence.index, index), called, arguments)
         for index, (called, arguments) in enumerate(found.calls)
     ]
     ended: str | None = sequence.finish_reason

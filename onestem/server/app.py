@@ -25,6 +25,7 @@ from onestem.openai.schema import (
     PrefixBody,
     SchemaBody,
     TokenizeBody,
+    UploadBody,
 )
 from onestem.server import files
 from onestem.server.completions import answer
@@ -32,7 +33,7 @@ from onestem.server.errors import ApiError, as_api_error, error_response
 from onestem.server.foreign import ForeignCalls, check_media_type
 from onestem.server.limits import read_limited
 from onestem.server.logs import log
-from onestem.server.openapi import ERRORS, answers, document, json_body
+from onestem.server.openapi import ERRORS, answers, body_of, document, json_body
 from onestem.server.page_routes import page_routes
 from onestem.server.service import Service
 from onestem.server.tenants import Tenant
@@ -192,7 +193,7 @@ async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
 # ----------------------------------------------------------------------------- files, batches
 
 
-@api.post("/files")
+@api.post("/files", openapi_extra=body_of(UploadBody, "multipart/form-data"))
 async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
     """Store a file of batch lines."""
     limit = service.settings.max_file_bytes

@@ -74,10 +74,9 @@ class BoundedTokenizer:
 
 def _texts(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     for message in messages:
-        content = message["content"]
         if "tool_calls" in message:
             yield json.dumps(message["tool_calls"])
-        yield from [content] if isinstance(content, str) else (part["text"] for part in content)
+        yield message["content"]
 
 
 def check_markup(markup: str, tokenizer: BoundedTokenizer) -> None:

@@ -19,14 +19,15 @@ from onestem.openai.schema import (
     PrefixBody,
     SchemaBody,
     TokenizeBody,
+    UploadBody,
 )
 
-__all__ = ["ERRORS", "answers", "document", "json_body"]
+__all__ = ["ERRORS", "answers", "body_of", "document", "json_body"]
 
 REF = "#/components/schemas/{model}"
 MODELS: tuple[type[BaseModel], ...] = (
     ChatBody, CompletionBody, PrefixBody, SchemaBody, BatchBody, TokenizeBody, DetokenizeBody,
-    ErrorAnswer,
+    UploadBody, ErrorAnswer,
 )  # fmt: skip
 _ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -40,10 +41,15 @@ def answers(*types: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "The answer.", "content": {name: {} for name in types}}}
 
 
-def json_body(model: type[BaseModel]) -> dict[str, Any]:
+def body_of(model: type[BaseModel], media_type: str) -> dict[str, Any]:
     """`openapi_extra` of a route that reads such a body."""
     schema = {"$ref": REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """The same of JSON."""
+    return body_of(model, "application/json")
 
 
 def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page at / and what it reads. All of it is the operator's where keys are needed."""
+"""The page at / and what it reads: the operator's where keys are needed. The page at /docs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 
+from onestem.server.api_page import api_page
 from onestem.server.errors import ApiError
 from onestem.server.service import Service
 from onestem.server.state import events, state_of
@@ -24,12 +25,14 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-HEADERS = {
+POLICY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
-    ),
+    )
+}
+HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -63,7 +66,18 @@ def _file(name: str) -> Response:
     path = FOLDER / name
     if not path.is_file():
         raise ApiError(404, "this installation has no page", code="not_found")
-    return FileResponse(path, media_type=TYPES[path.suffix], headers=HEADERS)
+    return FileResponse(path, media_type=TYPES[path.suffix], headers=HEADERS | POLICY)
+
+
+@page_routes.get("/docs")
+async def docs(request: Request) -> Response:
+    """Open to all, as /openapi.json is."""
+    state = request.app.state
+    if not hasattr(state, "docs"):
+        html, policy = api_page(request.app.openapi())
+        state.docs = HTMLResponse(html, headers=HEADERS | policy)
+    made: Response = state.docs
+    return made
 
 
 @page_routes.get("/internal/state")

@@ -70,6 +70,7 @@ def test_decode_steps_wait_for_sampled_ids_alone(tiny, fields: dict) -> None:
     requests = requests_for(prompts, max_tokens=60, seed=5, **fields)
     want = answer(engine_on("cpu", tiny("llama"), impl="torch", page_size=4), requests)
     engine, found = engine_on("cuda", tiny("llama"), page_size=4), {}
+    engine.tell_ranks()
     for request in requests:
         engine.add_request(request)
     for _ in range(20):  # prompts, compilers, and the graph
@@ -80,7 +81,14 @@ def test_decode_steps_wait_for_sampled_ids_alone(tiny, fields: dict) -> None:
     while engine.has_unfinished():
         found |= {output.request_id: output for output in engine.step()}
     for name, output in want.items():
-        assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
+        made = found[name].outputs[0]
+        assert made.token_ids == output.outputs[0].token_ids
+        for token, entry in zip(made.token_ids, made.logprobs or (), strict=False):
+            leading = list(entry)[: fields["logprobs"]]
+            if token in leading:
+                assert entry.rank == leading.index(token) + 1
+            else:
+                assert entry.rank > len(leading)
 
 
 def test_a_small_pool_sets_back(tiny) -> None:

@@ -382,14 +382,17 @@ def check_entry(entry: dict[int, float] | None, logits: torch.Tensor, token: int
         assert logprob == pytest.approx(float(expected[other]), rel=1e-6, abs=2e-6)
 
 
-def test_logprobs_are_of_the_unprocessed_logits() -> None:
+def test_logprobs_and_ranks_are_of_the_unprocessed_logits() -> None:
     logits = random_logits(1, 50, 4)
     params = SamplingParams(
         temperature=0.0, logprobs=3, logit_bias={7: 100.0}, repetition_penalty=1.5
     )
-    sampled = sample(logits, [SamplingRow(params, 0, prompt_token_ids=[1, 2])])
+    sampler = Sampler(50)
+    sampler.tells_ranks = True
+    sampled = sampler.sample(logits.clone(), [SamplingRow(params, 0, prompt_token_ids=[1, 2])])
     assert sampled.ids.tolist() == [7]
     check_entry(sampled.entries.get(0), logits[0], 7, 3)
+    assert sampled.entries[0].rank == 1 + int((logits[0] > logits[0, 7]).sum()) > 3
 
 
 def test_only_rows_that_ask_get_logprobs() -> None:
@@ -406,9 +409,17 @@ def test_alternatives_are_in_order_with_ties_by_id(seed: int, vocab_size: int, c
     logits = random_logits(3, vocab_size, seed, ties=True)
     token_ids = [0, vocab_size // 2, vocab_size - 1]
     rows = logits[[2, 0, 1]]
-    found = Sampler(vocab_size).logprobs(rows, token_ids, [count, 0, count]).take()
+    sampler = Sampler(vocab_size)
+    plain = sampler.logprobs(rows, token_ids, [count, 0, count]).take()
+    sampler.tells_ranks = True
+    found = sampler.logprobs(rows, token_ids, [count, 0, count]).take()
+    assert plain == found
+    assert [type(entry) for entry in plain] == [dict] * 3
     for row, token, entry, k in zip([2, 0, 1], token_ids, found, [count, 0, count], strict=True):
         check_entry(entry, logits[row], token, k)
+        values = logits[row].tolist()
+        order = sorted(range(vocab_size), key=lambda other: (-values[other], other))
+        assert entry.rank == order.index(token) + 1
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import jsonschema_rs
 import pytest
+import transformers
 
-from onestem import LLM
+from onestem import LLM, SamplingParams
 from onestem.errors import RequestError, UnsupportedError
 from onestem.openai import tools as forms
 from onestem.openai.read import read_body
@@ -303,3 +305,100 @@ def test_a_call_that_was_cut_may_be_sent_back(llm) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "cut"},
     ]
     assert ask(llm, messages=messages).finish_reason in ("stop", "length")
+
+
+# --- in Python ---------------------------------------------------------------------------------
+
+CALLED = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+AGENT = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "name": "Ada", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
+    {"role": "assistant", "content": None,
+     "tool_calls": [{"id": "x", "type": "function", "function": CALLED}]},
+    {"role": "tool", "tool_call_id": "x", "content": "sunny"},
+]  # fmt: skip
+SHORT = SamplingParams(max_tokens=1, temperature=0)
+
+
+def test_chat_reads_messages_as_http_does(llm) -> None:
+    body = {"messages": AGENT, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 1}
+    read = read_body("chat", body).prompts[0]
+    (answer,) = llm.chat(AGENT, SHORT, tools=[WEATHER], tool_choice="none")
+    expected = llm.tokenizer.apply_chat_template(read.messages, **asdict(read.template))
+    assert answer.prompt_token_ids == expected
+    frozen = tuple(MappingProxyType({**message}) for message in AGENT)
+    (same,) = llm.chat(frozen, SHORT, tools=(MappingProxyType(WEATHER),), tool_choice="none")
+    assert same.prompt_token_ids == expected
+
+
+def test_chat_with_tools_is_as_transformers_has_it(llm) -> None:
+    """Arguments as objects, contents as texts, `developer` as the template's `system`."""
+    oracle = transformers.AutoTokenizer.from_pretrained(llm.path)
+    function = {"name": "get_weather", "arguments": {"city": "Rome"}}
+    plain = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "name": "Ada", "content": "a\nb"},
+        {"role": "assistant", "content": "",
+         "tool_calls": [{"id": "x", "type": "function", "function": function}]},
+        AGENT[3],
+    ]  # fmt: skip
+    rendered = oracle.apply_chat_template(
+        plain, tools=[WEATHER], tokenize=False, add_generation_prompt=True
+    )
+    (answer,) = llm.chat(AGENT, SHORT, tools=[WEATHER])
+    assert llm.tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False) == rendered
+    assert "get_weather" in rendered
+
+
+def test_chat_holds_calls_and_gives_the_message(llm) -> None:
+    """As over HTTP; the message is read again as one."""
+    params = SamplingParams(max_tokens=150, seed=1, n=2)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        one, two = llm.chat([USER, USER], params, tools=[WEATHER, ADD], tool_choice=choice)
+        over_http = ask(llm, tools=[WEATHER, ADD], tool_choice=choice)
+        assert one.outputs[0].text == two.outputs[0].text == over_http.text
+        for index, output in enumerate(one.outputs):
+            message = llm.assistant_message(one, index)
+            assert message["content"] is None
+            calls = [call["function"] for call in message["tool_calls"]]
+            found = Calls.of(output.text, llm.tokenizer.tool_form).calls
+            assert [(call["name"], call["arguments"]) for call in calls] == found
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+                for call in message["tool_calls"]
+            ]
+            (then,) = llm.chat([*USER, message, *results], SHORT, tools=[WEATHER, ADD])
+            assert then.finished
+    (free,) = llm.chat(USER, SHORT)
+    assert llm.assistant_message(free) == {"role": "assistant", "content": free.outputs[0].text}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "reason"),
+    [
+        (["hi"], {}, "messages is 'hi', expected a list of at least one message"),
+        ([{"content": "x"}], {}, r"messages\[0\].role is missing"),
+        ([{"role": "user"}], {}, r"messages\[0\]: content is missing"),
+        ([{"role": "<|eot_id|>", "content": "x"}], {}, r"messages\[0\].role is '<\|eot_id\|>'"),
+        ([{"role": "user", "content": ["y"]}], {}, r"messages\[0\].content\[0\] is 'y'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "type is 'image_url'"),
+        ([{"role": "user", "content": "a\ud800"}], {}, "half a character"),
+        ([{"role": "tool", "content": "3"}], {}, r"messages\[0\]: role tool has no tool_call_id"),
+        (USER, {"tool_choice": "required"}, "tool_choice needs tools"),
+        (USER, {"tools": [WEATHER], "tool_choice": "any"}, "expected none, auto, required"),
+        (USER, {"tools": "x"}, "tools is 'x', expected a list of objects"),
+        (USER, {"chat_template_kwargs": [1]}, r"chat_template_kwargs is \[1\], expected an object"),
+    ],
+)
+def test_chat_refuses_as_http_does(llm, messages, options, reason) -> None:
+    steps = llm.engine.stats.steps
+    with pytest.raises(RequestError, match=reason) as caught:
+        llm.chat(messages, SHORT, **options)
+    assert "\n" not in str(caught.value)
+    assert llm.engine.stats.steps == steps
+
+
+def test_chat_refuses_tools_beside_choices(llm) -> None:
+    with pytest.raises(RequestError, match="choices and tools"):
+        llm.chat(USER, SamplingParams(choices=["a"]), tools=[WEATHER])

@@ -26,13 +26,15 @@ TYPES = {
 
 
 class Stub:
-    """What the server says now. `events` off: the stream is refused; `up` off: everything is."""
+    """What the server says now. `events` off: the stream is refused; `up` off: everything is.
+    `pages` are others, with their policies."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
         self.events, self.up = True, True
         self.streams: list[queue.Queue[bytes | None]] = []
         self.asked: list[str] = []
+        self.pages: dict[str, tuple[str, str]] = {}
 
     def say(self, state: dict[str, Any]) -> None:
         """Set the state and send it to all who listen."""
@@ -52,7 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         stub: Stub = self.server.stub  # type: ignore[attr-defined]
         stub.asked.append(self.path)
         name = "index.html" if self.path == "/" else self.path.removeprefix("/page/")
-        if self.path.startswith("/internal/") and not stub.up:
+        if self.path in stub.pages:
+            html, policy = stub.pages[self.path]
+            self.answer(200, "text/html; charset=utf-8", html.encode(), policy)
+        elif self.path.startswith("/internal/") and not stub.up:
             self.answer(500, "text/plain", b"no")
         elif self.path == "/internal/state":
             self.answer(200, "application/json", json.dumps(stub.state).encode())
@@ -64,10 +69,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer(404, "text/plain", b"not here")
 
-    def answer(self, status: int, kind: str, body: bytes) -> None:
+    def answer(self, status: int, kind: str, body: bytes, policy: str = POLICY) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Content-Security-Policy", policy)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -79,7 +79,7 @@ def test_chat_logprobs(client, llm):
     made = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     content = made.choices[0].logprobs.content
     for entry, token, logprobs in zip(content, expected.token_ids, expected.logprobs, strict=True):
-        assert entry.logprob == pytest.approx(logprobs[token], abs=1e-4)
+        assert entry.logprob == pytest.approx(logprobs[token].logprob, abs=1e-4)
         assert bytes(entry.bytes) == llm.tokenizer.token_bytes(token)
         assert len(entry.top_logprobs) == 3
     stream = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3, stream=True)
@@ -195,7 +195,7 @@ def test_echo_with_logprobs(client, llm, max_tokens):
         assert found.top_logprobs[0] is None
         for token, entry, value in zip(ids, entries, found.token_logprobs, strict=True):
             if entry is not None:
-                assert value == pytest.approx(entry[token], abs=1e-5)
+                assert value == pytest.approx(entry[token].logprob, abs=1e-5)
         assert made.usage.completion_tokens == max_tokens
     for bad in ({"stream": True}, {"extra_body": {"prompt_logprobs": 1}}):
         with pytest.raises(openai.BadRequestError, match="echo and"):

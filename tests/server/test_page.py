@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from onestem.server.api_page import api_page
 from tests.server.page_states import EVIL, RUNS, START, state
 from tests.server.page_stub import PAGE, Stub, serving
 
@@ -249,3 +250,31 @@ def test_dark_where_the_system_is_dark(page):
         seen.append(script(browser, ground))
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert seen == ["rgb(251, 251, 249)", "rgb(20, 24, 23)"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_the_api_is_drawn_under_its_policy(browser, scheme):
+    """With its style, by the system's light or dark, and without any other request."""
+    operation = {"operationId": "f", "description": "It is `good`.", "responses": {}}
+    schemas = {"Thing": {"properties": {"<b>": {"type": "integer", "description": EVIL}}}}
+    document = {
+        "info": {"title": "API", "version": "1", "description": ""},
+        "paths": {"/f": {"get": operation}},
+        "components": {"schemas": schemas},
+    }
+    html, headers = api_page(document)
+    stub = Stub()
+    stub.pages["/docs"] = html, headers["Content-Security-Policy"]
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    with serving(stub) as url:
+        browser.get_log("browser")
+        browser.get(f"{url}/docs")
+        ground = script(browser, "return getComputedStyle(document.body).backgroundColor")
+        cells = [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, "#Thing td")]
+        browser.get("about:blank")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert ground == {"light": "rgb(251, 251, 249)", "dark": "rgb(20, 24, 23)"}[scheme]
+    assert cells == ["<b>", "an integer", "", EVIL]
+    assert browser.get_log("browser") == []
+    assert stub.asked == ["/docs"]

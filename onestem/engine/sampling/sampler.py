@@ -21,7 +21,7 @@ from torch import Tensor
 from onestem.ops import resolve_sampling
 from onestem.ops.copies import on_device
 from onestem.ops.sampling import IDLE, ROW, Drawn, RowTable
-from onestem.request import SamplingParams, TokenLogprobs
+from onestem.request import RankedLogprobs, SamplingParams, TokenLogprobs
 
 __all__ = [
     "Chosen",
@@ -99,15 +99,18 @@ class Chosen(NamedTuple):
     Attributes:
         own: `[m]`, of the chosen tokens.
         ids, logprobs: `[m, k]`, of the most probable ones.
+        before: int64 `[m]`, how many tokens are more probable than the chosen one, or as probable
+            with a lower id; `[0]` where nobody asks.
     """
 
     own: Tensor
     ids: Tensor
     logprobs: Tensor
+    before: Tensor
 
     def words(self) -> list[Tensor]:
         """int64, as `TakenChosen.of` reads them."""
-        return [self.ids.flatten(), _as_bits(self.own), _as_bits(self.logprobs)]
+        return [self.ids.flatten(), _as_bits(self.own), _as_bits(self.logprobs), self.before]
 
 
 class TakenChosen(NamedTuple):
@@ -116,27 +119,33 @@ class TakenChosen(NamedTuple):
     own: NDArray[np.float64]
     ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
+    before: NDArray[np.int64]
 
     @staticmethod
     def of(words: NDArray[np.int64], count: int) -> TakenChosen:
         """From the words of so many rows."""
         most = (len(words) // count - 1) // 2
-        ids, own, logprobs = np.split(words, [count * most, count * (most + 1)])
+        ends = [count * most, count * (most + 1), count * (2 * most + 1)]
+        ids, own, logprobs, before = np.split(words, ends)
         return TakenChosen(
             own.view(np.float64),
             ids.reshape(count, most),
             logprobs.view(np.float64).reshape(count, most),
+            before,
         )
 
     def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
         """Of each row the `counts` most probable tokens, in order, and a token that may be one of
         them, else stands behind them."""
         own, ids, logprobs = self.own.tolist(), self.ids.tolist(), self.logprobs.tolist()
-        found: list[TokenLogprobs] = []
+        kind: Any = RankedLogprobs if len(self.before) else dict
+        found: list[Any] = []
         for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
-            entry = dict(zip(ids[i][:count], logprobs[i][:count], strict=True))
+            entry = kind(zip(ids[i][:count], logprobs[i][:count], strict=True))
             entry.setdefault(token, own[i])
             found.append(entry)
+        for entry, before in zip(found, self.before.tolist(), strict=False):
+            entry.rank = before + 1
         return found
 
 
@@ -259,6 +268,9 @@ class Sampler:
         vocab_size: columns of the logits.
         defaults: the model's sampling defaults, used where a request leaves them open.
         device: where the logits are.
+
+    Attributes:
+        tells_ranks: log-probabilities are `RankedLogprobs`, which costs a pass over the logits.
     """
 
     def __init__(
@@ -269,6 +281,7 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.tells_ranks = False
         self._defaults = defaults
         self._ops = resolve_sampling(self.device)
         self._penalties = self._ops.penalties(vocab_size, self.device)
@@ -293,7 +306,9 @@ class Sampler:
             for kind in kinds
         ]
         logits = torch.zeros(len(rows), self.vocab_size, device=self.device)
+        self.tells_ranks = True
         self.sample(logits, rows)
+        self.tells_ranks = False
         for row in rows:
             self.release(row)
 
@@ -448,7 +463,8 @@ class Sampler:
         own = logits[index, ids]
         sums = self._ops.log_sums(logits, index)
         values, top_ids = self._ops.leading(logits, index, min(most, self.vocab_size))
-        return Chosen(own - sums, top_ids, values - sums[:, None])
+        before = self._ops.ranks(logits, index, ids) if self.tells_ranks else ids[:0]
+        return Chosen(own - sums, top_ids, values - sums[:, None], before)
 
     @torch.inference_mode()
     def logprobs(

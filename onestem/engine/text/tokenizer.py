@@ -49,7 +49,6 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # Decoders of which each token's text is its own, whatever follows it.
 _LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
@@ -112,6 +111,7 @@ class Tokenizer:
         self._unforgeable = self.special_ids - {hugging_face.unk_token_id}
         self._prefix, self._suffix = self._post_processing()
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -241,12 +241,12 @@ class Tokenizer:
         """Ids of a conversation, as the model's template writes it.
 
         Args:
+            messages: as `onestem.openai.read` makes them; contents are texts.
             add_generation_prompt: end with what begins an answer.
             continue_final_message: end inside the last message, which the answer goes on from.
             fields: further variables of the template (vLLM's `chat_template_kwargs`).
 
-        Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined
-        by newlines. A control token that the template writes is one; its name inside a message is
+        A control token that the template writes is one; its name inside a message is
         characters. The rule:
 
         * No message mentions a control token (nearly always): the rendered text is encoded as a
@@ -260,7 +260,7 @@ class Tokenizer:
           template sees the messages with marks in place of the names, otherwise as they are.
 
         Raises:
-            RequestError: no template, a malformed message, or the template refuses.
+            RequestError: no template, or it refuses.
         """
         plain = self._plain(messages)
         ending = Ending(add_generation_prompt, continue_final_message)
@@ -288,7 +288,7 @@ class Tokenizer:
     def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages as a template reads them: OpenAI's `developer` is a `system` that it may know
         by that name alone."""
-        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        plain = [dict(message) for message in messages]
         if "developer" not in self._template_source:
             for message in plain:
                 if message["role"] == "developer":
@@ -337,6 +337,13 @@ class Tokenizer:
         text: str = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
         if "\ufffd" in text and "ByteFallback" in self._decoders:
             return self._decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of a token alone, a control token's by its name: `decode` of this one id."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def _decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
@@ -521,37 +528,6 @@ def _template_fields(fields: Mapping[str, Any] | None) -> dict[str, Any]:
             "out"
         )
     return dict(fields or {})
-
-
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as one string; other fields are the template's business."""
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise RequestError(f"{where} is {type(message).__name__}, expected an object")
-    role = message.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise RequestError(f"{where}.role is {role!r}, expected a name such as 'user'")
-    return {**message, "content": _plain_content(where, message.get("content"))}
-
-
-def _plain_content(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
-        raise RequestError(
-            f"{where}.content is {type(content).__name__}, expected a string or a list of parts"
-        )
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise RequestError(
-                f"{where}.content[{index}] is of type {kind!r}, expected "
-                '{"type": "text", "text": ...}: this engine reads text only'
-            )
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _mentions(value: Any, names: re.Pattern[str]) -> bool:
