@@ -47,6 +47,7 @@ __all__ = [
     "Request",
     "RequestMetrics",
     "RequestOutput",
+    "Rerendered",
     "Reuse",
     "SamplingParams",
     "TokenLogprobs",
@@ -519,6 +520,8 @@ class Request:
         common_modules: the modules that a prompt in PML imports are without salt: a schema meant
             for all.
         priority: a `job`'s request runs in what `interactive` ones leave free.
+        prefilled_tokens: the prompt's last tokens that a chat template writes before an answer, and
+            not before the same answer in a later prompt (an empty `<think></think>`, say).
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
             cache until the group's last member has finished.
     """
@@ -534,6 +537,7 @@ class Request:
     common_prefix_tokens: int = 0
     common_modules: bool = False
     priority: Priority = "interactive"
+    prefilled_tokens: int = 0
     group: int | None = None
     group_prefix_tokens: int = 0
 
@@ -564,6 +568,24 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rerendered:
+    """A prompt goes on inside an answer that is stored, and in another way than the answer does:
+    its conversation is written differently than before.
+
+    Attributes:
+        at: index of the prompt's first token that differs.
+        num_tokens: stored tokens of the conversation from there on.
+        offset: tokens from where the answer begins (with its `Request.prefilled_tokens`) to there.
+        earlier: the first ids of what is stored from there (at most 16).
+    """
+
+    at: int
+    num_tokens: int
+    offset: int
+    earlier: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reuse:
     """What of a prompt was stored or being computed when it was admitted, and where that ended.
 
@@ -574,6 +596,7 @@ class Reuse:
             stored goes on in another way), `new` (nothing stored goes on from there).
         here: the token id where it ended, of the prompt.
         there: first ids of what is stored beside it (at most 4, of the same cache salt).
+        rerendered: where it ended inside an answer.
     """
 
     matched_tokens: int
@@ -581,6 +604,7 @@ class Reuse:
     ended: Literal["prompt", "differs", "new"]
     here: int | None
     there: tuple[int, ...]
+    rerendered: Rerendered | None = None
 
 
 @dataclass(kw_only=True)

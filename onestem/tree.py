@@ -139,10 +139,12 @@ class RadixTree(Generic[N]):
         for start, end, label in cut(stretches, len(tokens) if limit is None else limit):
             if at < start:
                 break
-            node, at = self._descend(node, tokens[:end], at, label)
+            node, at = self.descend(node, tokens[:end], at, label)
         return node, at
 
-    def _descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
+    def descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
+        """From a node on which tokens 0..at-1 end, as far down as the others are there with a
+        label: the node where that ends, split there if need be, and their number."""
         while at < len(tokens):
             child = node.children.get((label, int(tokens[at])))
             if child is None:

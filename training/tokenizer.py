@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
     "{% else %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}"
+    "{{ '' if loop.first else '\n' }}"
     "{{ '<tool_call>\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
     "{{ call['function']['arguments'] | tojson + '}\n</tool_call>' }}"
     "{% endfor %}"

@@ -137,10 +137,21 @@ class PrefixCache:
         self._note_idle(run)
 
     def _adopt(self, run: Run) -> None:
-        """Enter a private run in the tree if no other there begins alike."""
-        if self.enabled and run.computed and self._may_enter(run):
-            self._private.discard(run)
-            self.tree.insert(run)
+        """Enter a private run in the tree, without the first tokens that another has there (equal
+        prompts' answers begin alike, with the prompt's last token at least)."""
+        parent = run.parent
+        if not self.enabled or not run.computed or parent is None or parent in self._private:
+            return
+        tokens = np.array(run.tokens[: run.computed], np.int32)
+        node, known = self.tree.descend(parent, tokens, 0, run.label)
+        # Of a run that grows, what is not computed yet cannot be matched.
+        if known == run.computed or (run.label, int(tokens[known])) in node.children:
+            return
+        if known:
+            self.pool.release(run.split_off(known).pages)
+            run.parent = node
+        self._private.discard(run)
+        self.tree.insert(run)
 
     def _drop(self, run: Run) -> None:
         self._private.discard(run)

@@ -12,6 +12,8 @@ from onestem.tree import PLAIN, Label, Node
 
 __all__ = ["Run"]
 
+NO_ANSWER = 2**62  # an index that no sequence has
+
 
 class Run(Node):
     """Tokens whose keys and values are (or will be) stored once.
@@ -24,11 +26,13 @@ class Run(Node):
         owner: who computes what is not yet computed (any object), or None.
         grows: a sequence appends its answer to it. Nobody else holds it, and whoever matches its
             tokens splits it: the writer keeps the lower part, of at least one token.
+        answer_at: index in the sequence from which its tokens are an answer's.
         last_used: the cache's clock when it was last let go.
         uid: number of creation; orders rows so that a run's rows are neighbours.
     """
 
     __slots__ = (
+        "answer_at",
         "computed",
         "grows",
         "last_used",
@@ -57,6 +61,7 @@ class Run(Node):
         self.pins = 0
         self.owner: object | None = None
         self.grows = False
+        self.answer_at = NO_ANSWER
         self.last_used = 0
         self.uid = next(Run._uids)
         self.pool: PagePool | None = None
@@ -70,6 +75,7 @@ class Run(Node):
         upper = super().split_off(at)
         upper.pool, upper.owner = self.pool, self.owner
         upper.pins, upper.last_used = self.pins, self.last_used
+        upper.answer_at = self.answer_at
         upper.offset = self.offset
         upper.computed = min(self.computed, at)
         self.computed -= upper.computed

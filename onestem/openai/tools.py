@@ -152,10 +152,11 @@ def _sequence(*elements: JsonObject) -> JsonObject:
 
 def _arguments(function: Mapping[str, Any], tools: Tools) -> JsonObject:
     """What a function's arguments are held to; where a call is free, any object will do for a
-    schema that cannot be enforced (`lenient`, see `onestem.engine.grammar.tags`)."""
+    schema that cannot be enforced (`lenient`, see `onestem.engine.grammar.tags`). `spaced`: as chat
+    templates write them (`tojson`), so that the next prompt has the tokens that were sampled."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     lenient = tools.mode == "auto" and not function.get("strict")
-    return {"type": "json_schema", "json_schema": schema, "lenient": lenient}
+    return {"type": "json_schema", "json_schema": schema, "lenient": lenient, "spaced": True}
 
 
 def _format_of(response_format: Mapping[str, Any]) -> JsonObject:

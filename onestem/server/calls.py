@@ -13,7 +13,7 @@ from typing import Literal
 from onestem.openai.read import Echo
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
-from onestem.request import Request, RequestMetrics
+from onestem.request import Request, RequestMetrics, Rerendered
 from onestem.server.chunk_size import ChunkSize
 from onestem.server.client import EngineClient
 from onestem.server.errors import TOO_LATE, ApiError, too_late
@@ -129,6 +129,13 @@ class Call:
     def metrics(self) -> list[RequestMetrics]:
         return [delta.metrics for delta in self.deltas if delta.metrics is not None]
 
+    @property
+    def rerendered(self) -> Rerendered | None:
+        """Where a chat is written differently than before, once it has ended."""
+        if self.kind != "chat" or not self.deltas or self.deltas[0].reuse is None:
+            return None
+        return self.deltas[0].reuse.rerendered
+
 
 def usage_of(call: Call) -> dict[str, object]:
     """OpenAI's `usage`; a prompt counts once, however many answers it gets."""
@@ -137,9 +144,13 @@ def usage_of(call: Call) -> dict[str, object]:
     if call.echo is not None and call.echo.alone:
         output = 0
     cached = sum(min(m.num_cached_tokens, m.num_prompt_tokens) for m in call.metrics)
+    details = {"cached_tokens": cached}
+    rerendered = call.rerendered
+    if rerendered is not None:
+        details["rerendered_tokens"] = rerendered.num_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }

@@ -133,10 +133,18 @@ def _requests(
             stream=asked.stream,
             cache_salt=tenant.salt(asked.cache_salt),
             common_prefix_tokens=common.length(ids) if common is not None else 0,
+            prefilled_tokens=_prefilled(service.bounded_tokenizer, asked.prompts[number]),
         )
         service.check(request)
         requests.append(request)
     return requests
+
+
+def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
+    """Of a chat that begins an answer."""
+    if tokenizer is None or prompt.messages is None or not prompt.template.add_generation_prompt:
+        return 0
+    return tokenizer.prefilled_tokens(prompt.template.fields)
 
 
 def _echo_of(service: Service, prompt: Prompt, ids: Sequence[int]) -> str:

@@ -61,6 +61,9 @@ class BoundedTokenizer:
             self.check("tools", len(json.dumps(how["fields"], default=str)))
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **how)
 
+    def prefilled_tokens(self, fields: Mapping[str, Any]) -> int:
+        return self._tokenizer.prefilled_tokens(fields)
+
     @property
     def tool_form(self) -> ToolForm | None:
         return self._tokenizer.tool_form

@@ -66,6 +66,15 @@ def _request(fields: Fields) -> str:
     )
 
 
+def _rerendered(fields: Fields) -> str:
+    app = f" of {fields['app']}" if fields["app"] else ""
+    return (
+        f"a conversation{app} is written differently than before, {fields['tokens']} cached tokens "
+        f"could not be used: {fields['kind'].replace('_', ' ')} differs {fields['offset']} tokens "
+        f"into an answer, at token {fields['at']} of the prompt (told once)"
+    )
+
+
 def _refused(fields: Fields) -> str:
     why = [fields[name] for name in ("code", "param") if fields[name]]
     return f"{fields['method']} {fields['path']} {fields['status']}" + (
@@ -86,4 +95,5 @@ LINES: Mapping[str, Callable[[Fields], str]] = {
     "stopping": lambda fields: f"stopping: answers have {fields['grace']:g} s to end",
     "request": _request,
     "refused": _refused,
+    "rerendered": _rerendered,
 }

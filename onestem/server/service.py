@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from onestem.server.metrics import Metrics
 from onestem.server.prefixes import Prefixes, read_app
 from onestem.server.process import Launcher
 from onestem.server.progress import say_loaded, say_prefixes
+from onestem.server.rerendered import RerenderedLog
 from onestem.server.schemas import Schemas
 from onestem.server.settings import Settings
 from onestem.server.state import SnapshotCache
@@ -77,6 +78,7 @@ class Service:
         )
         self.metrics = Metrics(self.client)
         self.history = History(self._token_text)
+        self.rerendered = RerenderedLog(self._text)
         self.jobs = Jobs(self.store, self.client, self.schemas, self._job_model, self.check)
         self.snapshots = SnapshotCache(self)
         self.stopping = asyncio.Event()
@@ -201,6 +203,7 @@ class Service:
     def _note(self, call: Call, seconds: float) -> None:
         self.metrics.note(call, seconds)
         self.history.note(call, seconds)
+        self.rerendered.note(call)
         last = call.metrics[-1] if call.metrics else None
         first = last.first_token_time if last is not None else None
         log.info(
@@ -218,9 +221,13 @@ class Service:
         )
 
     def _token_text(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self._text([token])
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """With the names of control tokens."""
         if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+            return ""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     # ------------------------------------------------------------------------- jobs
 

@@ -18,6 +18,7 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import (
     LLAMA_2_TEMPLATE,
+    LLAMA_3_TEMPLATE,
     make_byte_fallback_tokenizer,
     make_byte_level_tokenizer,
 )
@@ -402,3 +403,30 @@ def test_added_tokens_that_are_not_control_tokens_are_found_in_text(tmp_path: Pa
     token = tokenizer.encode("a<think>b")[2]
     assert tokenizer.token_name(token) == "<think>"
     assert token not in tokenizer.special_ids
+
+
+# --- what a template writes before an answer ---------------------------------------------------
+
+BEGUN = "<think>\n\n</think>\n\n"
+UNLESS = "{% if not enable_thinking %}" + BEGUN + "{% endif %}{% endif %}"
+TEMPLATES = {
+    "as earlier answers": (LLAMA_3_TEMPLATE, {}, 0),
+    "an empty thought": (LLAMA_3_TEMPLATE.replace("{% endif %}", UNLESS), {}, None),
+    "or none": (LLAMA_3_TEMPLATE.replace("{% endif %}", UNLESS), {"enable_thinking": True}, 0),
+    "users' turns differ later": ("{{ messages | length }}" + LLAMA_3_TEMPLATE, {}, 0),
+    "no answers": ("{{ raise_exception('no') if messages[1:] }}" + LLAMA_3_TEMPLATE, {}, 0),
+    "no template": (None, {}, 0),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prefilled_tokens(tmp_path: Path, name: str) -> None:
+    template, fields, expected = TEMPLATES[name]
+    tokenizer = Tokenizer.from_directory(make_byte_level_tokenizer(tmp_path, template=template))
+    assert tokenizer is not None
+    if expected is None:
+        expected = len(tokenizer.encode(BEGUN, add_special_tokens=False))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for _ in range(2):
+        assert tokenizer.prefilled_tokens(fields) == expected
+        assert tokenizer.prefilled_tokens({**fields, "tools": tools}) == expected

@@ -218,6 +218,33 @@ def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
     assert compiler is not None
 
 
+def test_the_next_prompt_has_calls_as_they_were_sampled(llm) -> None:
+    """Templates write arguments as `json.dumps` does: what is sampled otherwise is never found in
+    the cache again."""
+    fields = {
+        "x": {"enum": [7, True, "a b"]},
+        "y": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3},
+    }
+    inner = {"type": "object", "properties": fields, "required": ["x", "y"]}
+    outer = {**inner, "properties": {**fields, "z": inner}, "required": ["x", "y", "z"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": outer}}
+    counts = []
+    body = {"tools": [tool], "tool_choice": "required", "max_tokens": 400}
+    bodies = [{**body, "seed": seed} for seed in range(16)]
+    for output in ask_all(llm, bodies):
+        if output.finish_reason != "stop":
+            continue
+        calls = [
+            {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in Calls.of(output.text, llm.tokenizer.tool_form).calls
+        ]
+        sent = read_body("chat", {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]})
+        rendered = llm.tokenizer.render_chat(sent.prompts[0].messages, False)
+        assert rendered.endswith(f"<|assistant|>{output.text}<|end|>")
+        counts.append(len(calls))
+    assert max(counts) > 1
+
+
 def test_a_schema_that_cannot_be_enforced(llm) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
     for body in (

@@ -59,6 +59,11 @@ REFUSED = {
         ("try", {"command": "curl x"}, "try: curl x"),
         ("stopping", {"grace": 30.0}, "stopping: answers have 30 s to end"),
         ("stopped", {}, "stopped"),
+        ("rerendered", {"id": "a", "key": None, "app": "support", "tokens": 83, "at": 3657,
+                        "offset": 1, "kind": "generation_prompt"},
+         "a conversation of support is written differently than before, 83 cached tokens could not "
+         "be used: generation prompt differs 1 tokens into an answer, at token 3657 of the prompt "
+         "(told once)"),
         ("job_started", {"job": "batch_1", "key": None}, "job started: job batch_1"),
         ("engine_down", {"error": "it died"}, "engine down: error it died"),
     ],

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.serve.agents import Turn, measured, summary
 from benchmarks.serve.compare import _against
 from benchmarks.serve.jobs import _verdict
 from benchmarks.serve.plot import curves, draw, read
@@ -118,3 +119,41 @@ def test_the_picture_has_a_line_for_each_server(tmp_path):
     assert b"<svg" in first
     draw(found, 0.5, out)
     assert out.read_bytes() == first
+
+
+def longest_common(prompt, known):
+    """By comparison with each."""
+    pairs = (zip(prompt, one, strict=False) for one in known)
+    lengths = (sum(itertools.takewhile(bool, (a == b for a, b in pair))) for pair in pairs)
+    return min(max(lengths, default=0), len(prompt) - 1)
+
+
+def test_the_oracle_of_agents_finds_what_was_there():
+    rng = np.random.default_rng(3)
+    events, known, expected, waiting = [], [], [], []
+    for _ in range(120):
+        if waiting and rng.random() < 0.5:
+            turn = waiting.pop(int(rng.integers(len(waiting))))
+            events.append(("done", turn))
+            known.append([*turn.prompt, *turn.answer[:-1]])
+        prompt, tokens = rng.integers(0, 2, 9).tolist(), rng.integers(0, 2, 4).tolist()
+        if known and rng.random() < 0.7:
+            prompt = [*known[int(rng.integers(len(known)))], *prompt]
+        turn = Turn(number=0, prompt=prompt, answer=tokens)
+        expected.append(longest_common(prompt, known))
+        events.append(("sent", turn))
+        known.append(prompt)
+        waiting.append(turn)
+    assert [turn.exact for turn in measured(events)] == expected
+    assert max(expected) > 30
+
+
+def test_shares_of_agents_turns():
+    first = Turn(number=0, system_tokens=20, prompt=range(32), answer=[1] * 5)
+    second = Turn(number=1, before=first, system_tokens=20, prompt=range(60), cached=24, exact=30)
+    assert (first.as_written, second.as_written) == (0, 36)
+    found = summary([first, second])
+    assert (found["of_exact"], found["good"]) == (0.8, False)
+    last = found["by_turn"][1]
+    assert (last["pages"], last["of_pages"], last["own_of_exact"]) == (16, 1.5, 0.4)
+    assert (last["own_of_as_written"], last["share"]) == (0.25, 0.4)

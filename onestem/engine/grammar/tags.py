@@ -1,7 +1,8 @@
 """Structural tags: what an answer is held to where a JSON schema alone does not say it.
 
 A format is xgrammar's (`structural_tag.Format`): texts, schemas, regular expressions and grammars,
-put together. Schemas in it are written without whitespace between their values.
+put together. Schemas in it are written without whitespace between their values, but for those of
+tools (`spaced`).
 """
 
 from __future__ import annotations
@@ -105,15 +106,18 @@ def _formats(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def with_grammars(value: Any) -> Any:
-    """A tag with its plain schemas as grammars, which the compiler writes without whitespace."""
+    """A tag with its plain schemas as grammars, which say where whitespace stands."""
     if isinstance(value, Mapping):
         schema = value.get("json_schema")
         if value.get("type") == "json_schema" and isinstance(schema, Mapping):
             if value.get("style", "json") != "json":
                 return dict(value)
+            spaced = bool(value.get("spaced"))
             if value.get("lenient") and not _is_enforced(schema):
-                return {"type": "grammar", "grammar": ebnf_of({"type": "object"}, strict=False)}
-            return {"type": "grammar", "grammar": ebnf_of(schema, strict=True)}
+                grammar = ebnf_of({"type": "object"}, strict=False, spaced=spaced)
+            else:
+                grammar = ebnf_of(schema, strict=True, spaced=spaced)
+            return {"type": "grammar", "grammar": grammar}
         return {name: with_grammars(part) for name, part in value.items()}
     return [with_grammars(part) for part in value] if isinstance(value, (list, tuple)) else value
 
@@ -127,15 +131,16 @@ def _is_enforced(schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def ebnf_of(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """A schema's compact JSON as a grammar; raises what xgrammar does for a bad one."""
+def ebnf_of(schema: Mapping[str, Any], *, strict: bool, spaced: bool = False) -> str:
+    """A schema's JSON as a grammar, compact or with a space behind each comma and colon; raises
+    what xgrammar does for a bad one."""
     import xgrammar
 
     return str(
         xgrammar.Grammar.from_json_schema(
             json.dumps(with_any_of(schema)),
             any_whitespace=False,
-            separators=(",", ":"),
+            separators=(", ", ": ") if spaced else (",", ":"),
             strict_mode=strict,
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +16,7 @@ from onestem.cache import PrefixCache, Run
 from onestem.engine.schedule.queue import FifoQueue
 from onestem.engine.sequence import RequestState, Sequence, stretches_of
 from onestem.errors import RequestError
-from onestem.request import Request, Reuse, SamplingParams
+from onestem.request import Request, Rerendered, Reuse, SamplingParams
 
 __all__ = [
     "ReservedPages",
@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 SHOWN = 4  # tokens of runs beside a prompt's own, for an explanation
+SHOWN_ANSWER = 16  # tokens of an answer that a prompt leaves
+LOOKED_AT = 16  # runs beside one, the newest, among which an answer is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +300,7 @@ def explain(sequence: Sequence, path: list[Run], prefix: str | None) -> Reuse:
         ended="prompt" if at_end else "differs" if beside else "new",
         here=sequence.tokens[matched] if matched < len(sequence.tokens) else None,
         there=() if at_end else beside,
+        rerendered=_rerendered(own) if own is not None and not at_end else None,
     )
 
 
@@ -307,6 +310,41 @@ def _beside(own: Run) -> tuple[int, ...]:
     assert own.parent is not None
     others = (run for run in own.parent.children.values() if run is not own)
     return tuple(islice((run.tokens[0] for run in others if run.label == own.label), SHOWN))
+
+
+def _rerendered(own: Run) -> Rerendered | None:
+    """Of a prompt that goes on as `own` from inside an answer that has ended. Costs nothing where
+    no answer is, and otherwise as many steps as the conversation's path has runs."""
+    assert own.parent is not None
+    if own.parent.answer_at > own.start:
+        return None
+    left = _newest(own.parent, own, lambda run: run.answer_at <= own.start)
+    if left is None or left.grows:
+        return None
+    lost = list(_below(left))
+    earlier = (token for run in lost for token in run.tokens[: min(run.computed, SHOWN_ANSWER)])
+    return Rerendered(
+        at=own.start,
+        num_tokens=sum(run.computed for run in lost),
+        offset=own.start - left.answer_at,
+        earlier=tuple(islice(earlier, SHOWN_ANSWER)),
+    )
+
+
+def _below(run: Run) -> Iterator[Run]:
+    """A run and how its conversation went on last, as far as that has ended."""
+    following: Run | None = run
+    while following is not None and not following.grows:
+        yield following
+        following = _newest(following, run, lambda _: True)
+
+
+def _newest(parent: Run, like: Run, wanted: Callable[[Run], bool]) -> Run | None:
+    """The newest of some runs below another; `like`: another one of the same label."""
+    children = islice(reversed(parent.children.values()), LOOKED_AT)
+    return next(
+        (c for c in children if c is not like and c.label == like.label and wanted(c)), None
+    )
 
 
 class ReservedPages:

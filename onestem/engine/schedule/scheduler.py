@@ -259,11 +259,13 @@ class Scheduler:
         if not state.forked:
             state.forked = True
             sequences += [self._fork(sequence, i) for i in range(1, state.request.params.n)]
+        run.answer_at = min(run.answer_at, sequence.num_prompt - state.request.prefilled_tokens)
         if len(sequences) == 1 and run.label == sequence.last_label and self.cache.may_grow(run):
             run.grows = True
         else:
             for one in sequences:
                 one.run = self.cache.branch(run, (), one, one.last_label)
+                one.run.answer_at = run.answer_at
                 one.forget_path()
             self.cache.unpin(run)  # the branches have pinned the path for themselves
         self._standing.update((one, None) for one in sequences if one.num_left > 1)

@@ -22,9 +22,9 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +49,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+PREFILLED_KEPT = 64  # template variables whose generation prompts are remembered
 # Decoders of which each token's text is its own, whatever follows it.
 _LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
@@ -277,6 +278,30 @@ class Tokenizer:
         ids = marker.backend.encode(text, add_special_tokens=False).ids
         ids = self._unforged(marker.backend, text, ids) if literal else ids
         return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
+
+    def prefilled_tokens(self, fields: Mapping[str, Any] | None = None) -> int:
+        """How many tokens a template ends a prompt with that it does not write before the same
+        answer in a later prompt, such as an empty `<think></think>`. `fields`: as above."""
+        named = {name: value for name, value in (fields or {}).items() if name != "tools"}
+        return self._prefilled(json.dumps(named, sort_keys=True, default=str))
+
+    @cached_property
+    def _prefilled(self) -> Callable[[str], int]:
+        return lru_cache(PREFILLED_KEPT)(self._count_prefilled)
+
+    def _count_prefilled(self, fields: str) -> int:
+        asked = [{"role": "user", "content": "a"}]
+        later = [*asked, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        try:
+            begun, plain, said = (
+                self.apply_chat_template(messages, begins, fields=json.loads(fields))
+                for messages, begins in ((asked, True), (asked, False), (later, False))
+            )
+        except RequestError:  # the template wants other messages
+            return 0
+        same = next((i for i, (a, b) in enumerate(zip(begun, said, strict=False)) if a != b), None)
+        # Where it differs before the answer, a later prompt has nothing of this one's.
+        return 0 if same is None or same < len(plain) else len(begun) - same
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
