@@ -137,3 +137,18 @@ def test_all_names_exist():
         module = importlib.import_module(name)
         for exported in getattr(module, "__all__", ()):
             assert hasattr(module, exported), f"{name}.{exported}"
+
+
+ROOMS = {"link": ("objects", "api", "page"), "objects": ("api", "page")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_server_do_not_know_those_above_them(room):
+    above = tuple(f"onestem.server.{name}" for name in ROOMS[room])
+    for path in (PACKAGE / "server" / room).rglob("*.py"):
+        named = [
+            node.module or ""
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        ]
+        assert not [module for module in named if module.startswith(above)], path

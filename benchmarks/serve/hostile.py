@@ -53,7 +53,7 @@ from onestem.bench_serve.figures import distribution
 from onestem.bench_serve.server import free_port, serving
 from onestem.llm import find_model
 from onestem.options import EMBEDDED
-from onestem.server.tenants import OPERATOR
+from onestem.server.objects.tenants import OPERATOR
 
 __all__ = ["MAX_BODY", "Setting", "pool_of", "server_files", "traffic", "verdict"]
 

@@ -14,7 +14,7 @@ import httpx2
 
 from benchmarks.serve.hostile_answers import Reply, differences, is_a_draw, reply_of
 from benchmarks.serve.hostile_pool import COMPLETIONS, Case
-from onestem.server.tenants import OPERATOR
+from onestem.server.objects.tenants import OPERATOR
 
 __all__ = ["Hand", "Site", "Tally", "judged", "varied"]
 

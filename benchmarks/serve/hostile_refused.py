@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.serve.hostile_hand import Hand
 from benchmarks.serve.hostile_pool import CHATS, COMPLETIONS
 from benchmarks.serve.hostile_wire import head_of, post
-from onestem.server.tenants import OPERATOR
+from onestem.server.objects.tenants import OPERATOR
 
 __all__ = ["REFUSED"]
 

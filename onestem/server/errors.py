@@ -89,6 +89,7 @@ class NoAnswerError(ApiError):
     def __init__(self, seconds: float) -> None:
         message = f"the engine has not answered within {seconds:.3g} s: try again later"
         super().__init__(503, message, code="engine_slow", headers={"Retry-After": "2"})
+        self.seconds = seconds
 
 
 def too_late(seconds: float) -> ApiError:

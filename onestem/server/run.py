@@ -15,13 +15,11 @@ import uvicorn
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
 from onestem.llm import find_model
-from onestem.server.app import make_app
-from onestem.server.garbage import collecting_less
-from onestem.server.half_open import HalfOpenProtocol
+from onestem.server.api.app import make_app
+from onestem.server.api.http import HalfOpenProtocol, hosts_of
+from onestem.server.link.process import EngineProcess, collecting_less
 from onestem.server.logs import log
-from onestem.server.process import EngineProcess
-from onestem.server.progress import say_listening, say_loading
-from onestem.server.service import Service
+from onestem.server.service import Service, say_listening, say_loading
 from onestem.server.settings import Settings
 
 __all__ = ["HttpServer", "bind", "serve"]
@@ -116,6 +114,7 @@ async def serve(settings: Settings) -> None:
 
 async def _start(settings: Settings, signals: _Signals) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores are the engine's
+    hosts_of(settings.host, settings.allowed_hosts)  # refused before anything is loaded
     listener = bind(settings.host, settings.port)
     try:
         path = await asyncio.to_thread(find_model, settings.engine.model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,38 +15,57 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
 from onestem.engine.schedule.admission import MAX_CHOICE_TOKENS, check_request
+from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
 from onestem.request import Request
-from onestem.server.chunk_size import ChunkSize
-from onestem.server.client import EngineClient
 from onestem.server.errors import ApiError, EngineDownError
-from onestem.server.foreign import hosts_of
-from onestem.server.history import History
-from onestem.server.jobs import JobModel, Jobs
-from onestem.server.lengths import BoundedTokenizer
+from onestem.server.link.client import EngineClient, Launcher
 from onestem.server.logs import log
-from onestem.server.metrics import Metrics
-from onestem.server.prefixes import Prefixes, read_app
-from onestem.server.process import Launcher
-from onestem.server.progress import say_loaded, say_prefixes
-from onestem.server.rerendered import RerenderedLog
-from onestem.server.schemas import Schemas
+from onestem.server.objects.jobs import JobModel, Jobs
+from onestem.server.objects.prefixes import Prefixes, read_app
+from onestem.server.objects.schemas import Schemas
+from onestem.server.objects.store import Store
+from onestem.server.objects.tenants import Keys, read_key_file
+from onestem.server.records import History, Metrics, RerenderedLog
 from onestem.server.settings import Settings
-from onestem.server.state import SnapshotCache
-from onestem.server.store import Store
-from onestem.server.tenants import Keys, read_key_file
-from onestem.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from onestem.server.calls import Call
+    from onestem.server.api.calls import Call
 
-__all__ = ["Service"]
+__all__ = ["Service", "say_listening", "say_loaded", "say_loading", "say_prefixes"]
 
 TOKENISING_THREADS = 2
 QUICK_BYTES = 1 << 15
+FRESH_SECONDS = 0.5
 
 T = TypeVar("T")
+
+
+class SnapshotCache:
+    """The engine's snapshot, asked for at most twice a second however many look at it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()
+        self._value: dict[str, Any] = {}
+        self._at = 0.0
+
+    async def get(self) -> dict[str, Any]:
+        """The snapshot; empty while there is no engine."""
+        async with self._lock:
+            if time.monotonic() - self._at >= FRESH_SECONDS:
+                try:
+                    self._value = await self._service.client.ask("snapshot")
+                    self._service.prefixes.take_infos(self._value["prefixes"])
+                except ApiError:
+                    self._value = {}
+                self._at = time.monotonic()
+        return self._value
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self._value
 
 
 class Service:
@@ -63,14 +84,13 @@ class Service:
         self.tokenizer = tokenizer
         file = settings.api_key_file
         self.keys = Keys() if file is None else read_key_file(file)
-        self.hosts = hosts_of(settings.host, settings.allowed_hosts)
         self._apps = dict(map(read_app, settings.apps))
         self.store = Store(settings.folder)
         self.client = EngineClient(
             launcher,
             settings.max_queue,
-            ChunkSize(settings.stream_interval),
-            Watchdog(settings.engine_timeout),
+            stream_interval=settings.stream_interval,
+            engine_timeout=settings.engine_timeout,
         )
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         self.schemas = Schemas(
@@ -246,3 +266,64 @@ class Service:
             options=facts.options.identity(),
             kv_tokens=facts.kv_tokens,
         )
+
+
+# ----------------------------------------------------------------------------- progress
+# What a server says while it starts, for whoever waits for it.
+
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+def say_loading(settings: Settings, path: Path) -> None:
+    """A model was found, and its weights are loaded next."""
+    log.info("model_found", model=str(settings.engine.model), path=str(path))
+    made_up = settings.engine.random_weights
+    size = 0 if made_up else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    log.info("loading", weights_bytes=size, dtype=ModelConfig.from_directory(path).torch_dtype)
+
+
+def say_loaded(service: Service, seconds: float) -> None:
+    """The engine has begun to run."""
+    facts = service.client.facts
+    assert facts is not None
+    log.info(
+        "loaded",
+        kv_tokens=facts.kv_tokens,
+        dtype=facts.options.dtype,
+        device=facts.options.device,
+        attention=facts.options.impl,
+        seconds=round(seconds, 3),
+    )
+
+
+def say_prefixes(service: Service) -> None:
+    """The operator's prefixes and those of keys are in KV memory."""
+    prefixes = service.prefixes.everyone()
+    if prefixes:
+        tokens = sum(prefix.num_tokens for prefix in prefixes)
+        log.info("prefixes_computed", count=len(prefixes), tokens=tokens)
+
+
+def say_listening(service: Service, host: str, port: int) -> None:
+    """Requests are taken: where, and how one is sent."""
+    host = f"[{host}]" if ":" in host else host
+    log.info("listening", url=f"http://{host}:{port}", model=service.settings.names[0])
+    url = f"http://{EVERYWHERE.get(host, host)}:{port}"
+    log.info("addresses", page=f"{url}/", api=f"{url}/v1")
+    log.info("try", command=_command(service, f"{url}/v1"))
+
+
+def _command(service: Service, api: str) -> str:
+    path, body = _example(service)
+    words = ["curl", f"{api}/{path}", "-H", "Content-Type: application/json"]
+    if service.keys.needed:
+        words += ["-H", "Authorization: Bearer KEY"]
+    return shlex.join([*words, "-d", json.dumps({**body, "max_tokens": 40})])
+
+
+def _example(service: Service) -> tuple[str, dict[str, Any]]:
+    if service.tokenizer is None:
+        return "completions", {"prompt": [1, 2, 3]}
+    if not service.tokenizer.has_chat_template:
+        return "completions", {"prompt": "Hello"}
+    return "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}

@@ -16,12 +16,13 @@ import httpx
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.llm import LLM, find_model
 from onestem.options import EngineOptions
-from onestem.server.process import EngineProcess, Launcher, connect
+from onestem.server.link.client import Launcher
+from onestem.server.link.messages import Channel
+from onestem.server.link.process import EngineProcess, connect
+from onestem.server.link.worker import Worker
 from onestem.server.run import HttpServer, bind
 from onestem.server.service import Service
 from onestem.server.settings import Settings
-from onestem.server.wire import Channel
-from onestem.server.worker import Worker
 
 WAIT = 30.0
 ENGINE = {"kv_memory": "256MiB", "device": "cpu", "dtype": "float32"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.server.admission_window import (
+from onestem.server.link.worker import (
     ENOUGH,
     LONGEST_WAIT,
     SECONDS_PER_STREAM,

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from onestem.server.client import EngineClient
 from onestem.server.errors import NoAnswerError
-from onestem.server.process import connect
+from onestem.server.link.client import EngineClient
+from onestem.server.link.process import connect
 
 
 def deep(depth: int) -> list:

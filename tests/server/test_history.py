@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onestem.server.history import History
+from onestem.server.records import History
 
 
 def rates(samples: list[tuple[float, int]]) -> list[float | None]:

@@ -11,11 +11,11 @@ import pytest
 
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
-from onestem.server import jobs
 from onestem.server.errors import ApiError, EngineDownError, NoAnswerError
-from onestem.server.job_attempt import JobAttempt
-from onestem.server.job_files import keep_output
-from onestem.server.store import Store
+from onestem.server.objects import jobs
+from onestem.server.objects.files import keep_output
+from onestem.server.objects.jobs import JobAttempt
+from onestem.server.objects.store import Store
 from tests.server.test_batches import create, ended, output, three_of_thirty_answered
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onestem.server import completions
+from onestem.server.api import completions
 from tests.server.harness import running
 from tests.server.test_batches import create, ended
 from tests.server.test_job_ends import errors_of, line

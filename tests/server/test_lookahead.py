@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onestem.request import Request, SamplingParams
-from onestem.server.client import LOOKAHEAD, EngineClient
-from onestem.server.messages import Add, Report
+from onestem.server.link.client import LOOKAHEAD, EngineClient
+from onestem.server.link.messages import Add, Report
 
 
 class Silent:

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from onestem.options import EngineOptions
 from onestem.request import Request
-from onestem.server.calls import Call
+from onestem.server.api.calls import Call
+from onestem.server.link.worker import CPU_STEP_MS, load
 from onestem.server.logs import set_up
-from onestem.server.metrics import MOST_APPS, Metrics
-from onestem.server.tenants import EVERYBODY
-from onestem.server.worker import CPU_STEP_MS, load
+from onestem.server.objects.tenants import EVERYBODY
+from onestem.server.records import MOST_APPS, Metrics
 from tests.server.harness import Held, running
 
 APP = {"support": {"text": "You are the kind assistant of a shop that sells maps. " * 2}}

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from onestem.server.api_page import api_page
+from onestem.server.page.reference import api_page
 from tests.server.page_states import EVIL, RUNS, START, state
 from tests.server.page_stub import PAGE, Stub, serving
 

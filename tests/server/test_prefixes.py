@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onestem.errors import ConfigError
-from onestem.server.prefixes import read_app
+from onestem.server.objects.prefixes import read_app
 from tests.server.harness import running
 
 TEXT = "You are the assistant of a library. Answer in one sentence, in English, and be kind. "

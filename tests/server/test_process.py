@@ -239,8 +239,8 @@ def check_second_signal(command: Command, url: str, wait: Callable[[], object]) 
 LAUNCH = """
 import asyncio, sys
 from onestem.options import EngineOptions
-from onestem.server.process import EngineProcess
-from onestem.server.wire import read_message
+from onestem.server.link.process import EngineProcess
+from onestem.server.link.messages import read_message
 
 async def main():
     link = await EngineProcess(EngineOptions(), "tests.server.fake_engine:load").launch()

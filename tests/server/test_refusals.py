@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from onestem.server import limits
+from onestem.server.api import http as limits
 
 PML = '<prompt schema="nobody">Hello</prompt>'
 JSON = {"Content-Type": "application/json"}

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from onestem.request import Request, Rerendered
-from onestem.server.log_lines import line_of
-from onestem.server.rerendered import kind_of
+from onestem.server.logs import line_of
+from onestem.server.records import kind_of
 from tests.engine.tiny_tokenizers import LLAMA_3_TEMPLATE, make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.server.harness import running

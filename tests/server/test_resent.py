@@ -11,9 +11,9 @@ import pytest
 
 from onestem.llm import LLM
 from onestem.request import CompletionOutput
+from onestem.server.api.calls import Inbox
 from onestem.server.errors import ApiError, EngineDownError
-from onestem.server.inbox import Inbox
-from onestem.server.messages import Delta
+from onestem.server.link.messages import Delta
 from tests.server.harness import WAIT, running
 from tests.server.test_inbox import last, take
 

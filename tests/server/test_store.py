@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from onestem.errors import ConfigError
-from onestem.server.store import Store
+from onestem.server.objects.store import Store
 
 FILE = {
     "id": "file-1", "owner": "a", "filename": "x", "purpose": "batch", "bytes": 3, "created_at": 1,

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from onestem.request import Request, SamplingParams
-from onestem.server.calls import Call
-from onestem.server.chunk_size import ChunkSize
-from onestem.server.completions import _events
+from onestem.server.api.calls import Call
+from onestem.server.api.completions import _events
 from onestem.server.errors import EngineDownError
-from onestem.server.tenants import EVERYBODY
+from onestem.server.link.pacing import ChunkSize
+from onestem.server.objects.tenants import EVERYBODY
 from tests.server.harness import running
 
 

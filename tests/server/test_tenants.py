@@ -9,7 +9,7 @@ import time
 import pytest
 
 from onestem.errors import ConfigError
-from onestem.server.tenants import Tenant, read_key_file
+from onestem.server.objects.tenants import Tenant, read_key_file
 from tests.server.harness import running
 
 ALICE, BOB, BOSS = "alice-secret-1", "bob-secret-12", "operator-secret"

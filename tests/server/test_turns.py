@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onestem.server.errors import ApiError
-from onestem.server.turns import Turns
+from onestem.server.link.pacing import Turns
 
 
 def filled(**lines: tuple[int, float]) -> Turns[str]:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from onestem.options import EngineOptions
-from onestem.server.client import EngineClient
 from onestem.server.errors import EngineDownError
-from onestem.server.process import EngineProcess
-from onestem.server.watchdog import Watchdog
+from onestem.server.link.client import EngineClient
+from onestem.server.link.pacing import Watchdog
+from onestem.server.link.process import EngineProcess
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_without_a_limit_nothing_is_stuck(clock):
 def test_a_stopped_engine_is_killed_and_started_again():
     async def live() -> None:
         launcher = EngineProcess(EngineOptions(), "tests.server.fake_engine:load")
-        client = EngineClient(launcher, 4, watchdog=Watchdog(0.2))
+        client = EngineClient(launcher, 4, engine_timeout=0.2)
         seen = []
         set_state = client._set_state
         client._set_state = lambda state, error=None: (seen.append(state), set_state(state, error))

@@ -11,9 +11,9 @@ from onestem.engine.outputs import request_output
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
-from onestem.server import worker as module
-from onestem.server.messages import Abort, Add, Answered, Ask
-from onestem.server.worker import RECENT_SECONDS, Worker
+from onestem.server.link import worker as module
+from onestem.server.link.messages import Abort, Add, Answered, Ask
+from onestem.server.link.worker import RECENT_SECONDS, Worker
 from tests.server.fake_engine import load
 
 

@@ -1,0 +1,323 @@
+"""One HTTP call for answers: its requests from queueing to the last token, and what it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from onestem.openai.read import Echo
+from onestem.openai.schema import Kind
+from onestem.openai.tools import ToolForm
+from onestem.request import CompletionOutput, Request, RequestMetrics, Rerendered
+from onestem.server.errors import TOO_LATE, ApiError, EngineDownError, too_late
+from onestem.server.link.client import EngineClient
+from onestem.server.link.messages import Delta
+from onestem.server.link.pacing import ChunkSize
+from onestem.server.objects.tenants import Tenant
+
+__all__ = ["Call", "Inbox", "Outcome", "usage_of"]
+
+Outcome = Literal["stop", "length", "abort", "error", "timeout", "refused"]
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A call that was found good.
+
+    Attributes:
+        id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
+        requests: one per prompt.
+        chunk_size: of its stream's chunks, behind the first one; None: a token each.
+        echo: how its prompts are given back; None: they are not.
+        tools: the form of its calls; None: it has none.
+        app: name of the prefix that it stands behind, "" if none.
+        created: unix seconds; arrived: of `time.monotonic()`.
+        seconds: that it may take.
+    """
+
+    id: str
+    kind: Kind
+    model: str
+    tenant: Tenant
+    requests: Sequence[Request]
+    app: str = ""
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    tools: ToolForm | None = None
+    echo: Echo | None = None
+    chunk_size: ChunkSize | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    arrived: float
+    seconds: float
+    inbox: Inbox = field(init=False)
+    outcome: Outcome | None = None
+    _num_left: int = field(init=False, default=0)
+    _on_left: Callable[[], object] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(len(self.requests), self.chunk_size)
+
+    def submit(self, client: EngineClient) -> None:
+        """Queue its requests. `running` has to follow, which lets go of them."""
+        client.check_up()
+        client.check_room(self.tenant.name, len(self.requests))
+        for number, request in enumerate(self.requests):
+            client.submit(request, self.tenant.name, self.tenant.weight, self.inbox.part(number))
+
+    @asynccontextmanager
+    async def running(self, client: EngineClient) -> AsyncIterator[Inbox]:
+        """Inside, its answers come; however this is left, none of its requests runs on."""
+        timer = asyncio.get_running_loop().call_later(
+            self.deadline - time.monotonic(), lambda: self.inbox.fail(self._too_late())
+        )
+        try:
+            yield self.inbox
+            self.outcome = self._finish_reason()
+        except ApiError as error:
+            self.outcome = "refused" if error.status < 500 else "error"
+            if error.code == TOO_LATE:
+                self.outcome = "timeout"
+            raise
+        finally:
+            timer.cancel()
+            self.outcome = self.outcome or "abort"
+            for part, request in enumerate(self.requests):
+                client.abort(request.request_id, partial(self._left, part))
+
+    def _left(self, part: int, metrics: RequestMetrics | None) -> None:
+        """The engine is done with one of its requests; `metrics` where it was cut short."""
+        if metrics is not None and part not in self.inbox.ended:
+            name = self.requests[part].request_id
+            self.inbox.ended[part] = Delta(name, [], finished=True, metrics=metrics)
+        self._num_left += 1
+        if self._num_left == len(self.requests) and self._on_left is not None:
+            self._on_left()
+
+    def when_left(self, tell: Callable[[], object]) -> None:
+        """Have `tell` called when the engine is done with all of it, so that `metrics` are whole.
+        For one that was cut short, that is soon after `running`."""
+        if self._num_left == len(self.requests):
+            tell()
+        else:
+            self._on_left = tell
+
+    def _finish_reason(self) -> Outcome:
+        reasons = [piece.finish_reason for delta in self.deltas for piece in delta.pieces]
+        return reasons[-1] or "stop" if reasons else "stop"
+
+    def _too_late(self) -> ApiError:
+        return too_late(self.seconds)
+
+    @property
+    def deadline(self) -> float:
+        """Of `time.monotonic()`."""
+        return self.arrived + self.seconds
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """The last delta of each request that has ended, in the prompts' order."""
+        return [self.inbox.ended[part] for part in sorted(self.inbox.ended)]
+
+    @property
+    def metrics(self) -> list[RequestMetrics]:
+        return [delta.metrics for delta in self.deltas if delta.metrics is not None]
+
+    @property
+    def rerendered(self) -> Rerendered | None:
+        """Where a chat is written differently than before, once it has ended."""
+        if self.kind != "chat" or not self.deltas or self.deltas[0].reuse is None:
+            return None
+        return self.deltas[0].reuse.rerendered
+
+
+def usage_of(call: Call) -> dict[str, object]:
+    """OpenAI's `usage`; a prompt counts once, however many answers it gets."""
+    prompt = sum(len(request.prompt_token_ids) for request in call.requests)
+    output = sum(metrics.num_output_tokens for metrics in call.metrics)
+    if call.echo is not None and call.echo.alone:
+        output = 0
+    cached = sum(min(m.num_cached_tokens, m.num_prompt_tokens) for m in call.metrics)
+    details = {"cached_tokens": cached}
+    rerendered = call.rerendered
+    if rerendered is not None:
+        details["rerendered_tokens"] = rerendered.num_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": details,
+    }
+
+
+# ----------------------------------------------------------------------------- inbox
+# What has come of a call's answers and is not sent yet.
+#
+# Pieces of one sequence that meet here become one: a reader that is slow gets fewer and larger
+# chunks, and holds at most one whole answer. The whole answer is the fold of the pieces.
+
+
+class _Part:
+    """The listener of one of a call's requests."""
+
+    def __init__(self, inbox: Inbox, number: int) -> None:
+        self._inbox, self._number = inbox, number
+
+    def on_token(self, index: int, token_id: int, text: str) -> None:
+        self._inbox.add_token((self._number, index), token_id, text)
+
+    def on_delta(self, delta: Delta) -> None:
+        self._inbox.add(self._number, delta)
+
+    def on_restart(self) -> None:
+        self._inbox.restart(self._number)
+
+    def on_error(self, error: ApiError) -> None:
+        self._inbox.fail(error)
+
+
+class _Heard:
+    """What of one sequence was handed out; and, once the engine says it again, what of that is
+    still to come."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._ids_to_come: list[int] = []
+        self._text_to_come = ""
+
+    def note(self, piece: CompletionOutput) -> None:
+        self._token_ids += piece.token_ids
+        self._texts.append(piece.text)
+
+    def restart(self) -> None:
+        self._ids_to_come, self._text_to_come = list(self._token_ids), "".join(self._texts)
+
+    @property
+    def comes_again(self) -> bool:
+        return bool(self._ids_to_come or self._text_to_come)
+
+    def cut(self, piece: CompletionOutput) -> bool:
+        """Leave what is new in a piece; False: it says something else than before."""
+        count = min(len(self._ids_to_come), len(piece.token_ids))
+        chars = min(len(self._text_to_come), len(piece.text))
+        same = self._ids_to_come[:count] == piece.token_ids[:count]
+        same &= self._text_to_come[:chars] == piece.text[:chars]
+        self._ids_to_come = self._ids_to_come[count:]
+        self._text_to_come = self._text_to_come[chars:]
+        del piece.token_ids[:count]
+        piece.text = piece.text[chars:]
+        piece.logprobs = piece.logprobs and piece.logprobs[count:]
+        return same and not (piece.finish_reason and self.comes_again)
+
+
+class Inbox:
+    """Collects the pieces of `num_parts` requests.
+
+    Args:
+        size: tokens of a sequence, behind its first one, that are news together. What is there
+            when it ends, or beside other news, does not wait for more. None: each is news.
+
+    Attributes:
+        ended: part -> its last delta (with metrics).
+        error: what ended the call early.
+    """
+
+    def __init__(self, num_parts: int, size: ChunkSize | None = None) -> None:
+        self.ended: dict[int, Delta] = {}
+        self.error: ApiError | None = None
+        self._num_parts = num_parts
+        self._pieces: dict[tuple[int, int], CompletionOutput] = {}
+        self._size = size or ChunkSize()
+        self._begun: set[tuple[int, int]] = set()
+        self._heard: dict[tuple[int, int], _Heard] = {}
+        self._news = asyncio.Event()
+
+    def part(self, number: int) -> _Part:
+        return _Part(self, number)
+
+    def add_token(self, key: tuple[int, int], token_id: int, text: str) -> None:
+        """A token of `key`, (part, sequence)."""
+        heard = self._heard.get(key)
+        if heard is not None and heard.comes_again:
+            self._add_piece(key, CompletionOutput(index=key[1], text=text, token_ids=[token_id]))
+            return
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = CompletionOutput(
+                index=key[1], text=text, token_ids=[token_id]
+            )
+        else:
+            piece.text += text
+            piece.token_ids.append(token_id)
+        if len(piece.token_ids) >= self._size.tokens or key not in self._begun:
+            self._begun.add(key)
+            self._news.set()
+
+    def add(self, part: int, delta: Delta) -> None:
+        for piece in delta.pieces:
+            self._add_piece((part, piece.index), piece)
+        if delta.finished:
+            self.ended[part] = delta
+        self._news.set()
+
+    def _add_piece(self, key: tuple[int, int], piece: CompletionOutput) -> None:
+        heard = self._heard.get(key)
+        if heard is not None and heard.comes_again and not heard.cut(piece):
+            self.fail(EngineDownError("the engine died, and did not go on as it had begun"))
+            return
+        if not (piece.token_ids or piece.text or piece.finish_reason):
+            return
+        before = self._pieces.get(key)
+        if before is None:
+            self._pieces[key] = piece
+        else:
+            before.extend(piece)
+
+    def restart(self, part: int) -> None:
+        """A part is answered anew: what was handed out is not handed out again."""
+        self._pieces = {key: piece for key, piece in self._pieces.items() if key[0] != part}
+        for key, heard in self._heard.items():
+            if key[0] == part:
+                heard.restart()
+
+    def fail(self, error: ApiError) -> None:
+        """End the call, unless all of its answers are here."""
+        if not self.complete:
+            self.error = self.error or error
+            self._news.set()
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ended) == self._num_parts
+
+    @property
+    def drained(self) -> bool:
+        """All answers are here, and all of them were taken."""
+        return self.complete and not self._pieces
+
+    async def wait(self) -> None:
+        """Until something is there; raises the error that ended the call early."""
+        await self._news.wait()
+        self._news.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def whole(self) -> dict[tuple[int, int], CompletionOutput]:
+        """All pieces of all parts, each sequence's joined."""
+        while not self.complete:
+            await self.wait()
+        return self.take()
+
+    def take(self) -> dict[tuple[int, int], CompletionOutput]:
+        """(part, sequence) -> what is new since the last time."""
+        pieces, self._pieces = self._pieces, {}
+        if not self.complete:
+            for key, piece in pieces.items():
+                self._heard.setdefault(key, _Heard()).note(piece)
+        return pieces

@@ -1,0 +1,390 @@
+"""/v1/chat/completions and /v1/completions: from a body to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from onestem.batch.spool import NO_TOKENIZER
+from onestem.checked import check, without_nulls
+from onestem.engine.text.bounded import BoundedTokenizer
+from onestem.errors import RequestError
+from onestem.openai.read import Asked, Prompt, read_body, read_conversation, read_object
+from onestem.openai.schema import DetokenizeBody, Kind, TokenizeBody
+from onestem.openai.write import Chunks, NotANumberError, ResponseFormat, answer_body, echoed
+from onestem.request import CompletionOutput, Request, RequestOutput, is_masked, masking_fields
+from onestem.server.api.calls import Call, usage_of
+from onestem.server.api.http import (
+    DONE,
+    EventStream,
+    check_media_type,
+    disconnected,
+    event,
+    read_limited,
+)
+from onestem.server.errors import ApiError, NoAnswerError, too_late
+from onestem.server.objects.prefixes import Prefix, messages_of
+from onestem.server.objects.tenants import APP_OWNER, Tenant
+
+if TYPE_CHECKING:
+    from onestem.server.service import Service
+
+__all__ = ["answer", "check_piece", "detokenize", "events", "tokenize", "whole_body"]
+
+SLOW_READER_SECONDS = 60.0  # that a reader gets after its deadline to take the rest
+QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
+CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
+
+
+async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
+    """Answer a call, whole or as a stream."""
+    arrived = time.monotonic()
+    check_media_type(http, "application/json")
+    raw = await read_limited(http, service.settings.max_body_bytes)
+    asked = await service.parsed(raw, lambda data: read_body(kind, read_object(data)))
+    service.check_model(asked.model)
+    service.client.check_up()
+    tokenizer = service.bounded_tokenizer
+    if tokenizer is not None:
+        asked = asked.held(tokenizer.tool_form, tokenizer.control_token)
+    call = await _call(service, asked, tenant, arrived)
+    call.submit(service.client)
+    headers = {"x-request-id": call.id}
+    if asked.stream:
+        patience = call.deadline - time.monotonic() + SLOW_READER_SECONDS
+        return EventStream(_events(service, call), seconds=patience, headers=headers)
+    return await _whole(service, call, http, headers)
+
+
+async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
+    """The call of a body: tokenised and checked, in a thread where that takes time."""
+    name = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
+    prefix = service.prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
+    if _is_quick(asked):
+        requests = _requests(service, asked, tenant, prefix, name)
+    else:
+        requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
+    first = requests[0]
+    seconds = asked.timeout or service.settings.timeout
+    if asked.params.response_format is not None or first.pml is not None:
+        await _validate(service, first, arrived, seconds)
+    if first.pml is not None and service.settings.engine.module_disk is not None:
+        wanted = service.schemas.alternatives(tenant, first.pml)
+        service.client.prefetch(wanted, first.module_salt)
+    tokenizer = service.bounded_tokenizer
+    begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
+    return Call(
+        id=name,
+        kind=asked.kind,
+        model=asked.model or service.settings.names[0],
+        tenant=tenant,
+        requests=requests,
+        app=begun.name if begun is not None else "",
+        stream=asked.stream,
+        include_usage=asked.include_usage,
+        return_token_ids=asked.return_token_ids or service.tokenizer is None,
+        echo=asked.echo,
+        tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
+        chunk_size=service.client.chunk_size,
+        arrived=arrived,
+        seconds=seconds,
+    )
+
+
+async def _validate(service: Service, request: Request, arrived: float, seconds: float) -> None:
+    """As the engine would, within the request's time; a grammar is compiled there."""
+    left = max(0.0, arrived + seconds - time.monotonic())
+    try:
+        await service.client.ask("validate", request, seconds=left)
+    except NoAnswerError as error:
+        if error.seconds >= left:
+            raise too_late(seconds) from None
+        raise
+
+
+def _is_quick(asked: Asked) -> bool:
+    """Whether nothing is to be tokenised, and little to be checked: a thread would take longer."""
+    sizes = [
+        len(prompt.token_ids) if prompt.token_ids else QUICK_TOKENS for prompt in asked.prompts
+    ]
+    return asked.params.choices is None and sum(sizes) < QUICK_TOKENS
+
+
+def _requests(
+    service: Service, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
+) -> list[Request]:
+    """A request for each prompt, found good."""
+    if asked.prompts[0].pml is not None:
+        return [_pml_request(service, asked, tenant, asked.prompts[0], name)]
+    requests = []
+    for number, ids in enumerate(_token_ids(service.bounded_tokenizer, asked, prefix)):
+        common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
+        request = Request(
+            request_id=f"{name}-{number}",
+            # One block of memory, which goes to the engine's process and into its books as it is.
+            prompt_token_ids=array("i", ids),
+            prompt=_echo_of(service, asked.prompts[number], ids) if asked.echo else None,
+            params=asked.params,
+            stream=asked.stream,
+            cache_salt=tenant.salt(asked.cache_salt),
+            common_prefix_tokens=common.length(ids) if common is not None else 0,
+            prefilled_tokens=_prefilled(service.bounded_tokenizer, asked.prompts[number]),
+        )
+        service.check(request)
+        requests.append(request)
+    return requests
+
+
+def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
+    """Of a chat that begins an answer."""
+    if tokenizer is None or prompt.messages is None or not prompt.template.add_generation_prompt:
+        return 0
+    return tokenizer.prefilled_tokens(prompt.template.fields)
+
+
+def _echo_of(service: Service, prompt: Prompt, ids: Sequence[int]) -> str:
+    """A prompt's text, to be given back."""
+    if prompt.text is not None:
+        return prompt.text
+    return "" if service.tokenizer is None else service.tokenizer.decode(ids)
+
+
+def _pml_request(
+    service: Service, asked: Asked, tenant: Tenant, prompt: Prompt, name: str
+) -> Request:
+    assert prompt.pml is not None
+    compiled = service.schemas.compile(tenant, prompt.pml, prompt.isolation)
+    request = Request(
+        request_id=f"{name}-0",
+        prompt_token_ids=compiled.ordered_token_ids.tolist(),
+        params=asked.params,
+        stream=asked.stream,
+        cache_salt=tenant.salt(asked.cache_salt),
+        common_modules=service.schemas.find(tenant, compiled.schema).is_common,
+        pml=compiled,
+    )
+    service.check(request)
+    return request
+
+
+def _token_ids(
+    tokenizer: BoundedTokenizer | None, asked: Asked, prefix: Prefix | None
+) -> Iterator[list[int]]:
+    """Of each prompt, when it is asked for: one that is refused spares those behind it."""
+    if asked.kind == "chat":
+        if tokenizer is None:
+            raise RequestError(NO_TOKENIZER)
+        return (_chat_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
+    return (_completion_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
+
+
+def _chat_ids(tokenizer: BoundedTokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
+    assert prompt.messages is not None
+    if prefix is None:
+        return tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
+    if "chat" not in prefix.forms:
+        raise RequestError(
+            f"prefix {prefix.name!r} is of token ids, which stand before a prompt: "
+            "use /v1/completions, or make a prefix of text or messages"
+        )
+    messages = [*messages_of(prefix.source), *prompt.messages]
+    return tokenizer.apply_chat_template(messages, **asdict(prompt.template))
+
+
+def _completion_ids(
+    tokenizer: BoundedTokenizer | None, prompt: Prompt, prefix: Prefix | None
+) -> list[int]:
+    if prefix is not None and "completion" not in prefix.forms:
+        raise RequestError(
+            f"prefix {prefix.name!r} is of messages, which stand before a chat's: "
+            "use /v1/chat/completions, or make a prefix of text or token ids"
+        )
+    if prompt.token_ids is not None:
+        ids = prompt.token_ids
+    elif tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    else:
+        assert prompt.text is not None
+        ids = tokenizer.encode_batch([prompt.text], add_special_tokens=prefix is None)[0]
+    return ids if prefix is None else [*prefix.forms["completion"], *ids]
+
+
+def _form(service: Service, call: Call) -> ResponseFormat:
+    return ResponseFormat(
+        kind=call.kind,
+        model=call.model,
+        logprobs=call.requests[0].params.logprobs,
+        return_token_ids=call.return_token_ids,
+        token_bytes=service.tokenizer.token_bytes if service.tokenizer is not None else None,
+        tools=call.tools,
+    )
+
+
+async def _whole(
+    service: Service, call: Call, http: HttpRequest, headers: dict[str, str]
+) -> Response:
+    """The answer as one body; if the client goes away, nothing runs on for it."""
+    body = asyncio.create_task(_body(service, call))
+    gone = asyncio.create_task(disconnected(http.receive))
+    try:
+        await asyncio.wait({body, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not body.done():
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(body.result(), headers=headers)
+    finally:
+        for task in (body, gone):
+            task.cancel()
+        await asyncio.gather(body, gone, return_exceptions=True)
+
+
+async def _body(service: Service, call: Call) -> dict[str, object]:
+    try:
+        async with call.running(service.client) as inbox:
+            pieces = await inbox.whole()
+            for piece in pieces.values():
+                check_piece(piece, call)
+        return whole_body(call, pieces, _form(service, call))
+    finally:
+        service.note(call)
+
+
+async def _events(service: Service, call: Call) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. What goes wrong after its head was sent is an event too."""
+    chunks = Chunks(
+        call.id,
+        call.created,
+        _form(service, call),
+        n=call.requests[0].params.n,
+        include_usage=call.include_usage,
+    )
+    last = b""
+    try:
+        async with call.running(service.client) as inbox:
+            while not inbox.drained:
+                if last:
+                    yield last
+                await inbox.wait()
+                last = events(call, inbox.take(), chunks)
+        if call.include_usage:
+            last += chunks.usage(usage_of(call))
+    except ApiError as error:
+        service.metrics.note_error(error.status)
+        last = _unsent(chunks, call) + event(error.body())
+    finally:
+        service.note(call)
+    # Together: each write is a system call, and there is one of these for each request.
+    yield last + DONE
+
+
+def _unsent(chunks: Chunks, call: Call) -> bytes:
+    """Events of tokens that waited for a chunk's others when the stream was cut short."""
+    with contextlib.suppress(ApiError):  # there is one to tell of already
+        return events(call, call.inbox.take(), chunks)
+    return b""
+
+
+# ----------------------------------------------------------------------------- answers
+# A call's answer, whole or as chunks, or the error that it has in its place.
+
+
+def check_piece(piece: CompletionOutput, call: Call) -> None:
+    """Raise what the engine said of a sequence that it could not continue."""
+    if piece.finish_reason != "error":
+        return
+    message = piece.stop_reason if isinstance(piece.stop_reason, str) else "the engine failed"
+    if is_masked(message):
+        param = masking_fields(call.requests[0].params)[0]
+        raise ApiError(400, message, param=param, code="invalid_request")
+    raise ApiError(500, message, code="engine_error")
+
+
+def whole_body(
+    call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
+) -> dict[str, Any]:
+    """The body of a call that is answered: the choices of its prompts one after the other."""
+    bodies = []
+    for part, request in enumerate(call.requests):
+        outputs = [piece for (of, _), piece in pieces.items() if of == part]
+        prompt_logprobs = call.inbox.ended[part].prompt_logprobs
+        if call.echo is not None:
+            ids, text = request.prompt_token_ids, request.prompt or ""
+            outputs = [
+                echoed(piece, text, ids, prompt_logprobs, alone=call.echo.alone)
+                for piece in outputs
+            ]
+            prompt_logprobs = None
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            finished=True,
+            prompt_logprobs=prompt_logprobs,
+        )
+        bodies.append(_spelled(lambda output=output: answer_body(call.id, output, form)))
+    body: dict[str, Any] = bodies[0]
+    body["choices"] = [choice for one in bodies for choice in one["choices"]]
+    for index, choice in enumerate(body["choices"]):
+        choice["index"] = index
+    return body | {"id": call.id, "created": call.created, "usage": usage_of(call)}
+
+
+def _spelled(write: Any) -> Any:
+    try:
+        return write()
+    except NotANumberError as error:
+        raise ApiError(500, str(error), code="engine_error") from error
+
+
+def events(call: Call, pieces: Mapping[tuple[int, int], CompletionOutput], chunks: Chunks) -> bytes:
+    """The events of a stream for what has come."""
+    for piece in pieces.values():
+        check_piece(piece, call)
+    return _spelled(lambda: chunks.events(pieces))
+
+
+# ----------------------------------------------------------------------------- tokens
+# /tokenize and /detokenize, as vLLM has them.
+
+
+def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Token ids of a text, or of a conversation as the chat template writes it."""
+    asked = check(TokenizeBody, without_nulls(body))
+    service.check_model(asked.model)
+    tokenizer, facts = service.bounded_tokenizer, service.client.facts
+    if tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError("body has not exactly one of prompt and messages")
+    if asked.prompt is not None:
+        special = asked.add_special_tokens is not False
+        ids = tokenizer.encode_batch([asked.prompt], add_special_tokens=special)[0]
+    else:
+        prompt = read_conversation(asked)
+        assert prompt.messages is not None
+        ids = tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
+    assert facts is not None
+    made = {"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids}
+    if asked.return_token_strs:
+        made["token_strs"] = [
+            tokenizer.token_bytes(token).decode(errors="replace") for token in ids
+        ]
+    return made
+
+
+def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The text of token ids, control tokens by their names."""
+    asked = check(DetokenizeBody, without_nulls(body))
+    service.check_model(asked.model)
+    if service.tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    return {"prompt": service.tokenizer.decode(asked.tokens, skip_special_tokens=False)}

@@ -1,0 +1,409 @@
+"""What HTTP needs: limits, refusals of other sites, streams, half open connections, uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import h11
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from onestem.checked import show
+from onestem.errors import ConfigError
+from onestem.server.errors import ApiError
+
+__all__ = [
+    "COMMENT",
+    "DONE",
+    "EventStream",
+    "ForeignCalls",
+    "HalfOpenProtocol",
+    "check_media_type",
+    "disconnected",
+    "event",
+    "hosts_of",
+    "limited",
+    "read_limited",
+]
+
+BODY_SECONDS = 60.0
+# What is read of a body that is refused.
+DROPPED_BYTES, DROP_SECONDS = 4 << 20, 2.0
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is longer than {limit} bytes: send less, or raise the server's limit",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+async def _check_declared(request: Request, limit: int) -> None:
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdecimal() and int(declared) > limit:
+        await _drop_rest(request.receive)
+        raise _too_large(limit)
+
+
+async def _drop_rest(receive: Receive) -> None:
+    """Take what is under way: where a connection is closed with bytes that nobody has read, the
+    other end may lose the answer."""
+    left = DROPPED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DROP_SECONDS):
+            while left > 0:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                left -= len(message.get("body", b""))
+
+
+async def read_limited(request: Request, limit: int) -> bytes:
+    """A body of at most `limit` bytes; raises a 413 for a longer one."""
+    await _check_declared(request, limit)
+    parts, size, more = [], 0, True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "the client went away before its body had come")
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                if size > limit:
+                    await _refuse_longer(request, limit, more=more)
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"the body did not come within {BODY_SECONDS:.0f} s",
+            code="body_too_slow",
+            headers={"Connection": "close"},
+        ) from error
+    return b"".join(parts)
+
+
+async def _refuse_longer(request: Request, limit: int, *, more: bool) -> NoReturn:
+    if more:
+        await _drop_rest(request.receive)
+    raise _too_large(limit)
+
+
+async def limited(request: Request, limit: int) -> Request:
+    """The same request, whose body breaks off with a 413 beyond `limit` bytes."""
+    await _check_declared(request, limit)
+    seen = 0
+
+    async def receive() -> Message:
+        nonlocal seen
+        message = await request.receive()
+        seen += len(message.get("body", b""))
+        if seen > limit:
+            await _refuse_longer(request, limit, more=message.get("more_body", False))
+        return message
+
+    return Request(request.scope, receive)
+
+
+# ----------------------------------------------------------------------------- foreign
+# What pages of other sites can have a browser send, and why it is refused.
+#
+# A server on the loopback address has no keys as a rule, and each page that its user opens can send
+# requests to it. Three things are refused:
+#
+# * a `Host` that is not the server's: a page may let a name of its own point to 127.0.0.1, and is
+#   then of the same site as the server (DNS rebinding);
+# * an `Origin` of another site, where the request may change something. Answers to GET need no such
+#   check: no CORS header is sent, so a browser shows them to no page of another site;
+# * bodies that an HTML form can send, which browsers let through to any site.
+
+PATTERN = re.compile(r"\*|(\*?\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+READING = ("GET", "HEAD", "OPTIONS")
+
+Refuse = Callable[[Request, ApiError], Response]
+
+
+def hosts_of(bound: str, allowed: Sequence[str]) -> list[str]:
+    """Patterns of hosts that a server answers to: `name`, `*.name` or `*`.
+
+    Args:
+        bound: the address or name that it listens on.
+        allowed: what `--allowed-hosts` says, if anything.
+
+    Raises:
+        ConfigError: one of `allowed` is no host.
+    """
+    if allowed:
+        return [_pattern(host) for host in allowed]
+    address = _address(bound)
+    local = address.is_loopback if address is not None else bound.lower() == "localhost"
+    return [*LOOPBACK, bound.lower()] if local else ["*"]
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+def _pattern(host: str) -> str:
+    name = host.lower().strip("[]")
+    if not PATTERN.fullmatch(name) and _address(name) is None:
+        raise ConfigError(
+            f"allowed_hosts has {show(host)}, expected a name without port, .NAME or *"
+        )
+    return f"*{name}" if name.startswith(".") else name
+
+
+def _name_of(netloc: str) -> str:
+    """The host of `host:port`, in lower case and without brackets; "" if it is none."""
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
+        return ""
+
+
+class ForeignCalls:
+    """Middleware that refuses what came for another host, or from a page of another site.
+
+    Args:
+        hosts: patterns of hosts that are the server's (see `hosts_of`).
+        refuse: makes the answer of an error.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], refuse: Refuse) -> None:
+        self._app, self._refuse = app, refuse
+        self._any = "*" in hosts
+        self._names = {host for host in hosts if "*" not in host}
+        self._ends = tuple(host[1:] for host in hosts if host.startswith("*."))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            request = Request(scope)
+            error = self._host_error(request) or _origin_error(request)
+            app = self._refuse(request, error) if error is not None else app
+        await app(scope, receive, send)
+
+    def _host_error(self, request: Request) -> ApiError | None:
+        host = request.headers.get("host")
+        # Browsers never leave it out.
+        if host is None or self._any:
+            return None
+        name = _name_of(host)
+        if name in self._names or name.endswith(self._ends):
+            return None
+        return ApiError(
+            403,
+            f"host {show(host)} is not allowed: start the server with --allowed-hosts to allow it",
+            code="host_not_allowed",
+        )
+
+
+def _origin_error(request: Request) -> ApiError | None:
+    origin = request.headers.get("origin")
+    if origin is None or request.method in READING:
+        return None
+    host = request.headers.get("host", "")
+    if origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}"):
+        return None
+    return ApiError(
+        403,
+        f"origin {show(origin)} is not allowed: it is another site than {show(host)}",
+        code="origin_not_allowed",
+    )
+
+
+def check_media_type(request: Request, expected: str) -> None:
+    """Raise a 415 unless the body says that it is of this type."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != expected:
+        raise ApiError(
+            415,
+            f"content-type is {show(given)}, expected {expected}",
+            code="unsupported_media_type",
+        )
+
+
+# ----------------------------------------------------------------------------- streaming
+# Server-sent events: framing, and a response that notices when nobody reads it any more.
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = "comment"  # name in a request's `state` of what may be written between two events
+
+
+def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One event. Characters above ASCII are escaped: no reader can take one for a line end."""
+    head = f"event: {name}\n" if name is not None else ""
+    return f"{head}data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come, up to `DONE`. However it ends, the generator is closed, whose
+    `finally` lets go of what it holds.
+
+    Args:
+        events: whole events, one or several at a time.
+        seconds: after which a reader that does not read is given up.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.get("state", {})[COMMENT] = b":\n\n"
+        sender = asyncio.create_task(self._send_all(send))
+        watcher = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait(
+                {sender, watcher}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (sender, watcher):
+                task.cancel()
+            await asyncio.gather(sender, watcher, return_exceptions=True)
+            await self._events.aclose()
+        if sender.done() and not sender.cancelled():
+            # A client that went away while we wrote to it is nobody's mistake.
+            with contextlib.suppress(OSError):
+                sender.result()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self._events:
+            more = not chunk.endswith(DONE)
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+            if not more:
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+# ----------------------------------------------------------------------------- half open
+# Connections whose client has ended its sending, and may still read.
+#
+# `shutdown(SHUT_WR)` after a request and a client that is gone look the same: both send an end of
+# file. What is written to one that is gone is answered by a reset, so something harmless is
+# written: `100 Continue` before an answer, a comment into a stream.
+
+FIRST_PAUSE = 0.05  # seconds before the client is asked whether it is there; then always twice that
+
+
+class HalfOpenProtocol(H11Protocol):
+    """uvicorn's, which answers complete requests also after an end of file."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: while a complete request has no complete answer.
+
+        HTTP/1.0 knows no `100 Continue`: there, who ends its sending counts as gone.
+        """
+        if self._timer is None and self._owes_answer and self.scope["http_version"] == "1.1":
+            self._look_later(FIRST_PAUSE)
+        return self._timer is not None
+
+    @property
+    def _owes_answer(self) -> bool:
+        cycle = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def _look_later(self, pause: float) -> None:
+        self._timer = self.loop.call_later(pause, self._look, pause)
+
+    def _look(self, pause: float) -> None:
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._write_harmless()
+            self._look_later(2 * pause)
+
+    def _write_harmless(self) -> None:
+        comment = self.cycle.scope["state"].get(COMMENT)
+        event: h11.Event | None = None
+        if not self.cycle.response_started:
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+        elif comment is not None and not self.cycle.response_complete:
+            event = h11.Data(data=comment)
+        if event is not None:
+            self.transport.write(self.conn.send(event) or b"")
+
+    def on_response_complete(self) -> None:
+        """Nothing more can be asked after an end of file."""
+        super().on_response_complete()
+        if self._timer is not None and not self._owes_answer:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone, or has its answer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+
+# ----------------------------------------------------------------------------- uploads
+
+
+@asynccontextmanager
+async def uploaded(request: Request, limit: int) -> AsyncIterator[UploadFile]:
+    """The file of a multipart body of `limit` bytes at most."""
+    check_media_type(request, "multipart/form-data")
+    try:
+        bounded = await limited(request, limit)
+        form = await bounded.form(max_files=1, max_fields=4)
+    except (MultiPartException, HTTPException) as error:
+        reason = error.message if isinstance(error, MultiPartException) else error.detail
+        raise ApiError(400, f"the body is not a good form: {reason}") from error
+    try:
+        yield _file_of(form)
+    finally:
+        await form.close()
+
+
+def _file_of(form: FormData) -> UploadFile:
+    for name in form:
+        if name not in ("file", "purpose"):
+            raise ApiError(400, f"unknown field in body: {show(name)}", param=name)
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise ApiError(400, "body has no file", param="file")
+    if purpose != "batch":
+        raise ApiError(400, f"purpose is {show(purpose)}, expected 'batch'", param="purpose")
+    return file

@@ -1,0 +1,581 @@
+"""The server's side of the engine: hands requests over, takes what is new, starts it again.
+
+Everything here runs on the event loop. The engine's own queue is kept short, so that the order in
+which keys take turns (`turns`) is the order in which requests are admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from onestem.errors import ConfigError, RequestError
+from onestem.pml import EncodedSegment
+from onestem.request import Request, RequestMetrics, RequestOutput
+from onestem.server.errors import ApiError, EngineDownError, NoAnswerError, as_api_error
+from onestem.server.link.messages import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Delta,
+    Facts,
+    Failed,
+    JobRequests,
+    Pin,
+    Prefetch,
+    Ready,
+    RemoveJob,
+    Report,
+    Stop,
+    Tokens,
+    Unpin,
+    frame,
+    read_message,
+)
+from onestem.server.link.pacing import ChunkSize, RecentWindow, Turns, Watchdog
+from onestem.server.logs import log
+
+__all__ = [
+    "ANSWER_SECONDS",
+    "EngineClient",
+    "EngineLink",
+    "Launcher",
+    "JobSink",
+    "Listener",
+    "OnEnd",
+    "PendingAborts",
+    "PendingCalls",
+    "nobody",
+]
+
+
+class EngineLink(Protocol):
+    """A started engine."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does."""
+        ...
+
+    async def end(self) -> str:
+        """See to it that the engine is gone; returns how it ended."""
+        ...
+
+
+class Launcher(Protocol):
+    async def launch(self) -> EngineLink: ...
+
+
+# ----------------------------------------------------------------------------- listeners
+# Who hears what the engine has to say.
+
+
+class Listener(Protocol):
+    """Who gets a request's news. One that has ended gets no more."""
+
+    def on_token(self, index: int, token_id: int, text: str) -> None: ...
+    def on_delta(self, delta: Delta) -> None: ...
+    def on_restart(self) -> None:
+        """The engine died: what it said of the request will be said again, from its beginning."""
+        ...
+
+    def on_error(self, error: ApiError) -> None: ...
+
+
+class JobSink(Protocol):
+    """Who gets a job's outputs."""
+
+    def on_output(self, output: RequestOutput) -> None: ...
+    def on_pulled(self, count: int) -> None: ...
+    def on_down(self) -> None: ...
+
+
+# ----------------------------------------------------------------------------- pending aborts
+# Requests that were aborted, until the engine has said what they have cost.
+
+# Told once; None where nobody knows.
+OnEnd = Callable[[RequestMetrics | None], object]
+
+
+def nobody(metrics: RequestMetrics | None) -> None:
+    """Nobody wants to know."""
+
+
+class PendingAborts:
+    """By request id, who wants to know."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, OnEnd] = {}
+
+    def add(self, request_id: str, on_end: OnEnd) -> None:
+        self._waiting[request_id] = on_end
+
+    def take(self, request_id: str, metrics: RequestMetrics | None) -> None:
+        """The engine is done with a request, whether it was aborted or ended by itself."""
+        self._waiting.pop(request_id, nobody)(metrics)
+
+    def give_up(self) -> None:
+        """The engine is gone."""
+        waiting, self._waiting = self._waiting, {}
+        for on_end in waiting.values():
+            on_end(None)
+
+
+# ----------------------------------------------------------------------------- pending calls
+# What the engine was asked and has not answered yet.
+
+
+class PendingCalls:
+    """Sends questions and hands each answer to who asked.
+
+    Args:
+        send: a message to the engine process.
+    """
+
+    def __init__(self, send: Callable[[Ask], object]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._tokens = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def ask(self, what: str, value: Any, seconds: float) -> Any:
+        """The answer to a question (see `messages.Ask`).
+
+        Raises:
+            NoAnswerError: none within `seconds`.
+            RequestError: the engine says no; ApiError: it failed to find out, or is gone.
+        """
+        token = next(self._tokens)
+        future = self._open[token] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(token, what, value))
+            return await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            raise NoAnswerError(seconds) from None
+        finally:
+            self._open.pop(token, None)
+
+    def take(self, answer: Answered) -> None:
+        """An answer has come."""
+        future = self._open.get(answer.token)
+        if future is None or future.done():
+            return
+        if answer.error is None:
+            future.set_result(answer.value)
+        elif answer.fault:
+            future.set_exception(RequestError(answer.error))
+        else:
+            future.set_exception(ApiError(500, answer.error, code="engine_error"))
+
+    def fail(self, error: ApiError) -> None:
+        """The engine is gone."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+# ----------------------------------------------------------------------------- client
+
+LOOKAHEAD = 32  # requests in the engine that are not admitted yet: keys take turns before it
+LONGEST_PAUSE = 30.0
+ANSWER_SECONDS = 60.0
+STOP_SECONDS = 10.0
+
+State = Literal["starting", "running", "stuck", "down", "stopped"]
+
+
+@dataclass
+class _Entry:
+    request: Request
+    key: str
+    weight: float
+    listener: Listener
+    number: int | None = None  # of those that were sent to this engine
+    was_lost: bool = False  # an engine died while it had it
+
+    @property
+    def sent(self) -> bool:
+        return self.number is not None
+
+
+class EngineClient:
+    """An engine that may die at any moment, as seen from the server.
+
+    Args:
+        launcher: starts it.
+        queue_limit: maximum requests of a key that wait in front of it.
+        stream_interval: minimum tokens of a stream's chunk (see `ChunkSize`).
+        engine_timeout: seconds without a sign of an engine that has work, until it is ended and
+            started again; 0: never.
+
+    Attributes:
+        state: `running` is the only one in which requests are taken.
+        facts, pid: of the engine that runs or ran last.
+        stats: the engine's counts since the server's start.
+        on_up: called whenever an engine is ready, before it gets its first request.
+        on_refused: told of a prefix that the engine refuses, with the reason.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        queue_limit: int,
+        *,
+        stream_interval: int = 1,
+        engine_timeout: float = 0,
+    ) -> None:
+        self.state: State = "starting"
+        self.error: str | None = None
+        self.since = time.time()
+        self.restarts = 0
+        self.facts: Facts | None = None
+        self.pid: int | None = None
+        self.turns: Turns[_Entry] = Turns(queue_limit)
+        self.chunk_size = ChunkSize(stream_interval)
+        self.num_running = 0
+        self.num_waiting = 0
+        self.on_up: Callable[[], object] = lambda: None
+        self.on_refused: Callable[[str, str], object] = lambda name, why: None
+        self._launcher = launcher
+        self.watchdog = Watchdog(engine_timeout)
+        self._link: EngineLink | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._by_number: dict[int, _Entry] = {}  # of those that were sent
+        self._leaving = PendingAborts()
+        self._jobs: dict[str, JobSink] = {}
+        self._questions = PendingCalls(self._send)
+        self._num_sent = 0
+        self._num_received = 0
+        self._stats: dict[str, float] = {}
+        self._stats_before: dict[str, float] = {}
+        self._started: asyncio.Future[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._finished = RecentWindow(30.0, most=256)
+        self._job_steps = RecentWindow(10.0, most=256)
+
+    # ------------------------------------------------------------------------- life
+
+    async def start(self) -> Facts:
+        """Start the engine; from then on it is started again whenever it ends.
+
+        Raises:
+            ConfigError: it cannot start.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise())
+        self._watcher = asyncio.create_task(self._watch())
+        await self._started
+        assert self.facts is not None
+        return self.facts
+
+    async def stop(self) -> None:
+        """End the engine; whoever still waits gets an error."""
+        self._stopping.set()
+        self._send(Stop())
+        if self._supervisor is not None:
+            patience = STOP_SECONDS if self.state == "running" else 0
+            await asyncio.wait({self._supervisor}, timeout=patience)
+            if self._link is not None:  # it loads, or a step does not end
+                self._link.writer.close()
+            await self._supervisor
+        if self._watcher is not None:
+            await self._watcher
+        self._set_state("stopped", "the server is stopping")
+        self._leaving.give_up()
+        self.fail_all(EngineDownError("the server is stopping: try again later"))
+
+    def fail_all(self, error: ApiError) -> None:
+        """Tell all listeners of an error; they end their requests (`abort`)."""
+        for entry in list(self._entries.values()):
+            entry.listener.on_error(error)
+
+    async def _supervise(self) -> None:
+        pause = 0.0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            reason = await self._run_engine()
+            if self._stopping.is_set():
+                return
+            self._go_down(reason)
+            if self._started is not None and not self._started.done():
+                self._started.set_exception(ConfigError(reason))
+                return
+            pause = 0.0 if time.monotonic() - began > 60 else min(2 * pause + 0.5, LONGEST_PAUSE)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return
+            self.restarts += 1
+
+    async def _watch(self) -> None:
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self.watchdog.interval)
+                return
+            if self.watchdog.tick() and self.state == "running" and self._link is not None:
+                reason = f"the engine had work and was silent for {self.watchdog.limit:g} s"
+                self._set_state("stuck", reason)
+                log.error("engine_stuck", error=reason)
+                self._link.kill()
+
+    async def _run_engine(self) -> str:
+        """Start an engine and listen to it until it is gone; returns why it went."""
+        reason = None
+        try:
+            link = self._link = await self._launcher.launch()
+        except OSError as error:
+            return f"the engine process cannot be started: {error}"
+        self.watchdog.restart()
+        if self._stopping.is_set():
+            link.writer.close()
+        try:
+            while True:
+                message = await read_message(link.reader)
+                if isinstance(message, Failed):
+                    reason = message.message
+                else:
+                    self._take(message)
+        except EOFError:
+            self._link = None
+            reason = self.error if self.state == "stuck" else reason
+            ended = await link.end()
+        return reason or f"the engine process ended ({ended})"
+
+    def _set_state(self, state: State, error: str | None = None) -> None:
+        self.state, self.error, self.since = state, error, time.time()
+
+    def _go_down(self, reason: str) -> None:
+        """Whoever the engine was answering is sent again, once: who was there twice when it died
+        gets an error. Who has not begun keeps waiting."""
+        self._set_state("down", reason)
+        log.error("engine_down", error=reason)
+        self._stats_before, self._stats = dict(self.stats), {}
+        self.num_running = self.num_waiting = 0
+        self._leaving.give_up()
+        for entry in reversed([entry for entry in self._entries.values() if entry.sent]):
+            self._take_back(entry)
+        self._questions.fail(EngineDownError("the engine died: it is being started again"))
+        for sink in list(self._jobs.values()):
+            sink.on_down()
+        self._jobs.clear()
+
+    def _take_back(self, entry: _Entry) -> None:
+        """Put a request of an engine that died to the front of its key's line, the first time."""
+        if entry.was_lost:
+            self._fail(entry, EngineDownError("the engine died twice while it answered this"))
+            return
+        entry.was_lost, entry.number = True, None
+        entry.listener.on_restart()
+        name = entry.request.request_id
+        self.turns.push(entry.key, entry.weight, name, entry, first=True)
+
+    def _take_ready(self, ready: Ready) -> None:
+        self.facts, self.pid = ready.facts, ready.pid
+        self._num_sent = self._num_received = 0
+        self._by_number.clear()
+        self._set_state("running")
+        log.info("engine_ready", restarts=self.restarts)
+        self.on_up()
+        self._pump()
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def _send(self, message: object) -> None:
+        data = frame(message)
+        if self._link is not None:
+            if not (isinstance(message, Ask) and message.what == "validate"):
+                self.watchdog.note_sent()
+            with contextlib.suppress(OSError, RuntimeError):  # it is gone; EOF says so soon
+                self._link.writer.write(data)
+
+    # ------------------------------------------------------------------------- requests
+
+    def check_up(self) -> None:
+        """Raise a 503 unless the engine takes requests."""
+        if self.state != "running":
+            raise EngineDownError(f"the engine is {self.state}: {self.error or 'it is loading'}")
+
+    def check_room(self, key: str, count: int) -> None:
+        """Raise a 429 if a key's line has no room for `count` more requests."""
+        self.turns.check_room(key, count, self._seconds_per_place() * count)
+
+    def _seconds_per_place(self) -> float:
+        """About how long until a waiting request's place is free, from what ended lately."""
+        return self._finished.seconds_each or 1.0
+
+    def submit(self, request: Request, key: str, weight: float, listener: Listener) -> None:
+        """Queue a request; `listener` gets its news."""
+        entry = _Entry(request, key, weight, listener)
+        self._entries[request.request_id] = entry
+        self.turns.push(key, weight, request.request_id, entry)
+        self._pump()
+
+    def abort(self, request_id: str, on_end: OnEnd = nobody) -> None:
+        """End a request, wherever it is; its listener hears nothing more.
+
+        Args:
+            on_end: told once what the request has cost; None where nobody knows.
+        """
+        entry = self._forget(request_id)
+        if entry is not None and entry.sent and self._link is not None:
+            self._leaving.add(request_id, on_end)
+            self._send(Abort(request_id))
+            return
+        if entry is not None and not entry.sent:
+            self.turns.remove(entry.key, request_id)
+        on_end(None)
+
+    def by_key(self) -> Mapping[str, tuple[int, int]]:
+        """Key -> (requests that wait in front of the engine, requests that it has)."""
+        counts: dict[str, tuple[int, int]] = {}
+        for entry in self._entries.values():
+            waiting, sent = counts.get(entry.key, (0, 0))
+            counts[entry.key] = (waiting + (not entry.sent), sent + entry.sent)
+        return counts
+
+    def key_of(self, request_id: str) -> str | None:
+        """Whose request it is; None if it is not here any more."""
+        entry = self._entries.get(request_id)
+        return entry.key if entry is not None else None
+
+    def _pump(self) -> None:
+        """Hand over what the engine may soon admit."""
+        while self.state == "running":
+            unread = self._num_sent - self._num_received
+            if self.num_waiting + unread >= LOOKAHEAD:
+                return
+            entry = self.turns.pop()
+            if entry is None:
+                return
+            try:
+                self._send(Add(entry.request, self._num_sent))
+            except Exception as error:  # it cannot be written down: nobody else's concern
+                log.exception("unsendable_request", error, id=entry.request.request_id)
+                self._fail(entry, ApiError(500, f"the request cannot be sent: {error}"))
+                continue
+            entry.number = self._num_sent
+            self._by_number[entry.number] = entry
+            self._num_sent += 1
+
+    def _fail(self, entry: _Entry, error: ApiError) -> None:
+        self._forget(entry.request.request_id)
+        if not entry.sent:
+            self.turns.remove(entry.key, entry.request.request_id)
+        entry.listener.on_error(error)
+
+    def _forget(self, request_id: str) -> _Entry | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.number is not None:
+            self._by_number.pop(entry.number, None)
+        return entry
+
+    # ------------------------------------------------------------------------- messages
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Report):
+            self._take_report(message)
+        elif isinstance(message, Answered):
+            self._questions.take(message)
+        elif isinstance(message, Ready):
+            self._take_ready(message)
+
+    def _take_report(self, report: Report) -> None:
+        self.watchdog.note_report(report.num_taken, busy=report.busy)
+        self._num_received = report.num_received
+        self.num_waiting, self.num_running = report.num_waiting, report.num_running
+        if report.stats is not None:
+            self._stats = dict(report.stats)
+            if report.job_step_seconds:
+                self._job_steps.note(report.job_step_seconds)
+        self._take_tokens(report.tokens)
+        for delta in report.deltas:
+            self._take_delta(delta)
+        for name, metrics in report.aborted.items():
+            self._leaving.take(name, metrics)
+        for name, why in report.refused.items():
+            entry = self._entries.get(name)
+            if entry is not None:
+                self._fail(entry, as_api_error(RequestError(why)))
+            else:
+                self.on_refused(name, why)
+        for output in report.jobs:
+            if output.job_id in self._jobs:
+                self._jobs[output.job_id].on_output(output.output)
+        for job_id, count in report.pulled.items():
+            if job_id in self._jobs:
+                self._jobs[job_id].on_pulled(count)
+        self._pump()
+
+    def _take_tokens(self, tokens: Tokens) -> None:
+        self.chunk_size.note(len(tokens.requests))
+        rows = zip(tokens.requests, tokens.indices, tokens.token_ids, tokens.texts, strict=True)
+        for number, index, token_id, text in rows:
+            entry = self._by_number.get(number)
+            if entry is not None:
+                entry.listener.on_token(index, token_id, text)
+
+    def _take_delta(self, delta: Delta) -> None:
+        entry = self._entries.get(delta.request_id)
+        if entry is None:
+            if delta.finished:  # it ended while its abort was under way
+                self._leaving.take(delta.request_id, delta.metrics)
+            return
+        if delta.finished:
+            self._forget(delta.request_id)
+            self._finished.note()
+        entry.listener.on_delta(delta)
+
+    async def ask(self, what: str, value: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
+        """The engine's answer to a question (see `messages.Ask`).
+
+        Raises:
+            EngineDownError: it is not there.
+            NoAnswerError: it does not answer within `seconds`.
+            RequestError: it says no; ApiError: it failed to find out.
+        """
+        self.check_up()
+        return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS))
+
+    # ------------------------------------------------------------------------- the rest
+
+    @property
+    def stats(self) -> dict[str, float]:
+        names = {**self._stats_before, **self._stats}
+        return {name: self._stats_before.get(name, 0) + self._stats.get(name, 0) for name in names}
+
+    @property
+    def job_step_seconds(self) -> float:
+        """The longest step of late in which jobs had the engine to themselves."""
+        return self._job_steps.most
+
+    def pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:
+        self._send(Pin(name, token_ids, cache_salt))
+
+    def unpin(self, name: str) -> None:
+        self._send(Unpin(name))
+
+    def prefetch(self, segments: Sequence[EncodedSegment], cache_salt: str) -> None:
+        self._send(Prefetch(segments, cache_salt))
+
+    def open_job(self, job_id: str, sink: JobSink) -> None:
+        self.check_up()
+        self._jobs[job_id] = sink
+
+    def send_job(self, job_id: str, requests: Sequence[Request]) -> None:
+        """The next requests of a job; more may follow."""
+        self._send(JobRequests(job_id, requests, False))
+
+    def close_job(self, job_id: str) -> None:
+        if self._jobs.pop(job_id, None) is not None:
+            self._send(RemoveJob(job_id))

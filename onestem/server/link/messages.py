@@ -1,0 +1,279 @@
+"""What the server and the engine process tell each other, and how it is written on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import socket
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onestem.options import EngineOptions
+from onestem.pml import EncodedSegment
+from onestem.request import (
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    Reuse,
+    TokenLogprobs,
+)
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Answered",
+    "Ask",
+    "Channel",
+    "Delta",
+    "Facts",
+    "Failed",
+    "JobOutput",
+    "JobRequests",
+    "Pin",
+    "Prefetch",
+    "Ready",
+    "RemoveJob",
+    "Report",
+    "Stop",
+    "Tokens",
+    "Unpin",
+    "frame",
+    "read_message",
+]
+
+# ------------------------------------------------------------------------- to the engine process
+
+
+@dataclass(frozen=True)
+class Add:
+    """An interactive request; `number`: of those that this engine was given, from 0."""
+
+    request: Request
+    number: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class JobRequests:
+    """The next requests of a job, in planned order; `last`: there are no more."""
+
+    job_id: str
+    requests: Sequence[Request]
+    last: bool
+
+
+@dataclass(frozen=True)
+class RemoveJob:
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Pin:
+    name: str
+    token_ids: Sequence[int]
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class Unpin:
+    name: str
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Modules that the next prompts in PML may want, to be read from the disk if they are there."""
+
+    segments: Sequence[EncodedSegment]
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question that gets one `Answered`: `what` is validate, snapshot or check."""
+
+    token: int
+    what: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+# ------------------------------------------------------------------------- to the server
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the server needs to know of the engine's model and memory.
+
+    Attributes:
+        options: as they were settled; kv_tokens: that KV memory holds.
+    """
+
+    options: EngineOptions
+    max_model_len: int
+    vocab_size: int
+    kv_tokens: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    facts: Facts
+    pid: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine process ends. `fault`: whether a caller's mistake (an option) is the reason."""
+
+    message: str
+    fault: bool
+
+
+def _numbers() -> array[int]:
+    return array("q")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Most of what a step brings, by columns: one sampled token each, of sequences that go on, with
+    nothing to tell of it but its id and its text.
+
+    Attributes:
+        requests: the request's number (`Add`); indices: the sequence's, among those of its request.
+        token_ids: the token; texts: what it adds to the answer's text.
+    """
+
+    requests: array[int] = field(default_factory=_numbers)
+    indices: array[int] = field(default_factory=_numbers)
+    token_ids: array[int] = field(default_factory=_numbers)
+    texts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new in a request's answers. `metrics`, `prompt_logprobs` and `reuse` come last."""
+
+    request_id: str
+    pieces: list[CompletionOutput]
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    reuse: Reuse | None = None
+
+
+@dataclass(frozen=True)
+class JobOutput:
+    """A finished request of a job."""
+
+    job_id: str
+    output: RequestOutput
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step, or taking commands, came to.
+
+    Attributes:
+        tokens, deltas: of interactive requests; `tokens` come before `deltas`.
+        refused: request id -> why.
+        aborted: request id -> what it has cost; None: it was not begun, or has ended by itself.
+        num_received: `Add`s taken so far; num_waiting: of these, not admitted yet.
+        num_running: sequences in the engine.
+        jobs: finished requests of jobs.
+        pulled: job -> requests that the engine has taken so far.
+        stats: the engine's counts, now and then.
+        job_step_seconds: the longest step without an interactive request, since the last `stats`.
+        num_taken: commands taken so far, but for questions that need the engine's grammars alone.
+        busy: a further report follows without a command.
+    """
+
+    tokens: Tokens = field(default_factory=Tokens)
+    deltas: list[Delta] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    aborted: dict[str, RequestMetrics | None] = field(default_factory=dict)
+    num_received: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    jobs: list[JobOutput] = field(default_factory=list)
+    pulled: dict[str, int] = field(default_factory=dict)
+    stats: Mapping[str, float] | None = None
+    job_step_seconds: float = 0.0
+    num_taken: int = 0
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Answered:
+    """`error`: why not; `fault`: whether a caller's mistake is the reason."""
+
+    token: int
+    value: Any = None
+    error: str | None = None
+    fault: bool = True
+
+
+# ----------------------------------------------------------------------------- wire
+# Messages between the server and the engine process: pickled values behind their length.
+#
+# Both ends are the same program on the same machine over a socket that nobody else holds.
+
+LENGTH = struct.Struct("!Q")
+BUFFER_BYTES = 4 << 20
+
+
+def frame(message: object) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+class Channel:
+    """The engine process's end: blocking. One thread sends, another receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        end.setblocking(True)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self._file = end.makefile("rb")
+
+    def send(self, message: object) -> None:
+        self._socket.sendall(frame(message))
+
+    def receive(self) -> Any:
+        """The next message; raises `EOFError` when the other end is gone."""
+        head = self._file.read(LENGTH.size)
+        if head is None or len(head) < LENGTH.size:
+            raise EOFError("the other process has closed the channel")
+        (size,) = LENGTH.unpack(head)
+        body = self._file.read(size)
+        if body is None or len(body) < size:
+            raise EOFError("the other process has closed the channel")
+        return pickle.loads(body)
+
+    def close(self) -> None:
+        """Also for a thread that is receiving."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()
+        self._socket.close()
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """The next message at the server's end; raises `EOFError` when the engine process is gone."""
+    try:
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return pickle.loads(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise EOFError("the engine process has closed the channel") from error

@@ -1,0 +1,227 @@
+"""How the server paces itself: whose turn it is, how large chunks are, when the engine is late."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from onestem.server.errors import ApiError
+
+__all__ = ["ChunkSize", "RecentWindow", "Turns", "Watchdog"]
+
+T = TypeVar("T")
+
+
+class _Line(Generic[T]):
+    """What waits of one key, in order of arrival. `mark`: how much of its share it has had."""
+
+    def __init__(self, weight: float, mark: float) -> None:
+        self.weight = weight
+        self.mark = mark
+        self.items: OrderedDict[str, T] = OrderedDict()
+
+
+class Turns(Generic[T]):
+    """A bounded line per key. The next comes from the key that has had the least of its share
+    (stride scheduling); a key that comes back after a pause gets no credit for it.
+
+    Args:
+        limit: most requests of a key that wait.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lines: dict[str, _Line[T]] = {}
+        self._now = 0.0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def waiting(self) -> Mapping[str, int]:
+        """Key -> requests that wait, for keys that have any."""
+        return {key: len(line.items) for key, line in self._lines.items() if line.items}
+
+    def check_room(self, key: str, count: int, seconds: float) -> None:
+        """Raise a 429 if `count` more requests of a key are too many.
+
+        Args:
+            seconds: about how long a place takes to become free; the client is told.
+        """
+        line = self._lines.get(key)
+        waiting = len(line.items) if line is not None else 0
+        if waiting + count <= self.limit:
+            return
+        after = max(1, min(60, round(seconds)))
+        raise ApiError(
+            429,
+            f"{waiting} requests of this key are waiting, limit is {self.limit}: "
+            f"try again in {after} s",
+            code="queue_full",
+            headers={"Retry-After": str(after)},
+        )
+
+    def push(self, key: str, weight: float, name: str, item: T, *, first: bool = False) -> None:
+        """Put an item at the end of its key's line, or at its front."""
+        line = self._lines.setdefault(key, _Line(weight, self._now))
+        line.weight = weight
+        if not line.items:
+            line.mark = max(line.mark, self._now)
+        line.items[name] = item
+        if first:
+            line.items.move_to_end(name, last=False)
+        self._length += 1
+
+    def remove(self, key: str, name: str) -> T | None:
+        line = self._lines.get(key)
+        item = line.items.pop(name, None) if line is not None else None
+        if item is not None:
+            self._length -= 1
+        return item
+
+    def pop(self) -> T | None:
+        """The next request; None if nobody waits."""
+        ready = [line for line in self._lines.values() if line.items]
+        if not ready:
+            return None
+        line = min(ready, key=lambda line: line.mark)
+        self._now = line.mark
+        line.mark += 1 / line.weight
+        self._length -= 1
+        return line.items.popitem(last=False)[1]
+
+
+# ----------------------------------------------------------------------------- chunk size
+# How many tokens make a chunk of a stream.
+#
+# What a chunk costs the server's process (a wake-up, an event, HTTP framing, a system call) hardly
+# depends on its tokens. One core writes so many chunks in a second; where streams get more tokens
+# than that, readers would wait for the core, and newcomers behind them. So chunks grow with the
+# tokens that come, and nobody waits.
+
+CHUNKS_PER_SECOND = 8000
+SECONDS = 0.25  # between looks at how many tokens come
+
+
+class ChunkSize:
+    """Of all streams of a server.
+
+    Args:
+        least: tokens of a chunk when few streams run.
+
+    Attributes:
+        tokens: of a chunk now.
+    """
+
+    def __init__(self, least: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tokens = least
+        self._least = least
+        self._clock = clock
+        self._since = clock()
+        self._count = 0
+
+    def note(self, num_tokens: int) -> None:
+        """So many tokens have come for streams."""
+        self._count += num_tokens
+        now = self._clock()
+        elapsed = now - self._since
+        if elapsed >= SECONDS:
+            each = self._count / elapsed / CHUNKS_PER_SECOND
+            self.tokens = max(self._least, math.ceil(each))
+            self._since, self._count = now, 0
+
+
+# ----------------------------------------------------------------------------- recent window
+# What has been measured of late.
+
+
+class RecentWindow:
+    """Values of the last `seconds`, at most `most` of them."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds = seconds
+        self._values: deque[tuple[float, float]] = deque(maxlen=most)
+
+    def note(self, value: float = 0.0) -> None:
+        self._values.append((time.monotonic(), value))
+
+    def _forget(self) -> float:
+        """Drop what is older; the time now."""
+        now = time.monotonic()
+        while self._values and now - self._values[0][0] >= self._seconds:
+            self._values.popleft()
+        return now
+
+    @property
+    def most(self) -> float:
+        """The largest; 0 if there is none."""
+        self._forget()
+        return max((value for _, value in self._values), default=0.0)
+
+    @property
+    def seconds_each(self) -> float | None:
+        """Seconds between one and the next, about; None if there were too few."""
+        now = self._forget()
+        if len(self._values) < 2:
+            return None
+        return (now - self._values[0][0]) / len(self._values)
+
+
+# ----------------------------------------------------------------------------- watchdog
+# Notices an engine that has work and says nothing any more.
+
+LONGEST_INTERVAL = 5.0
+
+
+class Watchdog:
+    """Adds up how long nothing was heard of an engine that owes an answer.
+
+    The engine reports after every step, and whenever it has taken commands. So it owes a report
+    while it said last that it has work, or has not taken all that was sent to it.
+
+    Args:
+        limit: seconds of silence after which it counts as stuck; 0: it never does.
+
+    Attributes:
+        interval: seconds between calls of `tick`.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.interval = min(max(limit / 8, 0.001), LONGEST_INTERVAL)
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """There is a new engine."""
+        self._num_sent = self._num_taken = 0
+        self._busy = False
+        self._silent = 0.0
+        self._ticked_at = self._clock()
+
+    def note_sent(self) -> None:
+        """A command was sent, which a report will answer."""
+        if not self.owes:
+            self._silent = 0.0
+        self._num_sent += 1
+
+    def note_report(self, num_taken: int, *, busy: bool) -> None:
+        """A report has come: of so many commands taken; `busy`: more will come without any."""
+        self._num_taken, self._busy = num_taken, busy
+        self._silent = 0.0
+
+    @property
+    def owes(self) -> bool:
+        """Whether a report is to come."""
+        return self._busy or self._num_sent > self._num_taken
+
+    def tick(self) -> bool:
+        """Whether the engine is stuck. A pause of the server itself, in which reports wait unread,
+        counts as two intervals at most."""
+        now = self._clock()
+        passed, self._ticked_at = min(now - self._ticked_at, 2 * self.interval), now
+        self._silent = self._silent + passed if self.owes else 0.0
+        return 0 < self.limit <= self._silent

@@ -1,0 +1,101 @@
+"""How the engine process is started and ended, and how both processes collect garbage less."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from onestem.options import EngineOptions
+from onestem.server.link.messages import BUFFER_BYTES, frame
+
+__all__ = ["EngineProcess", "collecting_less", "connect"]
+
+LOADER = "onestem.server.link.worker:load"
+
+
+async def connect(
+    end: socket.socket, first: object
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The server's end of a channel, as streams; sends the first message."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    reader, writer = await asyncio.open_connection(sock=end, limit=BUFFER_BYTES)
+    writer.write(frame(first))
+    return reader, writer
+
+
+class EngineProcess:
+    """Starts `python -m onestem.server.link.worker`.
+
+    Args:
+        factory: `module:function` that makes an `LLM` of the options.
+    """
+
+    def __init__(self, options: EngineOptions, factory: str = LOADER) -> None:
+        self._options = options
+        self._factory = factory
+
+    async def launch(self) -> _ProcessLink:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.to_thread(self._start, theirs)
+        reader, writer = await connect(ours, (self._factory, self._options))
+        return _ProcessLink(process, reader, writer)
+
+    def _start(self, end: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "onestem.server.link.worker", str(end.fileno())]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=[end.fileno()]
+        )
+
+
+class _ProcessLink:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.process = process
+        self.reader = reader
+        self.writer = writer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.writer.close()
+
+    async def end(self) -> str:
+        self.writer.close()
+        try:
+            code = await asyncio.to_thread(self.process.wait, 10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+# ----------------------------------------------------------------------------- garbage
+# Fewer passes of Python's collector of cycles over what lives as long as its process.
+
+# New objects that wait for a pass, young passes for an older one, and these for one over all. Each
+# step makes some objects for every stream; a thousand streams have a million that stay.
+NEW_OBJECTS, PASSES, OLD_PASSES = 50_000, 20, 20
+
+
+@contextmanager
+def collecting_less() -> Iterator[None]:
+    """Enter it when what the process is made of has been made: that is not looked at again before
+    the end."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, PASSES, OLD_PASSES)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()  # extensions complain of what is left at the interpreter's end

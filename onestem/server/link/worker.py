@@ -1,0 +1,459 @@
+"""The engine process: takes commands, computes steps, reports what is new.
+
+The main thread alone touches the engine, with one exception: grammars are compiled by threads of
+their own, so that a large JSON schema delays no step, and no other schema. When the server is gone,
+however it ended, so is this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import singledispatchmethod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from onestem.engine.sequence import RequestState
+from onestem.errors import CacheError, OnestemError
+from onestem.options import EngineOptions
+from onestem.request import Request, RequestMetrics, RequestOutput
+from onestem.server.link.messages import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Channel,
+    Facts,
+    Failed,
+    JobOutput,
+    JobRequests,
+    Pin,
+    Prefetch,
+    Ready,
+    RemoveJob,
+    Report,
+    Stop,
+    Unpin,
+)
+from onestem.server.link.process import collecting_less
+from onestem.server.link.reports import Deltas, snapshot_of
+
+if TYPE_CHECKING:
+    from onestem.llm import LLM
+
+__all__ = ["AdmissionWindow", "JobFeed", "Worker", "facts_of", "load", "main"]
+
+STATS_SECONDS = 0.25
+# Requests whose grammars are compiled at once, so that a slow schema does not hold up the next.
+COMPILING = 4
+# What a step may take: about what a request that has just come has to wait for. Where jobs have the
+# engine to themselves, and not for long, the next request may come any moment: their steps are
+# shorter.
+CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
+RECENT_SECONDS, SHORT_STEP = 10.0, 1 / 3
+
+
+def load(options: EngineOptions) -> LLM:
+    """The model and its engine, whose steps are bounded unless `max_step_ms` is 0."""
+    from onestem.llm import LLM, pick_device
+
+    if options.max_step_ms is None:
+        on_gpu = pick_device(options.device).type == "cuda"
+        options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
+    return LLM.from_options(options)
+
+
+def facts_of(llm: LLM) -> Facts:
+    return Facts(
+        options=llm.options,
+        max_model_len=llm.engine.max_model_len,
+        vocab_size=llm.decoder.config.vocab_size,
+        kv_tokens=llm.kv_tokens,
+        kv_bytes_per_token=llm.decoder.kv_bytes_per_token,
+    )
+
+
+# ----------------------------------------------------------------------------- admission window
+# When requests that have come may join those that run.
+#
+# Newcomers join those that decode at any step, but a step with prompts has rows of its own to lay
+# out and to launch. So where many run, newcomers wait a little for one another, and join together.
+
+SECONDS_PER_STREAM = 0.00004
+LONGEST_WAIT = 0.02
+ENOUGH = 24  # that came: they need not wait for more
+
+T = TypeVar("T")
+
+
+class AdmissionWindow(Generic[T]):
+    """Those who have come and have not joined, in order."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._arrived: dict[str, T] = {}
+        self._joined_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def add(self, name: str, item: T) -> None:
+        self._arrived[name] = item
+
+    def remove(self, name: str) -> bool:
+        """Whether it was here."""
+        return self._arrived.pop(name, None) is not None
+
+    def take(self, num_streams: int) -> list[T]:
+        """All that have come, if it is time to join `num_streams` that run; else none."""
+        if not self._arrived:
+            return []
+        now = self._clock()
+        patience = min(num_streams * SECONDS_PER_STREAM, LONGEST_WAIT)
+        if now - self._joined_at < patience and len(self._arrived) < ENOUGH:
+            return []
+        self._joined_at = now
+        taken, self._arrived = list(self._arrived.values()), {}
+        return taken
+
+
+# ----------------------------------------------------------------------------- job feed
+# A job's requests on their way into the engine.
+
+
+class JobFeed:
+    """A job's requests as they come from the server; the engine reads them as it has room.
+
+    The engine must never wait for the server. So where the feed runs dry it says that it has ended,
+    and what comes later is given to the engine as a further part of the job.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.pulled = 0
+        self.parts: list[str] = []
+        self._requests: deque[Request] = deque()
+        self._reading = False
+
+    def extend(self, message: JobRequests) -> None:
+        self._requests.extend(message.requests)
+
+    def next_part(self) -> Iterator[Request] | None:
+        """Requests for a further part; None while the engine reads one, or there are none."""
+        if self._reading or not self._requests:
+            return None
+        self._reading = True
+        self.parts.append(f"{self.job_id}/{len(self.parts)}")
+        return self._read()
+
+    def _read(self) -> Iterator[Request]:
+        while self._requests:
+            self.pulled += 1
+            yield self._requests.popleft()
+        self._reading = False
+
+
+# ----------------------------------------------------------------------------- worker
+
+
+class Worker:
+    """Runs an engine on behalf of the other end of a channel.
+
+    Args:
+        llm: model and engine.
+        channel: to the server.
+        leave: called when the server is gone; must not return to a caller that goes on.
+    """
+
+    def __init__(self, llm: LLM, channel: Channel, leave: Callable[[], object]) -> None:
+        self._engine = llm.engine
+        self._facts = facts_of(llm)
+        self._channel = channel
+        self._leave = leave
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._compile = ThreadPoolExecutor(COMPILING, "grammars")
+        self._joining: AdmissionWindow[Add] = AdmissionWindow()
+        self._deltas = Deltas()
+        self._feeds: dict[str, JobFeed] = {}
+        self._job_of: dict[str, str] = {}
+        self._num_received = 0
+        self._num_taken = 0
+        self._refused: dict[str, str] = {}
+        self._aborted: dict[str, RequestMetrics | None] = {}
+        self._answers: list[Answered] = []
+        self._running = True
+        self._stats_at = 0.0
+        self._step_seconds = self._engine.scheduler.budget.seconds
+        self._interactive_at = float("-inf")
+        self._job_step_seconds = 0.0
+
+    def run(self) -> None:
+        """Until told to stop, or the server is gone."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        self._channel.send(Ready(self._facts, os.getpid()))
+        try:
+            while self._running:
+                self._turn()
+        finally:
+            self._compile.shutdown(wait=False, cancel_futures=True)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, Ask) and message.what == "validate":
+                    self._compile.submit(self._validate, message)
+                else:
+                    self._inbox.put(message)
+        except (EOFError, OSError, RuntimeError):
+            self._inbox.put(Stop())
+            self._leave()
+
+    def _validate(self, ask: Ask) -> None:
+        """Compile what a request needs; its error, if any, goes back in the next report."""
+        answer = Answered(ask.token)
+        try:
+            self._engine.validate(ask.value)
+        except OnestemError as error:
+            answer = Answered(ask.token, error=str(error))
+        except Exception as error:  # whoever asked would wait for ever
+            why = f"the request cannot be checked: {type(error).__name__}: {error}"
+            answer = Answered(ask.token, error=why, fault=False)
+        self._inbox.put(answer)
+
+    # ------------------------------------------------------------------------- a turn
+
+    def _turn(self) -> None:
+        busy = self._engine.has_unfinished()
+        took = self._take_commands(wait=not busy)
+        self._feed_jobs()
+        news = self._step() if self._engine.has_unfinished() else ([], [])
+        if took or news[0] or busy:
+            self._report(*news)
+
+    def _step(self) -> tuple[list[RequestOutput], list[RequestState]]:
+        began = time.monotonic()
+        for_jobs = not len(self._deltas)
+        if not for_jobs:
+            self._interactive_at = began
+        self._bound_step(short=for_jobs and began - self._interactive_at < RECENT_SECONDS)
+        news = self._engine.step_news()
+        if for_jobs:
+            took = time.monotonic() - began
+            self._job_step_seconds = max(self._job_step_seconds, took)
+        return news
+
+    def _bound_step(self, *, short: bool) -> None:
+        if self._step_seconds is not None:
+            bound = self._step_seconds * SHORT_STEP if short else self._step_seconds
+            self._engine.scheduler.budget.seconds = bound
+
+    def _take_commands(self, *, wait: bool) -> bool:
+        """Take what has come; sleep for it if there is nothing else to do."""
+        took = self._take_inbox(wait=wait and not self._joining)
+        # An idle engine lets all in: nobody would be held up.
+        for message in self._joining.take(0 if wait else len(self._deltas)):
+            self._admit(message)
+        return took
+
+    def _take_inbox(self, *, wait: bool) -> bool:
+        took = False
+        while self._running:
+            try:
+                message = self._inbox.get(block=wait and not took)
+            except queue.Empty:
+                break
+            took = True
+            self._num_taken += not isinstance(message, Answered)
+            self._take(message)
+        return took
+
+    def _feed_jobs(self) -> None:
+        for feed in self._feeds.values():
+            part = feed.next_part()
+            if part is not None:
+                self._engine.add_job(feed.parts[-1], part)
+
+    def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:
+        now = time.monotonic()
+        idle = not self._engine.has_unfinished()
+        stats, job_step = None, 0.0
+        if idle or now - self._stats_at >= STATS_SECONDS:
+            self._stats_at = now
+            stats = self._engine.stats.to_dict()
+            job_step, self._job_step_seconds = self._job_step_seconds, 0.0
+        tokens, deltas = self._deltas.of(outputs, going_on)
+        self._channel.send(
+            Report(
+                tokens=tokens,
+                deltas=deltas,
+                refused=self._refused,
+                aborted=self._aborted,
+                num_received=self._num_received,
+                num_waiting=self._engine.num_waiting,
+                num_running=self._engine.num_running,
+                jobs=self._job_outputs(outputs) if self._job_of else [],
+                pulled={feed.job_id: feed.pulled for feed in self._feeds.values()},
+                stats=stats,
+                job_step_seconds=job_step,
+                num_taken=self._num_taken,
+                busy=not idle,
+            )
+        )
+        self._refused, self._aborted = {}, {}
+        for answer in self._answers:
+            self._channel.send(answer)
+        self._answers = []
+
+    def _job_outputs(self, outputs: list[RequestOutput]) -> list[JobOutput]:
+        return [
+            JobOutput(self._job_of.pop(output.request_id), output)
+            for output in outputs
+            if output.request_id in self._job_of
+        ]
+
+    # ------------------------------------------------------------------------- commands
+
+    @singledispatchmethod
+    def _take(self, message: Any) -> None:
+        raise TypeError(f"an unknown message: {message!r}")
+
+    @_take.register
+    def _add(self, message: Add) -> None:
+        self._joining.add(message.request.request_id, message)
+
+    def _admit(self, message: Add) -> None:
+        self._num_received += 1
+        name = message.request.request_id
+        self._deltas.begin(name, message.number)
+        try:
+            self._engine.add_request(message.request)
+        except OnestemError as error:
+            self._deltas.forget(name)
+            self._refused[name] = str(error)
+
+    @_take.register
+    def _abort(self, message: Abort) -> None:
+        name = message.request_id
+        if self._joining.remove(name):
+            self._num_received += 1
+            self._aborted[name] = None
+            return
+        output = self._engine.abort(name)
+        self._aborted[name] = output.metrics if output is not None else None
+        self._deltas.forget(name)
+
+    @_take.register
+    def _job_requests(self, message: JobRequests) -> None:
+        feed = self._feeds.setdefault(message.job_id, JobFeed(message.job_id))
+        for request in message.requests:
+            self._job_of[request.request_id] = message.job_id
+        feed.extend(message)
+
+    @_take.register
+    def _remove_job(self, message: RemoveJob) -> None:
+        feed = self._feeds.pop(message.job_id, None)
+        for part in feed.parts if feed is not None else ():
+            self._engine.remove_job(part)
+        for request_id in [i for i, job in self._job_of.items() if job == message.job_id]:
+            self._engine.abort(request_id)
+            del self._job_of[request_id]
+
+    @_take.register
+    def _pin(self, message: Pin) -> None:
+        try:
+            self._engine.pin_prefix(
+                message.name, list(message.token_ids), cache_salt=message.cache_salt
+            )
+        except OnestemError as error:
+            self._refused[message.name] = str(error)
+
+    @_take.register
+    def _unpin(self, message: Unpin) -> None:
+        if message.name in self._engine.pins:
+            self._engine.unpin_prefix(message.name)
+
+    @_take.register
+    def _prefetch(self, message: Prefetch) -> None:
+        self._engine.prefetch_modules(message.segments, message.cache_salt)
+
+    @_take.register
+    def _ask(self, message: Ask) -> None:
+        questions = {"snapshot": self._snapshot, "check": self._check, "prefixes": self._prefixes}
+        self._answers.append(Answered(message.token, questions[message.what]()))
+
+    @_take.register
+    def _answered(self, message: Answered) -> None:
+        self._answers.append(message)
+
+    @_take.register
+    def _stop(self, message: Stop) -> None:
+        self._running = False
+
+    def _snapshot(self) -> dict[str, Any]:
+        """The engine's, with what jobs hold under their names."""
+        snapshot = snapshot_of(self._engine)
+        for holder in snapshot["holders"]:
+            holder["name"] = self._job_of.get(holder["name"], holder["name"])
+        return snapshot
+
+    def _prefixes(self) -> list[dict[str, Any]]:
+        return [asdict(prefix) for prefix in self._engine.prefixes()]
+
+    def _check(self) -> dict[str, Any]:
+        """Whether KV memory balances; page counts."""
+        error = None
+        try:
+            self._engine.check()
+        except CacheError as reason:
+            error = str(reason)
+        pool = self._engine.cache.pool
+        cached = {page for run in self._engine.cache.runs() for page in run.pages}
+        return {
+            "error": error,
+            "free": pool.num_free,
+            "cached": len(cached),
+            "held": pool.num_held,
+            "total": pool.num_pages,
+            "running": self._engine.num_running,
+            "waiting": self._engine.num_waiting,
+        }
+
+
+def main() -> None:
+    """`python -m onestem.server.link.worker FD`: the channel is that file descriptor."""
+    # The server says when to end, also where a signal goes to the whole group of processes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    factory, options = channel.receive()
+    module, _, name = factory.partition(":")
+    try:
+        llm = getattr(importlib.import_module(module), name)(options)
+    except OnestemError as error:
+        channel.send(Failed(str(error), fault=True))
+        return
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
+        raise
+    worker = Worker(llm, channel, leave=lambda: os._exit(0))
+    try:
+        with collecting_less():
+            worker.run()
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
+        raise
+    os._exit(0)  # nothing to put away: what matters is with the server
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What keys own: files, batches, prefixes, schemas."""

@@ -1,0 +1,176 @@
+"""Files: uploads, and the files of a batch job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from onestem.checked import show
+from onestem.openai.read import JsonError, read_object
+from onestem.server.errors import ApiError
+from onestem.server.objects.store import Row, Store
+from onestem.server.objects.tenants import Tenant
+
+__all__ = [
+    "count_lines",
+    "describe",
+    "find_file",
+    "keep",
+    "keep_output",
+    "new_file_row",
+    "page_of",
+]
+
+CHUNK_BYTES = 1 << 20
+
+
+def new_file_row(tenant: str, filename: str, purpose: str) -> Row:
+    return {
+        "id": f"file-{secrets.token_hex(12)}",
+        "owner": tenant,
+        "filename": filename,
+        "purpose": purpose,
+        "bytes": 0,
+        "created_at": int(time.time()),
+    }
+
+
+def describe(row: Row) -> dict[str, Any]:
+    """A file as OpenAI's API shows it."""
+    return {
+        "id": row["id"],
+        "object": "file",
+        "bytes": row["bytes"],
+        "created_at": row["created_at"],
+        "expires_at": None,
+        "filename": row["filename"],
+        "purpose": row["purpose"],
+        "status": "processed",
+    }
+
+
+async def keep(store: Store, tenant: Tenant, filename: str, source: BinaryIO) -> Row:
+    """Store what is read of `source` as a file of a key."""
+    row = new_file_row(tenant.name, filename, "batch")
+    row["bytes"] = await asyncio.to_thread(_save, source, store, row["id"])
+    await asyncio.to_thread(store.add_file, row)
+    return row
+
+
+def _save(source: BinaryIO, store: Store, file_id: str) -> int:
+    path = store.files / file_id
+    draft = path.with_suffix(".draft")
+    try:
+        with open(draft, "wb") as target:
+            while chunk := source.read(CHUNK_BYTES):
+                target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+            size = target.tell()
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise ApiError(507, f"the file cannot be stored: {error.strerror}") from error
+    return size
+
+
+async def find_file(store: Store, tenant: Tenant, file_id: str) -> Row:
+    row = await asyncio.to_thread(store.file, tenant.name, file_id)
+    if row is None:
+        raise ApiError(404, f"there is no file {show(file_id)}", param="id", code="not_found")
+    return row
+
+
+def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """A page of a list, as OpenAI's clients walk through it."""
+    start = 0
+    if after is not None:
+        places = [number for number, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise ApiError(
+                400, f"after is {show(after)}, expected the id of an item", param="after"
+            )
+        start = places[0] + 1
+    page = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(items),
+    }
+
+
+# ----------------------------------------------------------------------------- job files
+# What a batch leaves among its key's files: its output, and the lines of it that failed.
+#
+# Each step may be done again after a crash, and then changes nothing: ids come from the batch.
+
+
+def keep_output(
+    store: Store, owner: str, batch_id: str, path: Path
+) -> tuple[str | None, str | None]:
+    """Make what a batch has written at `path` a file of the key's, and another of its errors.
+
+    Returns:
+        The ids of both; None for one that would have nothing in it.
+    """
+    name = batch_id.removeprefix("batch_")
+    output, errors = f"file-{name}o", f"file-{name}e"
+    if path.exists():
+        _cut_torn_line(path)
+        os.replace(path, store.files / output)
+    if not _size(store.files / output):
+        (store.files / output).unlink(missing_ok=True)
+        return None, None
+    _add(store, owner, output, f"{batch_id}_output.jsonl")
+    draft = store.files / f"{errors}.draft"
+    _copy_errors(store.files / output, draft)
+    if not _size(draft):
+        draft.unlink()
+        return output, None
+    os.replace(draft, store.files / errors)
+    _add(store, owner, errors, f"{batch_id}_errors.jsonl")
+    return output, errors
+
+
+def count_lines(store: Store, file_id: str | None) -> int:
+    """Of a file that `keep_output` made; none where it made none."""
+    if file_id is None:
+        return 0
+    with open(store.files / file_id, "rb") as file:
+        return sum(1 for _ in file)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _add(store: Store, owner: str, file_id: str, filename: str) -> None:
+    row = new_file_row(owner, filename, "batch_output") | {"id": file_id}
+    store.add_file(row | {"bytes": _size(store.files / file_id)})
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A server that was killed may have left half a line at the end."""
+    with open(path, "rb+") as file:
+        whole = sum(len(raw) for raw in file if raw.endswith(b"\n"))
+        file.truncate(whole)
+
+
+def _copy_errors(output: Path, target: Path) -> None:
+    with open(output, "rb") as source, open(target, "wb") as file:
+        file.writelines(raw for raw in source if _is_error(raw))
+
+
+def _is_error(raw: bytes) -> bool:
+    try:
+        return read_object(raw).get("error") is not None
+    except JsonError:
+        return False

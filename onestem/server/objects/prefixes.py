@@ -1,0 +1,336 @@
+"""Prefixes as objects: named, versioned, pinned in the engine, computed before they are ready.
+
+A prefix is a text, messages, or token ids. Messages stand before a chat's messages, token ids
+before a completion's prompt. A text does both: it is a chat's first system message, and stands as
+it is before a completion's prompt; both forms are pinned where the model has a chat template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onestem.batch.spool import NO_TOKENIZER
+from onestem.checked import show
+from onestem.engine.text.bounded import BoundedTokenizer
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import ConfigError, RequestError
+from onestem.openai.read import read_object, read_prefix
+from onestem.openai.schema import Kind
+from onestem.server.errors import ApiError
+from onestem.server.link.client import EngineClient
+from onestem.server.objects.store import Store
+from onestem.server.objects.tenants import APP_OWNER, Tenant
+
+__all__ = ["Prefix", "Prefixes", "check_name", "read_app"]
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+READY_SECONDS = 600.0
+POLL_SECONDS = 0.02
+
+
+@dataclass(kw_only=True)
+class Prefix:
+    """A version of a prefix.
+
+    Attributes:
+        owner: name of the key, or `APP_OWNER`.
+        source: {"text": ...}, {"messages": ...} or {"token_ids": ...}.
+        forms: kind of call -> the token ids that its prompt begins with.
+    """
+
+    owner: str
+    name: str
+    version: int
+    source: Mapping[str, Any]
+    forms: Mapping[Kind, list[int]]
+    created_at: int
+    ready: bool = False
+    refused: str | None = None
+    infos: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def pin_name(self, kind: Kind) -> str:
+        return f"{self.owner}/{self.name}/{self.version}/{kind}"
+
+    @property
+    def salt(self) -> str:
+        return "" if self.owner == APP_OWNER else Tenant(self.owner).salt()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.forms.values()))
+
+    def length(self, ids: Sequence[int]) -> int:
+        """How many of its tokens a prompt begins with: all of a form, or 0."""
+        lengths = [
+            len(form)
+            for form in self.forms.values()
+            if len(form) < len(ids) and list(ids[: len(form)]) == form
+        ]
+        return max(lengths, default=0)
+
+    def describe(self) -> dict[str, Any]:
+        """As the API shows it."""
+        used = [info["last_used"] for info in self.infos if info.get("last_used")]
+        return {
+            "object": "prefix",
+            "name": self.name,
+            "owner": "operator" if self.owner == APP_OWNER else "key",
+            "version": self.version,
+            "kind": next(iter(self.source)),
+            "ready": self.ready,
+            "tokens": self.num_tokens,
+            "computed_tokens": self._total("num_computed_tokens"),
+            "bytes": self._total("bytes"),
+            "readers": self._total("readers"),
+            "hits": self._total("hits"),
+            "last_used": max(used, default=None),
+            "created_at": self.created_at,
+        }
+
+    def _total(self, name: str) -> int:
+        return sum(int(info.get(name) or 0) for info in self.infos)
+
+
+class Prefixes:
+    """All prefixes of a server."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, store: Store) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._store = store
+        self._current: dict[tuple[str, str], Prefix] = {}
+        self._all: dict[int, Prefix] = {}
+        self._lock = asyncio.Lock()
+
+    # ------------------------------------------------------------------------- making
+
+    def load(self, apps: Mapping[str, Mapping[str, Any]]) -> None:
+        """The operator's, and those that keys have made before; `pin_all` pins them."""
+        for name, source in apps.items():
+            self._enter(self._made(APP_OWNER, name, 1, source, int(time.time())))
+        for row in self._store.list_named("prefixes"):
+            self._enter(
+                self._made(
+                    row["owner"], row["name"], row["version"], row["source"], row["created_at"]
+                )
+            )
+
+    def _enter(self, prefix: Prefix) -> None:
+        self._current[prefix.owner, prefix.name] = prefix
+        self._all[id(prefix)] = prefix
+
+    def _made(
+        self, owner: str, name: str, version: int, source: Mapping[str, Any], created_at: int
+    ) -> Prefix:
+        forms = self._forms(source)
+        return Prefix(
+            owner=owner,
+            name=name,
+            version=version,
+            source=source,
+            forms=forms,
+            created_at=created_at,
+        )
+
+    def _forms(self, source: Mapping[str, Any]) -> dict[Kind, list[int]]:
+        if "token_ids" in source:
+            return {"completion": list(source["token_ids"])}
+        if self._tokenizer is None:
+            raise RequestError(f"{NO_TOKENIZER}; a prefix needs token_ids")
+        if "messages" in source:
+            return {"chat": self._chat_form(source["messages"])}
+        forms: dict[Kind, list[int]] = {"completion": self._tokenizer.encode(source["text"])}
+        if self._tokenizer.has_chat_template:
+            forms["chat"] = self._chat_form(messages_of(source))
+        return forms
+
+    def _chat_form(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens that all chats have in common which begin with these messages."""
+        assert self._tokenizer is not None
+        first, second = (
+            self._tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
+            for text in ("a", "Z")
+        )
+        common = 0
+        while common < min(len(first), len(second)) and first[common] == second[common]:
+            common += 1
+        return first[:common]
+
+    async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> Prefix:
+        """Make a prefix, or its next version; returns when it is computed. Until then requests get
+        the version before."""
+        check_name(name)
+        source = read_prefix(body)
+        if (APP_OWNER, name) in self._current:
+            raise ApiError(
+                409, f"{name!r} is a prefix of the operator's: choose another name", param="name"
+            )
+        self._client.check_up()
+        prefix = await asyncio.to_thread(self._new, tenant.name, name, source)
+        async with self._lock:
+            before = self._current.get((tenant.name, name))
+            prefix.version = before.version + 1 if before is not None else 1
+            self._check_size(prefix)
+            self._all[id(prefix)] = prefix
+            try:
+                self._pin(prefix)
+                await self._until_ready([prefix])
+                row = {name: getattr(prefix, name) for name in ROW}
+                await asyncio.to_thread(self._store.save_named, "prefixes", row)
+            except BaseException:
+                self._drop(prefix)
+                raise
+            self._current[tenant.name, name] = prefix
+            if before is not None:
+                self._drop(before)
+        return prefix
+
+    def _new(self, owner: str, name: str, source: Mapping[str, Any]) -> Prefix:
+        facts = self._client.facts
+        if self._tokenizer is not None and facts is not None:
+            bounded = BoundedTokenizer(self._tokenizer, facts.max_model_len)
+            bounded.check_messages(next(iter(source)), messages_of(source))
+        return self._made(owner, name, 0, source, int(time.time()))
+
+    def _check_size(self, prefix: Prefix) -> None:
+        facts = self._client.facts
+        assert facts is not None
+        for ids in prefix.forms.values():
+            if not 1 <= len(ids) <= facts.max_model_len - 2:
+                raise RequestError(
+                    f"prefix has {len(ids)} tokens, expected from 1 to {facts.max_model_len - 2}"
+                )
+            if max(ids) >= facts.vocab_size:
+                raise RequestError(
+                    f"token_ids has {max(ids)}, expected ids below {facts.vocab_size}"
+                )
+
+    def _pin(self, prefix: Prefix) -> None:
+        prefix.ready = False
+        for kind, ids in prefix.forms.items():
+            self._client.pin(prefix.pin_name(kind), ids, prefix.salt)
+
+    def _drop(self, prefix: Prefix) -> None:
+        self._all.pop(id(prefix), None)
+        for kind in prefix.forms:
+            self._client.unpin(prefix.pin_name(kind))
+
+    def pin_all(self) -> None:
+        """A new engine knows none of them."""
+        for prefix in self._all.values():
+            self._pin(prefix)
+
+    def refused(self, pin_name: str, why: str) -> None:
+        for prefix in self._all.values():
+            if pin_name in map(prefix.pin_name, prefix.forms):
+                prefix.refused = why
+
+    async def until_ready(self) -> None:
+        """Until all are computed."""
+        await self._until_ready(list(self._all.values()))
+
+    async def _until_ready(self, prefixes: Sequence[Prefix]) -> None:
+        until = time.monotonic() + READY_SECONDS
+        while not all(prefix.ready for prefix in prefixes):
+            await self.refresh()
+            for prefix in prefixes:
+                if prefix.refused is not None:
+                    raise RequestError(f"prefix {prefix.name!r}: {prefix.refused}")
+            if time.monotonic() > until:
+                raise ApiError(504, "the prefix was not computed in time: try again later")
+            await asyncio.sleep(POLL_SECONDS)
+
+    # ------------------------------------------------------------------------- reading
+
+    async def refresh(self) -> None:
+        """Ask the engine how they are."""
+        self.take_infos(await self._client.ask("prefixes"))
+
+    def take_infos(self, infos: Iterable[Mapping[str, Any]]) -> None:
+        by_name = {info["name"]: info for info in infos}
+        for prefix in self._all.values():
+            names = [prefix.pin_name(kind) for kind in prefix.forms]
+            prefix.infos = [by_name[name] for name in names if name in by_name]
+            prefix.ready = len(prefix.infos) == len(names) and all(
+                info["ready"] for info in prefix.infos
+            )
+
+    def find(self, tenant: Tenant, name: str) -> Prefix:
+        """A tenant's own prefix or an operator's of that name."""
+        for owner in (tenant.name, APP_OWNER):
+            found = self._current.get((owner, name))
+            if found is not None:
+                return found
+        raise ApiError(404, f"there is no prefix {name!r}", param="prefix", code="prefix_not_found")
+
+    def visible(self, tenant: Tenant) -> list[Prefix]:
+        return [p for p in self._current.values() if p.owner in (tenant.name, APP_OWNER)]
+
+    def everyone(self) -> list[Prefix]:
+        return list(self._current.values())
+
+    async def delete(self, tenant: Tenant, name: str) -> None:
+        prefix = self.find(tenant, name)
+        if prefix.owner == APP_OWNER:
+            raise ApiError(
+                403, f"{name!r} is the operator's: it ends with the server", code="operator_only"
+            )
+        async with self._lock:
+            if self._current.get((tenant.name, name)) is not prefix:
+                raise ApiError(409, f"prefix {name!r} was replaced meanwhile: delete it again")
+            await asyncio.to_thread(self._store.delete_named, "prefixes", tenant.name, name)
+            del self._current[tenant.name, name]
+            self._drop(prefix)
+
+    def begun_by(
+        self, tenant: Tenant, ids: Sequence[int], owner: str | None = None
+    ) -> Prefix | None:
+        """The longest prefix that a prompt begins with, named or not; of one owner, if given."""
+        best, longest = None, 0
+        for prefix in self.visible(tenant):
+            length = prefix.length(ids) if owner in (None, prefix.owner) else 0
+            if length > longest:
+                best, longest = prefix, length
+        return best
+
+
+ROW = ("owner", "name", "version", "source", "created_at")
+
+
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise RequestError(
+            f"name is {show(name)}, expected up to 64 letters, digits, '.', '_' and '-'"
+        )
+
+
+def messages_of(source: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a chat begins with."""
+    if "text" in source:
+        return [{"role": "system", "content": source["text"]}]
+    return list(source.get("messages", ()))
+
+
+def read_app(argument: str) -> tuple[str, dict[str, Any]]:
+    """`NAME=FILE` of `--app`: a text, or messages where the file's name ends with .json."""
+    name, _, file = argument.partition("=")
+    if not NAME.fullmatch(name) or not file:
+        raise ConfigError(f"--app is {argument!r}, expected NAME=FILE")
+    path = Path(file)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--app {name}: cannot read {path}: {reason}") from error
+    try:
+        if path.suffix == ".json":
+            return name, read_prefix(read_object(text.encode()))
+        return name, read_prefix({"text": text})
+    except RequestError as error:
+        raise ConfigError(f"--app {name}: {path}: {error}") from error

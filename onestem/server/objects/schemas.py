@@ -1,0 +1,198 @@
+"""PML schemas as objects: named, versioned; a prompt in PML names the one it is of.
+
+The operator's (`--schema`) serve all keys; a key's own are its own. Modules are computed with the
+first prompt that imports them. Those of the operator's schemas are shared by all, those of a key's
+by what has the same cache salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onestem.checked import check, show
+from onestem.engine.text.bounded import BoundedTokenizer, check_markup
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import ConfigError, RequestError
+from onestem.openai.schema import SchemaBody
+from onestem.pml import (
+    CompiledPrompt,
+    EncodedSegment,
+    Library,
+    parse_prompt,
+    read_schema,
+    to_markup,
+)
+from onestem.server.errors import ApiError
+from onestem.server.objects.store import Store
+from onestem.server.objects.tenants import APP_OWNER, Tenant
+
+__all__ = ["CompilePml", "Schemas"]
+
+# Markup and isolation -> segments.
+CompilePml = Callable[[str, str], CompiledPrompt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schema:
+    owner: str
+    name: str
+    version: int
+    markup: str
+    created_at: int
+    library: Library
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all keys share its modules."""
+        return self.owner == APP_OWNER
+
+    def describe(self) -> dict[str, Any]:
+        """As the API shows it."""
+        layout = self.library.layouts[self.name]
+        return {
+            "object": "schema",
+            "name": self.name,
+            "owner": "operator" if self.is_common else "key",
+            "version": self.version,
+            "positions": layout.end,
+            "modules": len(layout.blocks) - 1,
+            "created_at": self.created_at,
+        }
+
+
+class Schemas:
+    """All schemas of a server.
+
+    Args:
+        max_positions: that the model has.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, max_positions: int, store: Store) -> None:
+        self._tokenizer = tokenizer
+        self._bounded = (
+            BoundedTokenizer(tokenizer, max_positions) if tokenizer is not None else None
+        )
+        self._max_positions = max_positions
+        self._store = store
+        self._current: dict[tuple[str, str], _Schema] = {}
+
+    def load(self, files: Iterable[Path]) -> None:
+        """The operator's, and those that keys have made before."""
+        for file in files:
+            made = self._made(APP_OWNER, 1, to_markup(read_schema(file)), int(time.time()))
+            if (APP_OWNER, made.name) in self._current:
+                raise ConfigError(f"--schema {file}: another file has a schema {made.name!r}")
+            self._current[made.owner, made.name] = made
+        for row in self._store.list_named("schemas"):
+            made = self._made(row["owner"], row["version"], row["source"], row["created_at"])
+            self._current[made.owner, made.name] = made
+
+    def _made(self, owner: str, version: int, markup: str, created_at: int) -> _Schema:
+        library = self._library([markup])
+        (name,) = library.layouts
+        return _Schema(
+            owner=owner,
+            name=name,
+            version=version,
+            markup=markup,
+            created_at=created_at,
+            library=library,
+        )
+
+    def _library(self, markups: Sequence[str]) -> Library:
+        if self._tokenizer is None:
+            raise RequestError("PML needs a tokenizer, and this model directory has none")
+        library = Library(self._tokenizer, max_positions=self._max_positions)
+        for markup in markups:
+            library.add(_checked(markup))
+        return library
+
+    # ------------------------------------------------------------------------- API
+
+    async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a schema, or its next version."""
+        markup = check(SchemaBody, body).pml
+        if (APP_OWNER, name) in self._current:
+            raise ApiError(409, f"{name!r} is a schema of the operator's: choose another name")
+        before = self._current.get((tenant.name, name))
+        version = before.version + 1 if before is not None else 1
+        made = await asyncio.to_thread(self._new, tenant.name, version, markup)
+        if made.name != name:
+            raise RequestError(f"pml is a schema named {made.name!r}, expected {name!r}")
+        row = {"owner": made.owner, "name": name, "version": version, "source": markup}
+        await asyncio.to_thread(
+            self._store.save_named, "schemas", {**row, "created_at": made.created_at}
+        )
+        self._current[tenant.name, name] = made
+        return made.describe()
+
+    def _new(self, owner: str, version: int, markup: str) -> _Schema:
+        self._check_length(markup)
+        return self._made(owner, version, markup, int(time.time()))
+
+    def _check_length(self, markup: str) -> None:
+        if self._bounded is not None:
+            check_markup(markup, self._bounded)
+
+    def find(self, tenant: Tenant, name: str) -> _Schema:
+        for owner in (tenant.name, APP_OWNER):
+            found = self._current.get((owner, name))
+            if found is not None:
+                return found
+        raise ApiError(404, f"there is no schema {show(name)}", code="schema_not_found")
+
+    def visible(self, tenant: Tenant) -> list[_Schema]:
+        return [s for s in self._current.values() if s.owner in (tenant.name, APP_OWNER)]
+
+    async def delete(self, tenant: Tenant, name: str) -> None:
+        schema = self.find(tenant, name)
+        if schema.is_common:
+            raise ApiError(
+                403, f"{name!r} is the operator's: it ends with the server", code="operator_only"
+            )
+        await asyncio.to_thread(self._store.delete_named, "schemas", tenant.name, name)
+        self._current.pop((tenant.name, name), None)
+
+    # ------------------------------------------------------------------------- prompts
+
+    def compile(self, tenant: Tenant, markup: str, isolation: str) -> CompiledPrompt:
+        """A prompt's segments.
+
+        Raises:
+            PmlError: what is wrong with it; ApiError: its schema is not here.
+        """
+        self._check_length(markup)
+        prompt = parse_prompt(_checked(markup))
+        return self.find(tenant, prompt.schema).library.compile(prompt, isolation)
+
+    def alternatives(self, tenant: Tenant, compiled: CompiledPrompt) -> list[EncodedSegment]:
+        """Modules that the next prompt may want in place of what this one imports."""
+        return self.find(tenant, compiled.schema).library.alternatives(compiled)
+
+    def markups(self, tenant: Tenant) -> list[str]:
+        """What a job keeps of the schemas that are there when it is made."""
+        return [schema.markup for schema in self.visible(tenant)]
+
+    def compiler(self, markups: Sequence[str]) -> CompilePml | None:
+        """Compiles prompts of some schemas; None for a model without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        library = self._library(markups)
+
+        def compiled(markup: str, isolation: str) -> CompiledPrompt:
+            self._check_length(markup)
+            return library.compile(markup, isolation)
+
+        return compiled
+
+
+def _checked(markup: str) -> str:
+    """Markup, that no one can take for a file's name."""
+    if not markup.lstrip("\ufeff \t\r\n").startswith("<"):
+        raise RequestError(f"pml is {show(markup)}, expected markup that begins with <")
+    return markup
