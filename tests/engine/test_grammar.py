@@ -168,6 +168,26 @@ def test_other_forms_that_are_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_control_characters(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Texts may have them, JSON may not."""
+    null = {"type": "json_schema", "json_schema": {"type": "null"}}
+    tag = {"type": "tag", "begin": "<n>", "content": null, "end": ""}
+    free = {"type": "triggered_tags", "triggers": ["<n>"], "tags": [tag]}
+    texts = [
+        {"type": "regex", "regex": "a.*[^x]"},
+        {"type": "grammar", "grammar": 'root ::= "a" [^x]* '},
+        {"type": "structural_tag", "format": free},
+    ]
+    for text in ("a\tb\x00\x1f", "a\r\n\t"):
+        for response_format in texts:
+            assert fits(tokenizer, state_of(compiler, response_format), text)
+    strings = [{}, {"maxLength": 9}, {"minLength": 1}, {"pattern": ".*"}, {"pattern": "[^a]*"}]
+    for control in map(chr, range(32)):
+        for more in strings:
+            state = state_of(compiler, json_schema({"type": "string", **more}))
+            assert not fits(tokenizer, state, f'"{control}"')
+
+
 def test_strict_false_allows_more_properties(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
@@ -326,21 +346,21 @@ def test_schemas_that_are_none(compiler: GrammarCompiler, schema: dict[str, Any]
 
 
 class Stopped:
-    """xgrammar's compiler, which compiles schemas of this title when it is let."""
+    """xgrammar's compiler, which compiles grammars with this word when it is let."""
 
-    def __init__(self, compiler: Any, title: str) -> None:
+    def __init__(self, compiler: Any, word: str) -> None:
         self._compiler = compiler
-        self._title = title
+        self._word = word
         self.begun = threading.Event()
         self.let = threading.Event()
-        self.schemas: list[str] = []
+        self.grammars: list[str] = []
 
-    def compile_json_schema(self, schema: str, **options: Any) -> Any:
-        self.schemas.append(schema)
-        if json.loads(schema).get("title") == self._title:
+    def compile_grammar(self, grammar: str) -> Any:
+        self.grammars.append(grammar)
+        if self._word in grammar:
             self.begun.set()
             assert self.let.wait(60)
-        return self._compiler.compile_json_schema(schema, **options)
+        return self._compiler.compile_grammar(grammar)
 
 
 @pytest.fixture
@@ -352,7 +372,7 @@ def stopped(tokenizer: Tokenizer) -> Iterator[tuple[GrammarCompiler, Stopped]]:
     stopped.let.set()
 
 
-SLOW = {"title": "slow", "type": "integer"}
+SLOW = {"enum": ["slow", "slower"]}
 
 
 def test_others_do_not_wait_for_a_slow_schema(stopped: tuple[GrammarCompiler, Stopped]) -> None:
@@ -369,7 +389,7 @@ def test_others_do_not_wait_for_a_slow_schema(stopped: tuple[GrammarCompiler, St
         assert not any(one.done() for one in slow)
         inner.let.set()
         assert all(one.result(60) is not None for one in slow)
-    assert sum("slow" in schema for schema in inner.schemas) == 1
+    assert sum("slow" in grammar for grammar in inner.grammars) == 1
     assert prepared.done()
 
 

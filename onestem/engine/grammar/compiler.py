@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onestem.engine.grammar.schema import SCHEMA, check_schema, with_any_of
+from onestem.engine.grammar.schema import SCHEMA, check_schema, ebnf_of
 from onestem.engine.grammar.tags import check_tags, tags_of, with_grammars
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
@@ -30,13 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["GrammarCompiler", "GrammarState", "packed"]
 
 _CACHE_ENTRIES = 256
-# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
-_MOST_WHITESPACE = 64
 # Of `prepare`: a slow schema does not hold up the next, and each has threads of its own besides.
 _THREADS = 2
-# Strings of limited length may hold raw control characters, says the compiler; JSON says not. Only
-# the newline can stand between values in what models write, and is no part of those strings.
-_CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
 
 
 class _Wanted(NamedTuple):
@@ -222,16 +217,8 @@ class GrammarCompiler:
             if wanted.schema is None:
                 tags = {"type": "structural_tag", "format": with_grammars(wanted.tags)}
                 return compiler.compile_structural_tag(tags)
-            written = json.dumps(with_any_of(wanted.schema))
-            if wanted.any_whitespace:
-                return compiler.compile_json_schema(
-                    written, strict_mode=wanted.strict, max_whitespace_cnt=_MOST_WHITESPACE
-                )
-            return compiler.compile_json_schema(
-                written,
-                strict_mode=wanted.strict,
-                any_whitespace=False,
-                separators=(",", ":"),
+            return compiler.compile_grammar(
+                ebnf_of(wanted.schema, strict=wanted.strict, any_whitespace=wanted.any_whitespace)
             )
         except Exception as error:  # xgrammar raises many kinds for a bad schema
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
@@ -252,8 +239,9 @@ class GrammarCompiler:
             raise UnsupportedError(
                 "response_format needs xgrammar, which is not installed: pip install xgrammar"
             ) from error
-        vocabulary = [
-            self._usable_bytes(token)
+        special = self._tokenizer.special_ids
+        vocabulary = [  # what has no bytes is never allowed
+            b"" if token in special else self._tokenizer.token_bytes(token)
             for token in range(min(self._tokenizer.vocab_size, self.vocab_size))
         ]
         info = xgrammar.TokenizerInfo(
@@ -264,13 +252,6 @@ class GrammarCompiler:
         )
         # One cache is enough, and ours is bounded.
         return xgrammar.GrammarCompiler(info, cache_enabled=False)
-
-    def _usable_bytes(self, token_id: int) -> bytes:
-        """A token's bytes, or none, and xgrammar never allows it."""
-        if token_id in self._tokenizer.special_ids:
-            return b""
-        data = self._tokenizer.token_bytes(token_id)
-        return data if _CONTROL_BYTES.isdisjoint(data) else b""
 
 
 class GrammarState:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from onestem.engine.grammar.keywords import (
 )
 from onestem.errors import RequestError, UnsupportedError
 
-__all__ = ["SCHEMA", "check_schema", "object_fault", "oneof_fault", "subschemas", "with_any_of"]
+__all__ = ["SCHEMA", "check_schema", "ebnf_of", "object_fault", "oneof_fault", "subschemas"]
 
 
 SCHEMA = "response_format.json_schema.schema"
@@ -32,6 +33,11 @@ MOST_DEPTH = 64
 MOST_SCHEMAS, MOST_VALUES, MOST_CHARACTERS = 1_000, 5_000, 100_000
 # It takes the square of what a pattern spells out: 0.1 s, and 11 s for ten times as much.
 MOST_REPEATED = 1_000
+# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
+_MOST_WHITESPACE = 64
+# The compiler's rule (0.2.8) for the characters of a string of limited length. It lets raw control
+# characters in, which JSON forbids; only literals may have the same text, and never as a rule.
+_CHARACTERS = re.compile(r'^(\S+ ::= \(\(\[\^)\\"\\\\\\r\\n(\]\)\))', re.MULTILINE)
 
 _SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems",
            "unevaluatedProperties")  # fmt: skip
@@ -139,7 +145,26 @@ def _patterns(schema: Schema) -> Iterator[str]:
     return (pattern for pattern in given if isinstance(pattern, str))
 
 
-def with_any_of(schema: Schema) -> dict[str, Any]:
+def ebnf_of(schema: Schema, *, strict: bool, any_whitespace: bool = False) -> str:
+    """A checked schema's JSON as a grammar; raises what xgrammar does for a bad one.
+
+    Args:
+        strict: no properties and items that no keyword names.
+        any_whitespace: between values; else there is none.
+    """
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_json_schema(
+        json.dumps(_with_any_of(schema)),
+        any_whitespace=any_whitespace,
+        separators=None if any_whitespace else (",", ":"),
+        max_whitespace_cnt=_MOST_WHITESPACE if any_whitespace else None,
+        strict_mode=strict,
+    )
+    return _CHARACTERS.sub(r'\1\\0-\\x1f\\"\\\\\2', str(grammar))
+
+
+def _with_any_of(schema: Schema) -> dict[str, Any]:
     """A copy in which each `oneOf`, whose schemas part (`check_schema` saw to it), is an `anyOf`:
     the compiler proves less, and would warn."""
     copied: dict[str, Any] = json.loads(json.dumps(schema))

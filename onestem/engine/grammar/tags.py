@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onestem.engine.grammar.keywords import num_characters, regex_fault
-from onestem.engine.grammar.schema import MOST_CHARACTERS, MOST_REPEATED, check_schema, with_any_of
+from onestem.engine.grammar.schema import MOST_CHARACTERS, MOST_REPEATED, check_schema, ebnf_of
 from onestem.errors import RequestError, UnsupportedError
 
-__all__ = ["check_tags", "ebnf_of", "tags_of", "with_grammars"]
+__all__ = ["check_tags", "tags_of", "with_grammars"]
 
 Format = Mapping[str, Any]
 
@@ -125,17 +125,3 @@ def _is_enforced(schema: Mapping[str, Any]) -> bool:
     except (RequestError, UnsupportedError):
         return False
     return True
-
-
-def ebnf_of(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """A schema's compact JSON as a grammar; raises what xgrammar does for a bad one."""
-    import xgrammar
-
-    return str(
-        xgrammar.Grammar.from_json_schema(
-            json.dumps(with_any_of(schema)),
-            any_whitespace=False,
-            separators=(",", ":"),
-            strict_mode=strict,
-        )
-    )
