@@ -48,7 +48,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def compiler(llm: LLM) -> Iterator[Elsewhere]:
     grammars = llm.engine._grammars
     assert grammars is not None
-    elsewhere = Elsewhere(grammars._loaded())
+    elsewhere = Elsewhere(grammars._loaded()[0])
     grammars._compiled.clear()
     loaded, grammars._compiler = grammars._compiler, elsewhere
     yield elsewhere
