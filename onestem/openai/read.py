@@ -23,7 +23,7 @@ from onestem.openai.schema import (
     Tool,
     ToolChoice,
 )
-from onestem.openai.tools import ToolForm, Tools
+from onestem.openai.tools import CheckSchema, ToolForm, Tools
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, SamplingParams, is_deep
 
 __all__ = [
@@ -171,12 +171,21 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
 
-    def held(self, form: ToolForm | None, token_of: Callable[[str], int | None]) -> Asked:
+    def held(
+        self,
+        form: ToolForm | None,
+        token_of: Callable[[str], int | None],
+        check_schema: CheckSchema,
+    ) -> Asked:
         """With calls of tools held to their schemas.
 
         Args:
             form: the model's.
             token_of: the id of a control token; None: a text is none.
+            check_schema: the grammar compiler's.
+
+        Raises:
+            RequestError: calls cannot be held to what is asked.
         """
         if self.tools is None:
             return self
@@ -187,19 +196,15 @@ class Asked:
                 "tools: the model's chat template has no tools, or writes calls in a form that is "
                 "not known here (known are Qwen's and Hermes', Llama 3's and Mistral's)"
             )
-        control = next((name for name in form.marks if token_of(name) is not None), None)
-        if control is not None:
-            raise RequestError(
-                f"tools: the model's calls begin with a control token ({control}), which no "
-                "answer can be held to yet: leave tools out, or set tool_choice to none"
-            )
         if self.params.choices is not None:
             raise RequestError("choices and tools: give one of them")
-        wanted = form.held_to(self.tools, self.params.response_format)
+        wanted = form.held_to(self.tools, self.params.response_format, token_of, check_schema)
         sampling = {
             name: value for name, value in self.sampling.items() if name != "structured_outputs"
         }
         sampling["response_format"] = wanted
+        if any(token_of(mark) is not None for mark in form.marks):
+            sampling["skip_special_tokens"] = False  # no others are sampled
         return replace(self, sampling=sampling, params=check(SamplingParams, sampling))
 
 
@@ -317,8 +322,8 @@ def _tools(fields: ChatFields) -> Tools | None:
             raise RequestError("tool_choice needs tools")
         return None
     tools = _as_json(fields.tools)
-    by_name = {tool["function"]["name"]: tool for tool in tools}
-    names = list(by_name)
+    places = {tool["function"]["name"]: place for place, tool in enumerate(tools)}
+    names = list(places)
     mode: Any = choice or "auto"
     is_named = isinstance(choice, ToolChoice) and choice.function is not None
     if isinstance(choice, ToolChoice):
@@ -328,12 +333,12 @@ def _tools(fields: ChatFields) -> Tools | None:
         if choice.allowed_tools is not None:
             mode = choice.allowed_tools.mode
             names = [tool.function.name for tool in choice.allowed_tools.tools]
-    unknown = [name for name in names if name not in by_name]
+    unknown = [name for name in names if name not in places]
     if unknown:
         raise RequestError(f"tool_choice names {show(unknown[0])}, which is not among the tools")
     return Tools(
         mode=mode,
-        allowed=[by_name[name] for name in dict.fromkeys(names)],
+        allowed={places[name]: tools[places[name]] for name in names},
         parallel=fields.parallel_tool_calls is not False and not is_named,
     )
 

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from onestem.batch.spool import NO_TOKENIZER
+from onestem.engine.grammar.schema import check_schema
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, Prompt, read_body, read_object
 from onestem.openai.schema import Kind
@@ -50,8 +51,9 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
     service.check_model(asked.model)
     service.client.check_up()
     tokenizer = service.bounded_tokenizer
-    if tokenizer is not None:
-        asked = asked.held(tokenizer.tool_form, tokenizer.control_token)
+    if tokenizer is not None and asked.tools is not None:
+        form, token_of = tokenizer.tool_form, tokenizer.control_token
+        asked = await service.in_thread(asked.held, form, token_of, check_schema)
     call = await _call(service, asked, tenant, arrived)
     call.submit(service.client)
     headers = {"x-request-id": call.id}
