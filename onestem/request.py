@@ -6,7 +6,6 @@ four). Field names are those that users of vLLM and of OpenAI's API know.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -28,6 +27,7 @@ from onestem.checked import (
     check,
     check_content,
     plain,
+    read_json,
     show,
 )
 from onestem.errors import RequestError
@@ -232,7 +232,7 @@ def _read(value: Any, name: str) -> Any:
     """An object that may be given as JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{name} is no JSON: {str(error)[:80]}") from error
         if is_deep(value):

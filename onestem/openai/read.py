@@ -6,9 +6,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from onestem.checked import check, show, without_nulls
+from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
 from onestem.openai.schema import (
     FIELDS,
@@ -61,7 +61,7 @@ def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> J
     could be honoured."""
     try:
         text = raw.decode("utf-8")
-        record = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        record = read_json(text)
     except UnicodeDecodeError as error:
         raise JsonError(
             f"{name} is not UTF-8: byte {error.start + 1} of it is {raw[error.start]:#04x}"
@@ -86,19 +86,6 @@ def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> J
 def _too_deep(name: str, depth: int, custom_id: str | None = None) -> JsonError:
     message = f"{name} nests too deeply, limit is {depth} objects and lists inside one another"
     return JsonError(message, custom_id)
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> JsonObject:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {show(twice)} stands twice in one object")
-    return record
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _check_surrogates(record: JsonObject, name: str) -> None:
@@ -435,9 +422,10 @@ def _plain(message: Message) -> JsonObject:
 
 
 def _arguments(text: str) -> Any:
-    """Of a call that is sent back: templates write objects; what was cut stays text."""
+    """Of a call that is sent back: templates write objects; what is no JSON, or was cut, stays the
+    text that it is, as with OpenAI."""
     try:
-        value = json.loads(text or "{}")
+        value = read_json(text or "{}")
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) and not is_deep(value) else text
