@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
+from onestem.engine.grammar.tags import FIELDS
 from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
@@ -139,6 +140,79 @@ def test_other_forms(
     SamplingParams(response_format=response_format)
     assert fits(tokenizer, state_of(compiler, response_format), good)
     assert not fits(tokenizer, state_of(compiler, response_format), bad)
+
+
+OLDER = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "null"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "structural_tag", **OLDER}},
+        {"structured_outputs": {"structural_tag": {"type": "structural_tag", **OLDER}}},
+        {"structured_outputs": {"structural_tag": json.dumps(OLDER)}},
+    ],
+)
+def test_the_older_form_of_structural_tags(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, fields: dict[str, Any]
+) -> None:
+    response_format = SamplingParams(**fields).response_format
+    assert response_format is not None
+    assert fits(
+        tokenizer, state_of(compiler, dict(response_format)), "Hi <f=a>12</f> <f=b>null</f>"
+    )
+    assert not fits(tokenizer, state_of(compiler, dict(response_format)), "Hi <f=a>null</f>")
+    assert not fits(tokenizer, state_of(compiler, dict(response_format)), "Hi <f=c>")
+
+
+NULL = {"type": "json_schema", "json_schema": {"type": "null"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"content": {**NULL, "lenient": True}},
+            r"format\.content of type json_schema has 'lenient', which is not honoured",
+        ),
+        ({"content": {**NULL, "any_order": True}}, "has 'any_order', which is not honoured"),
+        ({"content": {**NULL, "excludes": ["a"]}}, "has 'excludes', which is not honoured"),
+        ({"content": {**NULL, "max_whitespace_cnt": 1}}, "has 'max_whitespace_cnt', which is not"),
+        ({"content": NULL, "wonder": 1}, r"format of type tag has 'wonder', which is not honoured"),
+        ({"content": {"type": "wonder"}}, r"format\.content\.type is 'wonder', expected one of"),
+        ({"content": {"value": "a"}}, r"format\.content\.type is None, expected one of any_text"),
+        ({"content": {**NULL, "name": 5}}, r"format\.content\.name is 5, expected text"),
+        (
+            {"content": {"type": "json_schema", "json_schema": {"type": "frob"}}},
+            r"format\.content\.json_schema cannot be used: type is 'frob'",
+        ),
+    ],
+)
+def test_what_of_a_tag_would_not_be_honoured_is_refused(
+    compiler: GrammarCompiler, content: dict[str, Any], message: str
+) -> None:
+    tag = {"type": "tag", "begin": "<", "end": ">", **content}
+    with pytest.raises(RequestError, match=message):
+        compiler.compile({"type": "structural_tag", "format": tag})
+
+
+def test_fields_of_tags_are_xgrammars() -> None:
+    from xgrammar import structural_tag
+
+    theirs = {
+        each.model_fields["type"].default: each.model_fields.keys() - {"type"}
+        for each in vars(structural_tag).values()
+        if isinstance(each, type) and each.__name__.endswith("Format")
+    }
+    assert theirs.keys() == FIELDS.keys()
+    for kind, fields in FIELDS.items():
+        assert fields - {"name"} <= theirs[kind]
 
 
 @pytest.mark.parametrize(
@@ -346,6 +420,14 @@ def test_random_logits_give_valid_json(
         ({}, "response_format.type is missing"),
         ({"type": "regex"}, "of type regex needs regex"),
         ({"type": "xml"}, "response_format.type is 'xml'"),
+        (
+            {"type": "structural_tag", "structures": OLDER["structures"]},
+            "structures needs triggers",
+        ),
+        ({"type": "structural_tag", "format": {}, **OLDER}, "type structural_tag has format"),
+        ({"type": "structural_tag", "triggers": ["a"]}, "structural_tag needs structures"),
+        ({"type": "structural_tag", "structures": [{}], "triggers": ["a"]}, "begin is missing"),
+        ({"type": "regex", "regex": "a", "triggers": ["a"]}, "type regex has triggers"),
         ({"type": "json_object", "schema": {}}, "unknown field in response_format: 'schema'"),
         ({"type": "json_schema"}, "json_schema needs json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is missing"),

@@ -16,13 +16,13 @@ from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema, ebnf_of
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import MAX_DEPTH, is_deep
 
-__all__ = ["check_tags", "compilable", "is_simple", "named_tokens", "tags_of"]
+__all__ = ["FIELDS", "check_tags", "compilable", "is_simple", "named_tokens", "tags_of"]
 
 Format = Mapping[str, Any]
 
 # What each type has beside it (xgrammar 0.2.8). Others are not honoured here: properties in any
 # order may come twice, limits of whitespace mean nothing in compact JSON.
-_FIELDS: Mapping[str, frozenset[str]] = {
+FIELDS: Mapping[str, frozenset[str]] = {
     "any_text": frozenset(("excludes", "max_tokens", "max_chars")),
     "any_tokens": frozenset(("exclude_tokens", "max_tokens")),
     "const_string": frozenset(("value",)),
@@ -63,7 +63,28 @@ def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "choice":
         values = response_format["choice"]
         return {"type": "or", "elements": [_text(value) for value in values]}
-    return dict(response_format["format"]) if kind == "structural_tag" else None
+    if kind != "structural_tag":
+        return None
+    given = response_format.get("format")
+    return _older(response_format) if given is None else dict(given)
+
+
+def _older(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's older form, as xgrammar reads it."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {
+                "type": "json_schema",
+                "json_schema": one["schema"],
+                "name": f"response_format.structures[{place}].schema",
+            },
+            "end": one["end"],
+        }
+        for place, one in enumerate(response_format["structures"])
+    ]
+    return {"type": "triggered_tags", "triggers": response_format["triggers"], "tags": tags}
 
 
 def _text(value: str) -> dict[str, Any]:
@@ -96,9 +117,9 @@ def check_tags(tags: Format) -> None:
 
 def _check_fields(path: str, one: Format) -> None:
     kind = one.get("type")
-    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    fields = FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
-        raise RequestError(f"{path}.type is {kind!r:.80}, expected one of {', '.join(_FIELDS)}")
+        raise RequestError(f"{path}.type is {kind!r:.80}, expected one of {', '.join(FIELDS)}")
     unknown = sorted(map(str, one.keys() - fields - {"type"}))
     if unknown:
         raise RequestError(
