@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic import ValidationError as Invalid
@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "check_content",
     "plain",
+    "read_json",
     "sentence",
     "show",
     "without_nulls",
@@ -48,6 +49,25 @@ def show(value: object) -> str:
     except ValueError:  # Python writes no integers of thousands of digits
         text = "a very long number"
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def read_json(text: str) -> Any:
+    """The value of a text of JSON; `ValueError` or `RecursionError` for anything else, numbers that
+    are none (NaN) and keys that stand twice in an object: one value alone could be honoured."""
+    return json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {show(twice)} stands twice in one object")
+    return record
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def plain(value: Any) -> Any:

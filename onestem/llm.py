@@ -21,11 +21,12 @@ from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
 from onestem.engine.engine import Engine
+from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.weights import load_decoder
-from onestem.openai.read import calls_format, read_chat
+from onestem.openai.read import calls_fields, read_chat
 from onestem.openai.tools import Tools
 from onestem.openai.write import message_of
 from onestem.options import EMBEDDED, EngineOptions, parse_memory, takes
@@ -260,7 +261,7 @@ class LLM:
         tokenizer = self._need_tokenizer("chat")
         form, token_of = tokenizer.tool_form, tokenizer.control_token
         held = {
-            key: one.replace(response_format=calls_format(tools, one, form, token_of))
+            key: one.replace(**calls_fields(tools, one, form, token_of, check_schema))
             for key, one in {id(one): one for one in each}.items()
         }
         return [held[id(one)] for one in each]

@@ -6,7 +6,6 @@ four). Field names are those that users of vLLM and of OpenAI's API know.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -30,6 +29,7 @@ from onestem.checked import (
     check,
     check_content,
     plain,
+    read_json,
     show,
 )
 from onestem.errors import RequestError
@@ -196,6 +196,17 @@ class NamedSchema(Object):
     strict: bool | None = None
 
 
+class Structure(Object):
+    """A tag of vLLM's older form, and what stands in it."""
+
+    begin: Text
+    json_schema: dict[str, Any] = Field(alias="schema")
+    end: str
+
+
+Structures = Annotated[list[Structure], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class ResponseFormat(Object):
     """What an answer is held to: OpenAI's object, and further types (vLLM's structured outputs).
     Each but `text` and `json_object` has its content in the field of its name."""
@@ -217,13 +228,26 @@ class ResponseFormat(Object):
     format: dict[str, Any] | None = None
     """Of structural_tag: xgrammar's format."""
 
+    structures: Annotated[list[Structure], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
+        None
+    )
+    """With triggers vLLM's older form of a structural_tag, in place of its format."""
+
+    triggers: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    """Texts that a structure begins with: from there on it has to follow."""
+
     any_whitespace: bool | None = None
     """Let JSON have whitespace between its values; else it is compact."""
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> ResponseFormat:
         needed = {"structural_tag": "format"}.get(self.type, self.type)
-        names = ("json_schema", "regex", "grammar", "choice", "format")
+        names = ["json_schema", "regex", "grammar", "choice", "format", "structures", "triggers"]
+        if self.type == "structural_tag" and (self.structures or self.triggers):
+            needed = "structures"
+            if self.triggers is None:
+                raise RequestError("response_format with structures needs triggers")
+            names.remove("triggers")
         contents = {name: getattr(self, name) for name in names}
         check_content("response_format", self.type, needed, contents)
         if self.any_whitespace and not self.type.startswith("json"):
@@ -263,7 +287,8 @@ class StructuredOutputs(Object):
             del made["json_object"]
         elif kind == "structural_tag":
             tag = _read(value, "structured_outputs.structural_tag")
-            made = {"type": kind, "format": tag.get("format", tag)}
+            is_whole = tag.get("type", kind) == kind
+            made = {**tag, "type": kind} if is_whole else {"type": kind, "format": tag}
         if self.disable_any_whitespace is False and kind.startswith("json"):
             made["any_whitespace"] = True
         return made
@@ -273,7 +298,7 @@ def _read(value: Any, name: str) -> Any:
     """An object that may be given as JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{name} is no JSON: {str(error)[:80]}") from error
         if is_deep(value):

@@ -31,6 +31,7 @@ from onestem.batch.first_lines import FirstLines
 from onestem.batch.format import BatchRequest, LineError, parse_line
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
+from onestem.engine.grammar.schema import check_schema
 from onestem.errors import JobError, OnestemError, RequestError
 from onestem.openai.read import Prompt
 from onestem.openai.schema import Kind
@@ -390,7 +391,7 @@ class _FirstPass:
         if request.asked.tools is None or tokenizer is None:
             return request
         try:
-            asked = request.asked.held(tokenizer.tool_form, tokenizer.control_token)
+            asked = request.asked.held(tokenizer.tool_form, tokenizer.control_token, check_schema)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
         return dataclasses.replace(request, asked=asked)

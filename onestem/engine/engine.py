@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.compiler import Grammar, GrammarCompiler
 from onestem.engine.modules.tiers import ModuleTiers
 from onestem.engine.outputs import EngineStats, aborted_output, refused_output, request_output
 from onestem.engine.sampling.sampler import Sampler
@@ -165,6 +166,14 @@ class Engine:
         array of them is there."""
         self._check(request, token_ids)
         self._compile(request)
+
+    def prepare(self, request: Request) -> Future[Grammar] | None:
+        """All of `validate` but its grammar, which other threads compile; what goes wrong there is
+        the future's exception. None: it has no grammar. May be called from any thread."""
+        self._check(request)
+        if self._grammars is None:
+            return None
+        return self._grammars.prepare(request.params.response_format)
 
     def _compile(self, request: Request) -> None:
         if self._grammars is not None:

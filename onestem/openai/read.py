@@ -6,9 +6,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from onestem.checked import check, show, without_nulls
+from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
 from onestem.openai.schema import (
     FIELDS,
@@ -23,7 +23,7 @@ from onestem.openai.schema import (
     Tool,
     ToolChoice,
 )
-from onestem.openai.tools import ToolForm, Tools
+from onestem.openai.tools import CheckSchema, ToolForm, Tools
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, SamplingParams, is_deep
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "Echo",
     "JsonError",
     "Prompt",
-    "calls_format",
+    "calls_fields",
     "read_body",
     "read_chat",
     "read_conversation",
@@ -63,7 +63,7 @@ def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> J
     could be honoured."""
     try:
         text = raw.decode("utf-8")
-        record = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        record = read_json(text)
     except UnicodeDecodeError as error:
         raise JsonError(
             f"{name} is not UTF-8: byte {error.start + 1} of it is {raw[error.start]:#04x}"
@@ -88,19 +88,6 @@ def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> J
 def _too_deep(name: str, depth: int, custom_id: str | None = None) -> JsonError:
     message = f"{name} nests too deeply, limit is {depth} objects and lists inside one another"
     return JsonError(message, custom_id)
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> JsonObject:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {show(twice)} stands twice in one object")
-    return record
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _check_surrogates(record: JsonObject, name: str) -> None:
@@ -173,48 +160,56 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
 
-    def held(self, form: ToolForm | None, token_of: Callable[[str], int | None]) -> Asked:
+    def held(
+        self,
+        form: ToolForm | None,
+        token_of: Callable[[str], int | None],
+        check_schema: CheckSchema,
+    ) -> Asked:
         """With calls of tools held to their schemas.
 
         Args:
             form: the model's.
             token_of: the id of a control token; None: a text is none.
+            check_schema: the grammar compiler's.
+
+        Raises:
+            RequestError: calls cannot be held to what is asked.
         """
         if self.tools is None:
             return self
         if self.tools.mode == "none":
             return replace(self, tools=None)
-        wanted = calls_format(self.tools, self.params, form, token_of)
+        held = calls_fields(self.tools, self.params, form, token_of, check_schema)
         sampling = {
             name: value for name, value in self.sampling.items() if name != "structured_outputs"
         }
-        sampling["response_format"] = wanted
+        sampling |= held
         return replace(self, sampling=sampling, params=check(SamplingParams, sampling))
 
 
-def calls_format(
+def calls_fields(
     tools: Tools,
     params: SamplingParams,
     form: ToolForm | None,
     token_of: Callable[[str], int | None],
-) -> JsonObject:
-    """The `response_format` that holds an answer's calls to their schemas; `form` and `token_of` as
-    for `Asked.held`."""
+    check_schema: CheckSchema,
+) -> dict[str, Any]:
+    """The sampling fields that hold an answer's calls to their schemas; `form`, `token_of` and
+    `check_schema` as for `Asked.held`."""
     if form is None:
         raise RequestError(
             "tools: the model's chat template has no tools, or writes calls in a form that is not "
             "known here (known are Qwen's and Hermes', Llama 3's and Mistral's): set tool_choice "
             "to none, and calls are free text"
         )
-    control = next((name for name in form.marks if token_of(name) is not None), None)
-    if control is not None:
-        raise RequestError(
-            f"tools: the model's calls begin with a control token ({control}), which no answer can "
-            "be held to yet: leave tools out, or set tool_choice to none"
-        )
     if params.choices is not None:
         raise RequestError("choices and tools: give one of them")
-    return form.held_to(tools, params.response_format)
+    held = form.held_to(tools, params.response_format, token_of, check_schema)
+    fields: dict[str, Any] = {"response_format": held}
+    if any(token_of(mark) is not None for mark in form.marks):
+        fields["skip_special_tokens"] = False  # no others are sampled
+    return fields
 
 
 # Fields that mean something to a server alone, and what they may be in a batch line.
@@ -331,8 +326,8 @@ def _tools(fields: ChatFields) -> Tools | None:
             raise RequestError("tool_choice needs tools")
         return None
     tools = _as_json(fields.tools)
-    by_name = {tool["function"]["name"]: tool for tool in tools}
-    names = list(by_name)
+    places = {tool["function"]["name"]: place for place, tool in enumerate(tools)}
+    names = list(places)
     mode: Any = choice or "auto"
     is_named = isinstance(choice, ToolChoice) and choice.function is not None
     if isinstance(choice, ToolChoice):
@@ -342,12 +337,12 @@ def _tools(fields: ChatFields) -> Tools | None:
         if choice.allowed_tools is not None:
             mode = choice.allowed_tools.mode
             names = [tool.function.name for tool in choice.allowed_tools.tools]
-    unknown = [name for name in names if name not in by_name]
+    unknown = [name for name in names if name not in places]
     if unknown:
         raise RequestError(f"tool_choice names {show(unknown[0])}, which is not among the tools")
     return Tools(
         mode=mode,
-        allowed=[by_name[name] for name in dict.fromkeys(names)],
+        allowed={places[name]: tools[places[name]] for name in names},
         parallel=fields.parallel_tool_calls is not False and not is_named,
     )
 
@@ -461,9 +456,10 @@ def _plain(message: Message) -> JsonObject:
 
 
 def _arguments(text: str) -> Any:
-    """Of a call that is sent back: templates write objects; what was cut stays text."""
+    """Of a call that is sent back: templates write objects; what is no JSON, or was cut, stays the
+    text that it is, as with OpenAI."""
     try:
-        value = json.loads(text or "{}")
+        value = read_json(text or "{}")
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) and not is_deep(value) else text

@@ -13,16 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from onestem.errors import RequestError
+from onestem.errors import RequestError, UnsupportedError
 
-__all__ = ["CallParser", "Calls", "ToolCallEvent", "ToolForm", "Tools", "form_of"]
+__all__ = ["CallParser", "Calls", "CheckSchema", "ToolCallEvent", "ToolForm", "Tools", "form_of"]
 
 JsonObject = dict[str, Any]
 Mode = Literal["none", "auto", "required"]
+# Raises `RequestError` for a schema that is none, `UnsupportedError` for one that would not be
+# enforced. It takes the schema, whether no other properties are allowed, and the schema's name.
+CheckSchema = Callable[[Mapping[str, Any], bool, str], object]
+TokenOf = Callable[[str], int | None]
+Piece = str | int  # a text, or a control token's id
 
 _NAME = r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 LONGEST_HEAD = 1000  # characters from a call's first to its arguments
@@ -34,11 +39,11 @@ class Tools:
 
     Attributes:
         mode: whether it must call.
-        allowed: those that it may call, as the chat template reads them.
+        allowed: those that it may call, as the chat template reads them, by their place in `tools`.
         parallel: several at once.
     """
 
-    allowed: Sequence[JsonObject]
+    allowed: Mapping[int, JsonObject]
     mode: Mode = "auto"
     parallel: bool = True
 
@@ -56,7 +61,8 @@ class ToolForm:
         close: what ends a list.
         before_name, before_arguments, end: what a call is written with.
         separator: what is written between calls.
-        arguments_mark: stands before the arguments.
+        arguments_mark, end_mark: stand before the arguments and after `end`.
+        silent_mark: a control token that may stand before calls, and is in no text.
         id_length: characters of a call's id; 0: as OpenAI's.
     """
 
@@ -72,69 +78,85 @@ class ToolForm:
     item: re.Pattern[str] | None = None
     close: str = ""
     arguments_mark: str = ""
+    end_mark: str = ""
+    silent_mark: str = ""
     id_length: int = 0
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What the model may know as control tokens, which no text spells."""
-        return (self.begin, self.arguments_mark) if self.arguments_mark else (self.begin,)
+        """What may be control tokens to the model, which are in its text then."""
+        return tuple(filter(None, (self.begin, self.arguments_mark, self.end_mark)))
 
-    def held_to(self, tools: Tools, response_format: Mapping[str, Any] | None) -> JsonObject:
+    def held_to(
+        self,
+        tools: Tools,
+        response_format: Mapping[str, Any] | None,
+        token_of: TokenOf,
+        check_schema: CheckSchema,
+    ) -> JsonObject:
         """The `response_format` of a request with tools: arguments fit their schemas from the
-        opening of a call on; what `response_format` asks holds for an answer without calls."""
-        make = self._list if self.again == "," else self._tags
-        if response_format is None or response_format["type"] == "text" or tools.mode == "required":
-            calls = make(tools)
-        else:  # calls and nothing else, or an answer of that format
-            calls = make(replace(tools, mode="required"))
-            calls = {"type": "or", "elements": [calls, _format_of(response_format)]}
+        opening of a call on; what `response_format` asks holds for an answer without calls.
+
+        Args:
+            token_of: the id of a control token; None: the text is none.
+
+        Raises:
+            RequestError: a schema is none, or is `strict` and would not be enforced.
+        """
+        arguments = {
+            tool["function"]["name"]: _arguments(tool["function"], place, check_schema)
+            for place, tool in tools.allowed.items()
+        }
+        calls = self._calls(tools, arguments, token_of)
+        if tools.mode != "required":
+            only_calls = self._calls(replace(tools, mode="required"), arguments, token_of)
+            if response_format is not None and response_format["type"] != "text":
+                calls = _either(only_calls, _format_of(response_format))
+        else:
+            only_calls = calls
+        silent = token_of(self.silent_mark) if self.silent_mark else None
+        if silent is not None:
+            calls = _either(_sequence(_format(silent), only_calls), calls)
         return {"type": "structural_tag", "format": calls}
 
-    def _tags(self, tools: Tools) -> JsonObject:
-        """Each call a tag of its own."""
-        bare = self.begin.startswith("{")  # as the call itself does
-        tags: list[JsonObject] = []
-        for tool in tools.allowed:
-            function = tool["function"]
-            opening = f"{self.before_name}{function['name']}{self.before_arguments}"
-            content = _arguments(function, tools)
-            if self.arguments_mark:
-                content = _sequence(_text(self.arguments_mark), content)
-            begin = opening if bare else self.begin + opening
-            tags.append({"type": "tag", "begin": begin, "content": content, "end": self.end})
-        # Plain JSON may begin as a bare call does: only all of its opening is one.
-        triggers = [tag["begin"] for tag in tags] if bare else [self.begin]
-        return self._calls(tools, tags, triggers, once=not tools.parallel)
-
-    def _list(self, tools: Tools) -> JsonObject:
-        """All calls in one list, which is a tag."""
-        calls = [
-            _sequence(
-                _text(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": '),
-                _arguments(tool["function"], tools),
-                _text("}"),
-            )
-            for tool in tools.allowed
-        ]
-        call = {"type": "or", "elements": calls}
-        content = [_text(self.before_name), call]
-        if tools.parallel:
-            content.append({"type": "star", "content": _sequence(_text(", "), call)})
-        tag = {"type": "tag", "begin": self.begin, "content": _sequence(*content), "end": self.end}
-        return self._calls(tools, [tag], [self.begin], once=True)
-
     def _calls(
-        self, tools: Tools, tags: Sequence[JsonObject], triggers: Sequence[str], *, once: bool
+        self, tools: Tools, arguments: Mapping[str, JsonObject], token_of: TokenOf
     ) -> JsonObject:
+        """One call or several; text around them unless they are required."""
+
+        def mark(text: str) -> Piece:
+            token = token_of(text) if text else None
+            return text if token is None else token
+
+        begin, end = mark(self.begin), [self.end, mark(self.end_mark)]
+        once = not tools.parallel
+        if self.again == ",":  # all calls in one list, which is a tag
+            items = [
+                _tag([f'{{"name": {json.dumps(name)}, "arguments": '], schema, ["}"])
+                for name, schema in arguments.items()
+            ]
+            calls = {**_separated(", ", items), "stop_after_first": once}
+            tags, once = [_tag([begin, self.before_name], calls, end)], True
+        else:
+            bare = self.before_name.startswith(self.begin)  # a call has no mark
+            opening = [self.before_name] if bare else [begin, self.before_name]
+            tags = [
+                _tag(
+                    [*opening, name, self.before_arguments, mark(self.arguments_mark)], schema, end
+                )
+                for name, schema in arguments.items()
+            ]
+        if tools.mode == "required":
+            return {**_separated(self.separator, tags), "stop_after_first": once}
         made: JsonObject = {"tags": tags, "stop_after_first": once}
-        if tools.mode != "required":
-            return {"type": "triggered_tags", "triggers": triggers, **made}
-        return {
-            "type": "tags_with_separator",
-            "separator": self.separator,
-            "at_least_one": True,
-            **made,
-        }
+        if isinstance(begin, int):
+            others = [one for one in map(mark, self.marks) if isinstance(one, int) and one != begin]
+            tokens = {"trigger_tokens": [begin], "exclude_tokens": others}
+            return {"type": "token_triggered_tags", **tokens, **made}
+        # Plain JSON may begin as a call without a mark does: only all of its opening is one.
+        is_marked = not self.before_name.startswith(self.begin)
+        triggers = [begin] if is_marked else [tag["begin"] for tag in tags]
+        return {"type": "triggered_tags", "triggers": triggers, **made}
 
     def call_id(self, *parts: object) -> str:
         """An id that depends on `parts` alone."""
@@ -142,31 +164,82 @@ class ToolForm:
         return digest[: self.id_length] if self.id_length else f"call_{digest[:24]}"
 
 
-def _text(value: str) -> JsonObject:
-    return {"type": "const_string", "value": value}
+def _tag(opening: Sequence[Piece], content: JsonObject, closing: Sequence[Piece]) -> JsonObject:
+    begin, *before = _joined(opening)
+    *after, end = _joined(closing) or [""]
+    return {
+        "type": "tag",
+        "begin": begin if isinstance(begin, str) else _format(begin),
+        "content": _sequence(*map(_format, before), content, *map(_format, after)),
+        "end": end if isinstance(end, str) else _format(end),
+    }
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, texts beside one another as one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and isinstance(piece, str) and isinstance(joined[-1], str):
+            joined[-1] += piece
+        elif piece != "":
+            joined.append(piece)
+    return joined
+
+
+def _format(piece: Piece) -> JsonObject:
+    if isinstance(piece, int):
+        return {"type": "token", "token": piece}
+    return {"type": "const_string", "value": piece}
 
 
 def _sequence(*elements: JsonObject) -> JsonObject:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _arguments(function: Mapping[str, Any], tools: Tools) -> JsonObject:
-    """What a function's arguments are held to; where a call is free, any object will do for a
-    schema that cannot be enforced (`lenient`, see `onestem.engine.grammar.tags`). `spaced`: as chat
-    templates write them (`tojson`), so that the next prompt has the tokens that were sampled."""
+def _either(*elements: JsonObject) -> JsonObject:
+    return {"type": "or", "elements": list(elements)}
+
+
+def _separated(separator: str, tags: Sequence[JsonObject]) -> JsonObject:
+    """At least one of them."""
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+    }
+
+
+# What such a function takes whose schema would not be enforced.
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
+def _arguments(function: Mapping[str, Any], place: int, check: CheckSchema) -> JsonObject:
+    """What arguments are held to. `spaced`: as chat templates write them (`tojson`), so
+    that the next prompt has the tokens that were sampled."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    lenient = tools.mode == "auto" and not function.get("strict")
-    return {"type": "json_schema", "json_schema": schema, "lenient": lenient, "spaced": True}
+    name = f"tools[{place}].function.parameters"
+    try:
+        check(schema, True, name)
+    except UnsupportedError as error:
+        if function.get("strict"):
+            raise RequestError(f"{error}, or leave out strict") from error
+        schema = _ANY_OBJECT
+    return {"type": "json_schema", "json_schema": schema, "spaced": True, "name": name}
 
 
 def _format_of(response_format: Mapping[str, Any]) -> JsonObject:
     if response_format["type"] == "json_object":
-        return {"type": "json_schema", "json_schema": {"type": "object"}, "lenient": True}
+        return {"type": "json_schema", "json_schema": _ANY_OBJECT}
     if response_format["type"] != "json_schema":
         raise RequestError(
             f"response_format of type {response_format['type']} beside tools: leave one of them out"
         )
-    return {"type": "json_schema", "json_schema": response_format["json_schema"]["schema"]}
+    return {
+        "type": "json_schema",
+        "json_schema": response_format["json_schema"]["schema"],
+        "name": "response_format.json_schema.schema",
+    }
 
 
 HERMES = ToolForm(
@@ -176,7 +249,8 @@ HERMES = ToolForm(
     tail="}</tool_call>",
     before_name='\n{"name": "',
     before_arguments='", "arguments": ',
-    end="}\n</tool_call>",
+    end="}\n",
+    end_mark="</tool_call>",
     separator="\n",
 )
 LLAMA = ToolForm(
@@ -189,6 +263,7 @@ LLAMA = ToolForm(
     end="}",
     separator="; ",
     again=";",
+    silent_mark="<|python_tag|>",
     item=re.compile(r"\s*" + _NAME),
 )
 MISTRAL = ToolForm(

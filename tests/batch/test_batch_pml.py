@@ -9,6 +9,7 @@ import pytest
 from onestem import LLM, SamplingParams
 from onestem.errors import JobError
 from onestem.jobs import plan_file, run_file
+from onestem.options import EngineOptions
 
 SCHEMA = """<schema name="people">
   <user>
@@ -104,7 +105,8 @@ def test_another_schema_is_another_job(schema, tmp_path):
 def test_a_plan_reads_them_too(schema, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(line(name, {"pml": PROMPT}) for name in "ab"))
-    options = {"model": "embedded", "levels": "all", "kv_memory": "32MiB", "keep_going": True}
+    engine = EngineOptions(kv_memory="32MiB")
+    options = {"options": engine, "levels": "all", "keep_going": True}
     for number, (schemas, failed) in enumerate([([schema], 0), ([], 2)]):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,22 @@ LLAMA_2_TEMPLATE = (
 
 
 def make_byte_level_tokenizer(
-    path: str | Path, vocab_size: int = 512, *, template: str | None = LLAMA_3_TEMPLATE
+    path: str | Path,
+    vocab_size: int = 512,
+    *,
+    template: str | None = LLAMA_3_TEMPLATE,
+    more_names: Sequence[str] = (),
 ) -> Path:
     """Byte-level BPE as GPT-2 and Llama 3 have it: any bytes, BOS from the post-processor.
 
-    `vocab_size` is the most; the corpus is small.
+    `vocab_size` is the most; the corpus is small. `more_names`: further control tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     names = [
         "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-        "<|eot_id|>",
+        "<|eot_id|>", *more_names,
     ]  # fmt: skip
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(names),

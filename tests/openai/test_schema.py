@@ -115,6 +115,17 @@ def test_json_inside_texts_is_bounded_too() -> None:
     assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == nested
 
 
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1, "a": 2}'])
+def test_json_inside_texts_is_strict(text) -> None:
+    """A field is refused; what a call had for arguments stays the text that it is."""
+    with pytest.raises(RequestError, match=r"structured_outputs\.json is no JSON: "):
+        read_body("completion", {**PROMPT, "guided_json": text})
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    (prompt,) = read_body("chat", {"messages": messages}).prompts
+    assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == text
+
+
 def test_a_prompt_in_pml_has_no_template() -> None:
     for fields in ({"tools": []}, {"chat_template_kwargs": {}}, {"continue_final_message": True}):
         with pytest.raises(RequestError, match="and pml: a prompt in PML has no chat template"):

@@ -13,10 +13,14 @@ import pytest
 import transformers
 
 from onestem import LLM, SamplingParams
-from onestem.errors import RequestError, UnsupportedError
+from onestem.engine.grammar.schema import check_schema
+from onestem.engine.text.detokenize import IncrementalDetokenizer
+from onestem.errors import RequestError
 from onestem.openai import tools as forms
 from onestem.openai.read import read_body
 from onestem.openai.tools import CallParser, Calls, form_of
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 WEATHER = {
     "type": "function",
@@ -47,7 +51,9 @@ def ask_all(llm: LLM, bodies: list[dict[str, Any]]):
     tokenizer, prompts, params = llm.tokenizer, [], []
     for body in bodies:
         given = {"messages": USER, "max_tokens": 150, "temperature": 1.0, "seed": 1, **body}
-        asked = read_body("chat", given).held(tokenizer.tool_form, tokenizer.control_token)
+        asked = read_body("chat", given).held(
+            tokenizer.tool_form, tokenizer.control_token, check_schema
+        )
         prompt = asked.prompts[0]
         prompts.append(tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template)))
         params.append(asked.params)
@@ -205,7 +211,7 @@ def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
         {"messages": USER, "tools": [WEATHER, ADD], "tool_choice": "required", "temperature": 1.0,
          "parallel_tool_calls": parallel, "seed": 3, "max_tokens": 200},
     )  # fmt: skip
-    held = asked.held(form, lambda name: None)
+    held = asked.held(form, lambda name: None, check_schema)
     output = llm.generate("x", held.params)[0].outputs[0]
     found = Calls.of(output.text, form)
     assert found.text == ""
@@ -245,15 +251,44 @@ def test_the_next_prompt_has_calls_as_they_were_sampled(llm) -> None:
     assert max(counts) > 1
 
 
-def test_a_schema_that_cannot_be_enforced(llm) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-    for body in (
-        {"tools": [tool], "tool_choice": "required"},
-        {"tools": [{**tool, "function": {**tool["function"], "strict": True}}]},
-    ):
-        with pytest.raises((UnsupportedError, RequestError), match="not enforced"):
-            ask(llm, **body)
-    assert ask(llm, tools=[tool]).finish_reason in ("stop", "length")
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("strict", [None, False])
+def test_a_schema_that_cannot_be_enforced(llm, choice, strict) -> None:
+    """Any object will do, unless the function is strict."""
+    function = {"name": "f", "parameters": {"not": {"required": ["x"]}}, "strict": strict}
+    body = {"tools": [ADD, {"type": "function", "function": function}], "tool_choice": choice}
+    assert ask(llm, **body, max_tokens=5).finish_reason in ("stop", "length")
+    function["strict"] = True
+    why = r"^tools\[1\]\.function\.parameters has 'not', which is not enforced: leave it out, or"
+    with pytest.raises(RequestError, match=why):
+        ask(llm, **body)
+
+
+def test_any_object_is_written_for_such_a_schema(llm) -> None:
+    function = {"name": "f", "parameters": {"not": {"required": ["x"]}}}
+    asked = read_body("chat", {"messages": USER, "tool_choice": "required",
+                               "tools": [{"type": "function", "function": function}]})  # fmt: skip
+    held = asked.held(forms.MISTRAL_ARGS, lambda name: None, check_schema)
+    state = llm.engine._grammars.compile(held.params.response_format)
+    text = '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}, "c": "d"}'
+    for token in llm.tokenizer.encode(text, add_special_tokens=False):
+        state.accept(token)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"type": "nonsense"}}}, "cannot be used: type is 'nonsense'"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "cannot be used: .* leads to no schema"),
+        # xgrammar's own
+        ({"properties": {"a": {"type": "array", "minItems": 1}}}, "cannot be used: minItems is"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_name(llm, choice, schema, message) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(RequestError, match=rf"^tools\[1\]\.function\.parameters {message}"):
+        ask(llm, tools=[WEATHER, tool], tool_choice=choice)
 
 
 @pytest.mark.parametrize(
@@ -304,24 +339,87 @@ def test_a_call_that_a_stop_string_cuts_is_open() -> None:
 
 def test_plain_json_is_no_call_of_llama(llm) -> None:
     asked = read_body("chat", {"messages": USER, "tools": [ADD], "temperature": 0})
-    held = asked.held(forms.LLAMA, lambda name: None)
+    held = asked.held(forms.LLAMA, lambda name: None, check_schema)
     state = llm.engine._grammars.compile(held.params.response_format)
     for token in llm.tokenizer.encode('It is {"name": "Bob", "age": 3}', add_special_tokens=False):
         state.accept(token)
 
 
-def test_a_control_token_is_refused() -> None:
-    asked = read_body("chat", {"messages": USER, "tools": [ADD], "tool_choice": "required"})
-    with pytest.raises(RequestError, match="begin with a control token"):
-        asked.held(forms.MISTRAL, lambda name: 5)
+MARKS = ["[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"]
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A tiny model to which the marks of all forms are control tokens."""
+    path = make_tiny("llama", tmp_path_factory.mktemp("marked") / "llama")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE, more_names=MARKS)
+    with LLM(path, dtype="float32", kv_memory="8MiB", seed=0) as made:
+        yield made
+
+
+CITY = {"properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+IN_CITY = {"type": "function", "function": {"name": "f", "parameters": CITY}}
+MARKED = [
+    (forms.HERMES, [MARKS[2], '\n{"name": "f", "arguments": {"city": "Rome"}}\n', MARKS[3]]),
+    (forms.LLAMA, [MARKS[4], '{"name": "f", "parameters": {"city": "Rome"}}']),
+    (forms.MISTRAL, [MARKS[0], ' [{"name": "f", "arguments": {"city": "Rome"}}]']),
+    (forms.MISTRAL_ARGS, [MARKS[0], "f", MARKS[1], '{"city": "Rome"}']),
+]
+
+
+@pytest.mark.parametrize(("form", "call"), MARKED)
+@pytest.mark.parametrize("free", ["", "Well,\tthen"])
+def test_marks_that_are_control_tokens(marked, form, call, free) -> None:
+    """They are allowed where a call has them, alone of all control tokens, and read; none of them
+    is in a text."""
+    tokenizer = marked.tokenizer
+    body = {"messages": USER, "tools": [IN_CITY], "tool_choice": "auto" if free else "required"}
+    held = read_body("chat", body).held(form, tokenizer.control_token, check_schema)
+    state = marked.engine._grammars.compile(held.params.response_format)
+    own = set(map(tokenizer.control_token, (*form.marks, form.silent_mark)))
+    never = tokenizer.special_ids - own - {tokenizer.eos_token_id}
+    ids = []
+    for part in (free, *call):
+        mark = tokenizer.control_token(part)
+        for token in tokenizer.encode(part, add_special_tokens=False) if mark is None else [mark]:
+            words = state.fill_mask().tolist()
+            allowed = {t for t in range(tokenizer.vocab_size) if words[t // 32] >> (t % 32) & 1}
+            assert token in allowed
+            assert not allowed & never
+            if mark is None and part != free and not (free and form.silent_mark):
+                assert not allowed & own
+            state.accept(token)
+            ids.append(token)
+    detokenizer = IncrementalDetokenizer(tokenizer, held.params)
+    pieces = [*map(detokenizer.append, ids), detokenizer.finish()]
+    whole = Calls.of("".join(pieces), form)
+    assert (whole.text, whole.calls) == (free, [("f", '{"city": "Rome"}')])
+    parser = CallParser(form)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    assert "".join(event.text for event in events) == free
+    assert "".join(event.arguments for event in events) == '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("form", [form for form, _ in MARKED])
+def test_a_model_calls_with_control_tokens(marked, form) -> None:
+    body = {"messages": USER, "tools": [IN_CITY], "tool_choice": "required", "temperature": 1.0,
+            "parallel_tool_calls": False, "max_tokens": 150}  # fmt: skip
+    held = read_body("chat", body).held(form, marked.tokenizer.control_token, check_schema)
+    params = [held.params.replace(seed=seed) for seed in range(4)]
+    for output in marked.generate(["x"] * 4, params):
+        assert output.outputs[0].finish_reason == "stop"
+        found = Calls.of(output.outputs[0].text, form)
+        ((name, arguments),) = found.calls
+        assert (found.text, name) == ("", "f")
+        assert json.loads(arguments)["city"] in ("Paris", "Rome")
 
 
 def test_a_model_without_tools_says_so() -> None:
     asked = read_body("chat", {"messages": USER, "tools": [WEATHER]})
     with pytest.raises(RequestError, match="the model's chat template has no tools"):
-        asked.held(None, lambda name: None)
+        asked.held(None, lambda name: None, check_schema)
     free = read_body("chat", {"messages": USER, "tools": [WEATHER], "tool_choice": "none"})
-    assert free.held(None, lambda name: None).params.response_format is None
+    assert free.held(None, lambda name: None, check_schema).params.response_format is None
 
 
 def test_a_call_that_was_cut_may_be_sent_back(llm) -> None:

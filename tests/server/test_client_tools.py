@@ -146,6 +146,16 @@ def test_names_of_vllm_over_http(client):
         assert fits(made.choices[0].message.content), extra
 
 
+def test_a_grammar_that_costs_too_much_is_a_400(client):
+    asked = {"model": "embedded", "messages": ASK, "max_tokens": 4}
+    costly = 'root ::= a a a a a a\na ::= b b b b b b | ""\nb ::= c c c c c c | ""\nc ::= [^x] | ""'
+    with pytest.raises(openai.BadRequestError, match=r"grammar takes .*: simplify it") as caught:
+        client.chat.completions.create(**asked, extra_body={"guided_grammar": costly})
+    assert "\n" not in caught.value.body["message"]
+    made = client.chat.completions.create(**asked, extra_body={"guided_regex": "[a-z]{1,500}"})
+    assert set(made.choices[0].message.content) <= set("abcdefghijklmnopqrstuvwxyz")
+
+
 def test_going_on_from_the_last_message(client):
     messages = [*ASK, {"role": "assistant", "content": "The weather is"}]
     made = client.chat.completions.create(

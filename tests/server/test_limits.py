@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -146,14 +146,11 @@ def test_large_bodies_are_read_beside_the_event_loop(embedded, monkeypatch):
 
 
 def test_a_grammar_that_takes_longer_than_the_request_has(tmp_path, tiny_model):
-    released = threading.Event()
-
     def slow(llm):
-        llm.engine.validate = lambda request: released.wait(30)
+        llm.engine.prepare = lambda request: Future()  # which nobody ends
 
     with running(tmp_path, model=tiny_model, change=slow) as server, server.http() as http:
         asked = {"response_format": {"type": "json_object"}, "timeout": 0.05}
         answer = ask(http, "completions", **asked)
-        released.set()
         assert answer.status_code == 504
         assert answer.json()["error"]["param"] == "timeout"

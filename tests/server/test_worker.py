@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
 from onestem.engine.outputs import request_output
 from onestem.engine.sequence import RequestState, Sequence
+from onestem.errors import RequestError
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server.link import worker as module
@@ -150,10 +152,10 @@ def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
 def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock):
     worker, engine = made()
 
-    def validate(request):
+    def prepare(request):
         raise RecursionError("maximum recursion depth exceeded")
 
-    engine.validate = validate
+    engine.prepare = prepare
     worker._validate(Ask(7, "validate", None))
     worker._take_commands(wait=True)
     worker._report([], [])
@@ -161,3 +163,18 @@ def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock):
     assert isinstance(answer, Answered)
     assert (answer.token, answer.fault) == (7, False)
     assert "RecursionError: maximum recursion" in answer.error
+
+
+def test_a_grammar_that_is_compiled_holds_up_no_other_question(clock):
+    worker, engine = made()
+    grammars = [Future() for _ in range(99)]
+    engine.prepare = lambda number: grammars[number] if number < 99 else None
+    for number in range(100):
+        worker._validate(Ask(number, "validate", number))
+    worker._take_commands(wait=True)
+    grammars[3].set_exception(RequestError("too costly"))
+    grammars[4].set_result("a grammar")
+    worker._take_commands(wait=True)
+    worker._report([], [])
+    answers = [one for one in worker._channel.sent if isinstance(one, Answered)]
+    assert [(one.token, one.error) for one in answers] == [(99, None), (3, "too costly"), (4, None)]

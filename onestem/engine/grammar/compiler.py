@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -19,33 +18,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onestem.engine.grammar.schema import SCHEMA, check_schema, with_any_of
-from onestem.engine.grammar.tags import check_tags, tags_of, with_grammars
+from onestem.engine.grammar.schema import check_schema, ebnf_of, unusable
+from onestem.engine.grammar.tags import check_tags, compilable, is_simple, named_tokens, tags_of
+from onestem.engine.grammar.trial import Limits, TooCostlyError, Trial
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     import xgrammar
 
-__all__ = ["GrammarCompiler", "GrammarState", "packed"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "packed"]
 
 _CACHE_ENTRIES = 256
-# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
-_MOST_WHITESPACE = 64
 # Of `prepare`: a slow schema does not hold up the next, and each has threads of its own besides.
-_THREADS = 2
-# Strings of limited length may hold raw control characters, says the compiler; JSON says not. Only
-# the newline can stand between values in what models write, and is no part of those strings.
-_CONTROL_BYTES = frozenset(range(0x20)) - {0x0A}
+_THREADS = 4
+# Stands before a control token's name in its bytes: no UTF-8 has it, so no text and no character
+# class lets the token in; only tokens that a structural tag names are such tokens.
+_CONTROL = b"\xff"
 
 
 class _Wanted(NamedTuple):
-    """What a format asks: a JSON schema, or a structural tag's format."""
+    """What a format asks: a JSON schema, or a structural tag's format and its name in errors."""
 
     schema: dict[str, Any] | None
     tags: dict[str, Any] | None
     strict: bool = True
     any_whitespace: bool = False
+    name: str = ""
 
     @property
     def key(self) -> str:
@@ -54,6 +53,11 @@ class _Wanted(NamedTuple):
             return json.dumps(self)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"response_format is not JSON: {error}") from error
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether compiling may take any time."""
+        return self.tags is not None and not is_simple(self.tags)
 
     def check(self) -> None:
         if self.schema is not None:
@@ -68,13 +72,23 @@ def _wanted(response_format: Mapping[str, Any] | None) -> _Wanted | None:
         return None
     tags = tags_of(response_format)
     if tags is not None:
-        return _Wanted(None, tags)
+        kind = response_format["type"]
+        return _Wanted(
+            None, tags, name=kind if kind in response_format else "response_format.format"
+        )
     any_whitespace = bool(response_format.get("any_whitespace"))
     if response_format["type"] == "json_object":
         return _Wanted({"type": "object"}, None, False, any_whitespace)
     given = response_format["json_schema"]
     strict = given.get("strict") is not False
     return _Wanted(dict(given["schema"]), None, strict, any_whitespace)
+
+
+class Grammar(NamedTuple):
+    """A format, compiled; `allowed`: the tokens it may ever allow, bits packed as in a mask."""
+
+    compiled: xgrammar.CompiledGrammar
+    allowed: Tensor
 
 
 class GrammarCompiler:
@@ -86,6 +100,7 @@ class GrammarCompiler:
         vocab_size: columns of the logits, if there are more than tokens; those are never allowed.
         stop_token_ids: ids that may end an answer once it is complete: all end-of-sequence ids of
             the model. None: the tokenizer's one.
+        limits: of what a regular expression, a grammar or a structural tag may take.
 
     xgrammar is imported with the first format that needs it.
     """
@@ -95,8 +110,10 @@ class GrammarCompiler:
         tokenizer: Tokenizer,
         vocab_size: int | None = None,
         stop_token_ids: Iterable[int] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._limits = limits or Limits()
         self.vocab_size = vocab_size or tokenizer.vocab_size
         eos = tokenizer.eos_token_id
         named = (() if eos is None else (eos,)) if stop_token_ids is None else stop_token_ids
@@ -104,9 +121,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # held for moments, never while compiling
         self._loading = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._compiled: OrderedDict[str, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._info: xgrammar.TokenizerInfo | None = None
+        self._trial: Trial | None = None
+        self._compiled: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._checked: OrderedDict[str, None] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
+        self._trial_thread: ThreadPoolExecutor | None = None
 
     def compile(
         self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
@@ -156,9 +176,7 @@ class GrammarCompiler:
                     self._checked.popitem(last=False)
         return wanted
 
-    def prepare(
-        self, response_format: Mapping[str, Any] | None
-    ) -> Future[xgrammar.CompiledGrammar] | None:
+    def prepare(self, response_format: Mapping[str, Any] | None) -> Future[Grammar] | None:
         """What will be the grammar, or the error that `compile` raises: compiled by another thread
         if it is not there. None where the format is text."""
         wanted = self.check(response_format)
@@ -166,19 +184,23 @@ class GrammarCompiler:
             return None
         key, grammar, is_new = self._entry(wanted)
         if is_new:
-            self._executor().submit(self._compile_into, grammar, key, wanted)
+            executor = self._executor(costly=wanted.is_costly)
+            executor.submit(self._compile_into, grammar, key, wanted)
         return grammar
 
-    def state(self, grammar: Future[xgrammar.CompiledGrammar]) -> GrammarState:
+    def state(self, grammar: Future[Grammar]) -> GrammarState:
         """A new sequence's state in a grammar of `prepare`; waits until it is compiled."""
         return GrammarState(grammar.result(), self.vocab_size, self.stop_token_ids)
 
     def close(self) -> None:
-        """End the threads; what is being compiled is not waited for."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads and the process; what is being compiled is not waited for."""
+        for threads in (self._threads, self._trial_thread):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+        if self._trial is not None:
+            self._trial.close()
 
-    def _entry(self, wanted: _Wanted) -> tuple[str, Future[xgrammar.CompiledGrammar], bool]:
+    def _entry(self, wanted: _Wanted) -> tuple[str, Future[Grammar], bool]:
         """A format's key, its grammar and whether the caller is to compile it."""
         key = wanted.key
         with self._lock:
@@ -198,62 +220,70 @@ class GrammarCompiler:
             for key in list(itertools.islice(done, left)):
                 del self._compiled[key]
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _executor(self, *, costly: bool) -> ThreadPoolExecutor:
+        """Threads that compile; those that wait for the process are others."""
         with self._lock:
-            if self._threads is None:
+            if self._threads is None or self._trial_thread is None:
                 self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-            return self._threads
+                self._trial_thread = ThreadPoolExecutor(1, "costly grammars")
+            return self._trial_thread if costly else self._threads
 
-    def _compile_into(
-        self, grammar: Future[xgrammar.CompiledGrammar], key: str, wanted: _Wanted
-    ) -> None:
+    def _compile_into(self, grammar: Future[Grammar], key: str, wanted: _Wanted) -> None:
         try:
             compiled = self._compile(wanted)
         except BaseException as error:
-            with self._lock:
-                self._compiled.pop(key, None)
+            if not isinstance(error, TooCostlyError):  # which is known then
+                with self._lock:
+                    self._compiled.pop(key, None)
             grammar.set_exception(error)
             return
         grammar.set_result(compiled)
 
-    def _compile(self, wanted: _Wanted) -> xgrammar.CompiledGrammar:
-        compiler = self._loaded()
-        try:
-            if wanted.schema is None:
-                tags = {"type": "structural_tag", "format": with_grammars(wanted.tags)}
-                return compiler.compile_structural_tag(tags)
-            written = json.dumps(with_any_of(wanted.schema))
-            if wanted.any_whitespace:
-                return compiler.compile_json_schema(
-                    written, strict_mode=wanted.strict, max_whitespace_cnt=_MOST_WHITESPACE
-                )
-            return compiler.compile_json_schema(
-                written,
-                strict_mode=wanted.strict,
-                any_whitespace=False,
-                separators=(",", ":"),
-            )
-        except Exception as error:  # xgrammar raises many kinds for a bad schema
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            reason = re.sub(r"^\[[^]]*\] \S+: ", "", reason)  # time and source line
-            name = SCHEMA if wanted.schema is not None else "response_format"
-            raise RequestError(f"{name} cannot be used: {reason}") from error
+    def _compile(self, wanted: _Wanted) -> Grammar:
+        compiler, info = self._loaded()
+        if wanted.schema is not None:
+            strict, any_whitespace = wanted.strict, wanted.any_whitespace
+            ebnf = ebnf_of(wanted.schema, strict=strict, any_whitespace=any_whitespace)
+            return Grammar(compiler.compile_grammar(ebnf), self._allowed(()))
+        tag = compilable(wanted.tags, self._tokenizer.control_token)
+        text = json.dumps({"type": "structural_tag", "format": tag})
+        if wanted.is_costly:
+            tried = self._tried(info).compile(text, wanted.name)
+            compiled = _deserialized(tried, info)
+        else:
+            try:
+                compiled = compiler.compile_structural_tag(text)
+            except Exception as error:  # it raises many kinds for a bad tag
+                raise unusable(wanted.name, str(error)) from error
+        return Grammar(compiled, self._allowed(named_tokens(tag)))
 
-    def _loaded(self) -> xgrammar.GrammarCompiler:
+    def _allowed(self, named: Iterable[int]) -> Tensor:
+        """All tokens but control tokens, unless they end an answer or are named."""
+        never = self._tokenizer.special_ids.difference(self.stop_token_ids, named)
+        return ~packed(never, (self.vocab_size + 31) // 32)
+
+    def _loaded(self) -> tuple[xgrammar.GrammarCompiler, xgrammar.TokenizerInfo]:
         with self._loading:
-            if self._compiler is None:
-                self._compiler = self._load()
-            return self._compiler
+            if self._compiler is None or self._info is None:
+                self._compiler, self._info = self._load()
+            return self._compiler, self._info
 
-    def _load(self) -> xgrammar.GrammarCompiler:
+    def _tried(self, info: xgrammar.TokenizerInfo) -> Trial:
+        with self._loading:
+            if self._trial is None:
+                self._trial = Trial(info.serialize_json(), self.vocab_size, self._limits)
+            return self._trial
+
+    def _load(self) -> tuple[xgrammar.GrammarCompiler, xgrammar.TokenizerInfo]:
         try:
             import xgrammar
         except ImportError as error:
             raise UnsupportedError(
                 "response_format needs xgrammar, which is not installed: pip install xgrammar"
             ) from error
+        special = self._tokenizer.special_ids
         vocabulary = [
-            self._usable_bytes(token)
+            _CONTROL * (token in special) + self._tokenizer.token_bytes(token)
             for token in range(min(self._tokenizer.vocab_size, self.vocab_size))
         ]
         info = xgrammar.TokenizerInfo(
@@ -263,26 +293,18 @@ class GrammarCompiler:
             stop_token_ids=self.stop_token_ids,
         )
         # One cache is enough, and ours is bounded.
-        return xgrammar.GrammarCompiler(info, cache_enabled=False)
-
-    def _usable_bytes(self, token_id: int) -> bytes:
-        """A token's bytes, or none, and xgrammar never allows it."""
-        if token_id in self._tokenizer.special_ids:
-            return b""
-        data = self._tokenizer.token_bytes(token_id)
-        return data if _CONTROL_BYTES.isdisjoint(data) else b""
+        return xgrammar.GrammarCompiler(info, cache_enabled=False), info
 
 
 class GrammarState:
     """Where one sequence stands in its grammar."""
 
-    def __init__(
-        self, grammar: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: list[int]
-    ) -> None:
+    def __init__(self, grammar: Grammar, vocab_size: int, stop_token_ids: list[int]) -> None:
         import xgrammar
 
         self._origin = (grammar, vocab_size, stop_token_ids)
-        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._matcher = xgrammar.GrammarMatcher(grammar.compiled)
+        self._allowed = grammar.allowed
         self._mask = torch.full(((vocab_size + 31) // 32,), -1, dtype=torch.int32)
         self._stops = packed(stop_token_ids, len(self._mask))
         self._filled = False
@@ -301,6 +323,7 @@ class GrammarState:
                 self._mask.copy_(self._stops)
             else:
                 self._matcher.fill_next_token_bitmask(self._mask.unsqueeze(0))
+                self._mask &= self._allowed
             self._filled = True
         return self._mask
 
@@ -328,6 +351,12 @@ class GrammarState:
         if not self._matcher.is_completed():
             return False
         return not bool((self.fill_mask() & ~self._stops).any())
+
+
+def _deserialized(text: str, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+    import xgrammar
+
+    return xgrammar.CompiledGrammar.deserialize_json(text, info)
 
 
 def packed(token_ids: Iterable[int], num_words: int) -> Tensor:

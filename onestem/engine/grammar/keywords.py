@@ -184,14 +184,13 @@ _OF_OBJECTS = _OBJECT_SIGNS | {
 _OF_ARRAYS = _ARRAY_SIGNS | {"minItems", "maxItems"}
 
 
-def keyword_fault(schema: Schema) -> None:
-    """Raise `RequestError` for a keyword whose value is none of its kind."""
+def keyword_fault(schema: Schema, name: str) -> None:
+    """Raise `RequestError` for a keyword whose value is none of its kind; `name`: of the whole."""
     for keyword, value in schema.items():
         expected, fits = _KINDS.get(keyword, ("", None))
         if fits is not None and not fits(value):
             raise RequestError(
-                f"response_format.json_schema.schema cannot be used: {keyword} is {value!r:.80}, "
-                f"expected {expected}"
+                f"{name} cannot be used: {keyword} is {value!r:.80}, expected {expected}"
             )
 
 

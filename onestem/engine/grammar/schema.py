@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,15 @@ from onestem.engine.grammar.keywords import (
 )
 from onestem.errors import RequestError, UnsupportedError
 
-__all__ = ["SCHEMA", "check_schema", "object_fault", "oneof_fault", "subschemas", "with_any_of"]
+__all__ = [
+    "SCHEMA",
+    "check_schema",
+    "ebnf_of",
+    "object_fault",
+    "oneof_fault",
+    "subschemas",
+    "unusable",
+]
 
 
 SCHEMA = "response_format.json_schema.schema"
@@ -32,6 +41,13 @@ MOST_DEPTH = 64
 MOST_SCHEMAS, MOST_VALUES, MOST_CHARACTERS = 1_000, 5_000, 100_000
 # It takes the square of what a pattern spells out: 0.1 s, and 11 s for ten times as much.
 MOST_REPEATED = 1_000
+# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
+_MOST_WHITESPACE = 64
+# The compiler's rule (0.2.8) for the characters of a string of limited length. It lets raw control
+# characters in, which JSON forbids; only literals may have the same text, and never as a rule.
+_CHARACTERS = re.compile(r'^(\S+ ::= \(\(\[\^)\\"\\\\\\r\\n(\]\)\))', re.MULTILINE)
+
+_LOG_PREFIX = re.compile(r"^\[[^]]*\] \S+: ")  # time and source line
 
 _SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems",
            "unevaluatedProperties")  # fmt: skip
@@ -41,7 +57,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 Schema = Mapping[str, Any]
 
 
-def check_schema(schema: Schema, strict: bool) -> None:
+def check_schema(schema: Schema, strict: bool, name: str = SCHEMA) -> None:
     """Refuse a schema that is none, or that an answer would not be held to.
 
     Strings with a `minLength` or `maxLength` are written without escapes, so without quotes and
@@ -49,17 +65,18 @@ def check_schema(schema: Schema, strict: bool) -> None:
 
     Args:
         strict: whether properties that no keyword names are forbidden.
+        name: what errors call the schema.
 
     Raises:
         RequestError: a keyword has a value that is none of its kind, or a `$ref` leads nowhere.
         UnsupportedError: the schema is too large, or has what is not enforced.
     """
-    found = dict(subschemas(schema))
-    _bound_size(schema, found)
+    found = dict(subschemas(schema, name))
+    _bound_size(schema, found, name)
     for part in found.values():
-        keyword_fault(part)
+        keyword_fault(part, name)
     names = {id(part.get("propertyNames")) for part in found.values()}
-    references = _References(found)
+    references = _References(found, name)
     for part in found.values():
         reason = (
             neighbour_fault(part, in_names=id(part) in names)
@@ -68,10 +85,10 @@ def check_schema(schema: Schema, strict: bool) -> None:
             or oneof_fault(part, references.resolve)
         )
         if reason is not None:
-            raise UnsupportedError(f"{SCHEMA} has {reason}, which is not enforced: leave it out")
+            raise UnsupportedError(f"{name} has {reason}, which is not enforced: leave it out")
 
 
-def subschemas(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
+def subschemas(schema: Schema, name: str = SCHEMA) -> Iterator[tuple[tuple[str, ...], Schema]]:
     """A schema and all inside it, each behind its path; values (`enum`, `default`, ...) are no
     schemas.
 
@@ -85,11 +102,11 @@ def subschemas(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
         count += 1
         if depth > MOST_DEPTH:
             raise UnsupportedError(
-                f"{SCHEMA} is nested more than {MOST_DEPTH} levels deep, which is the limit: "
+                f"{name} is nested more than {MOST_DEPTH} levels deep, which is the limit: "
                 "make it flatter, or put parts into $defs"
             )
         if count > MOST_SCHEMAS:
-            raise _too_large(f"more than {MOST_SCHEMAS:,} schemas in it")
+            raise _too_large(name, f"more than {MOST_SCHEMAS:,} schemas in it")
         yield path, part
         left += [((*path, *steps), depth + 1, inner) for steps, inner in _inside(part)]
 
@@ -112,24 +129,25 @@ def _if_schema(path: tuple[str, ...], part: object) -> Iterator[tuple[tuple[str,
         yield path, part
 
 
-def _too_large(reason: str) -> UnsupportedError:
-    return UnsupportedError(f"{SCHEMA} has {reason}, which is the limit: make it smaller")
+def _too_large(name: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(f"{name} has {reason}, which is the limit: make it smaller")
 
 
-def _bound_size(schema: Schema, found: Mapping[tuple[str, ...], Schema]) -> None:
+def _bound_size(schema: Schema, found: Mapping[tuple[str, ...], Schema], name: str) -> None:
     values = sum(len(e) for part in found.values() if isinstance(e := part.get("enum"), list))
     if values > MOST_VALUES:
-        raise _too_large(f"{values:,} values in enums, more than {MOST_VALUES:,}")
+        raise _too_large(name, f"{values:,} values in enums, more than {MOST_VALUES:,}")
     try:
         length = len(json.dumps(schema))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{SCHEMA} is not JSON: {error}") from error
+        raise RequestError(f"{name} is not JSON: {error}") from error
     if length > MOST_CHARACTERS:
-        raise _too_large(f"{length:,} characters, more than {MOST_CHARACTERS:,}")
+        raise _too_large(name, f"{length:,} characters, more than {MOST_CHARACTERS:,}")
     for part in found.values():
         if any(num_characters(pattern) > MOST_REPEATED for pattern in _patterns(part)):
             raise _too_large(
-                f"a pattern of more than {MOST_REPEATED:,} characters, its repetitions written out"
+                name,
+                f"a pattern of more than {MOST_REPEATED:,} characters, its repetitions written out",
             )
 
 
@@ -139,7 +157,48 @@ def _patterns(schema: Schema) -> Iterator[str]:
     return (pattern for pattern in given if isinstance(pattern, str))
 
 
-def with_any_of(schema: Schema) -> dict[str, Any]:
+def ebnf_of(
+    schema: Schema,
+    *,
+    strict: bool,
+    any_whitespace: bool = False,
+    spaced: bool = False,
+    name: str = SCHEMA,
+) -> str:
+    """A checked schema's JSON as a grammar.
+
+    Args:
+        strict: no properties and items that no keyword names.
+        any_whitespace: between values; else there is none, or what `spaced` says.
+        spaced: a space after each comma and colon, as `json.dumps` writes.
+        name: what errors call the schema.
+
+    Raises:
+        RequestError: xgrammar refuses it.
+    """
+    import xgrammar
+
+    separators = (", ", ": ") if spaced else (",", ":")
+    try:
+        grammar = xgrammar.Grammar.from_json_schema(
+            json.dumps(_with_any_of(schema)),
+            any_whitespace=any_whitespace,
+            separators=None if any_whitespace else separators,
+            max_whitespace_cnt=_MOST_WHITESPACE if any_whitespace else None,
+            strict_mode=strict,
+        )
+    except Exception as error:  # it raises many kinds for a bad schema
+        raise unusable(name, str(error)) from error
+    return _CHARACTERS.sub(r'\1\\0-\\x1f\\"\\\\\2', str(grammar))
+
+
+def unusable(name: str, reason: str) -> RequestError:
+    """What xgrammar says of a schema or a tag that it refuses, as an error of one line."""
+    last = (reason.strip().splitlines() or ["it is refused"])[-1]
+    return RequestError(f"{name} cannot be used: {_LOG_PREFIX.sub('', last)}")
+
+
+def _with_any_of(schema: Schema) -> dict[str, Any]:
     """A copy in which each `oneOf`, whose schemas part (`check_schema` saw to it), is an `anyOf`:
     the compiler proves less, and would warn."""
     copied: dict[str, Any] = json.loads(json.dumps(schema))
@@ -153,8 +212,9 @@ def with_any_of(schema: Schema) -> dict[str, Any]:
 class _References:
     """Where the references of a schema lead."""
 
-    def __init__(self, found: Mapping[tuple[str, ...], Schema]) -> None:
+    def __init__(self, found: Mapping[tuple[str, ...], Schema], name: str) -> None:
         self._found = found
+        self._name = name
 
     def fault(self, schema: Schema) -> str | None:
         """Why a schema's reference is none that is followed."""
@@ -166,7 +226,9 @@ class _References:
         if uri != "#" and not uri.startswith("#/"):
             return f"a reference by an anchor ({uri})"
         if self._target(uri) is None:
-            raise RequestError(f"{SCHEMA} cannot be used: $ref {uri!r} leads to no schema in it")
+            raise RequestError(
+                f"{self._name} cannot be used: $ref {uri!r} leads to no schema in it"
+            )
         self.resolve(schema)
         return None
 
@@ -182,7 +244,7 @@ class _References:
         passed = []
         while isinstance(uri := schema.get("$ref"), str) and (to := self._target(uri)) is not None:
             if uri in passed:
-                raise RequestError(f"{SCHEMA} cannot be used: $ref {uri!r} leads to itself")
+                raise RequestError(f"{self._name} cannot be used: $ref {uri!r} leads to itself")
             passed.append(uri)
             schema = to
         return schema

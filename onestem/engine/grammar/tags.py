@@ -1,30 +1,56 @@
 """Structural tags: what an answer is held to where a JSON schema alone does not say it.
 
 A format is xgrammar's (`structural_tag.Format`): texts, schemas, regular expressions and grammars,
-put together. Schemas in it are written without whitespace between their values, but for those of
-tools (`spaced`).
+put together. Schemas in it are written without whitespace between their values, or with a space
+after each comma and colon (`spaced`); their `name` is what errors call them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from onestem.engine.grammar.keywords import num_characters, regex_fault
-from onestem.engine.grammar.schema import MOST_CHARACTERS, MOST_REPEATED, check_schema, with_any_of
+from onestem.engine.grammar.keywords import regex_fault
+from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema, ebnf_of
 from onestem.errors import RequestError, UnsupportedError
+from onestem.request import MAX_DEPTH, is_deep
 
-__all__ = ["check_tags", "ebnf_of", "tags_of", "with_grammars"]
+__all__ = ["FIELDS", "check_tags", "compilable", "is_simple", "named_tokens", "tags_of"]
 
 Format = Mapping[str, Any]
 
-# Compiling takes the cube of the number of rules, and more where they are ambiguous: 1.5 s for 50.
-MOST_RULES = 50
-# Each repeated or optional part multiplies the places where a parser may stand, and all of them are
-# looked at for the first mask: 60 of them take seconds.
-MOST_REPEATS = {"regex": 24, "grammar": 64}
-MOST_LETTERS = {"regex": 1_000, "grammar": 5_000}
+# What each type has beside it (xgrammar 0.2.8). Others are not honoured here: properties in any
+# order may come twice, limits of whitespace mean nothing in compact JSON.
+FIELDS: Mapping[str, frozenset[str]] = {
+    "any_text": frozenset(("excludes", "max_tokens", "max_chars")),
+    "any_tokens": frozenset(("exclude_tokens", "max_tokens")),
+    "const_string": frozenset(("value",)),
+    "dispatch": frozenset(("rules", "loop", "excludes")),
+    "exclude_token": frozenset(("exclude_tokens",)),
+    "grammar": frozenset(("grammar",)),
+    "json_schema": frozenset(("json_schema", "style", "spaced", "name")),
+    "optional": frozenset(("content",)),
+    "or": frozenset(("elements",)),
+    "plus": frozenset(("content",)),
+    "qwen_xml_parameter": frozenset(("json_schema",)),
+    "regex": frozenset(("pattern",)),
+    "repeat": frozenset(("min", "max", "content")),
+    "sequence": frozenset(("elements",)),
+    "star": frozenset(("content",)),
+    "tag": frozenset(("begin", "content", "end")),
+    "tags_with_separator": frozenset(("tags", "separator", "at_least_one", "stop_after_first")),
+    "token": frozenset(("token",)),
+    "token_dispatch": frozenset(("rules", "loop", "exclude_tokens")),
+    "token_triggered_tags": frozenset(
+        ("trigger_tokens", "tags", "exclude_tokens", "at_least_one", "stop_after_first")
+    ),
+    "triggered_tags": frozenset(
+        ("triggers", "tags", "at_least_one", "stop_after_first", "excludes")
+    ),
+}
+_CHOICES = ("or", "triggered_tags", "token_triggered_tags", "tags_with_separator")
+_MOST_CHOICES, _MANY = 4, 1_000
 
 
 def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -37,7 +63,28 @@ def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "choice":
         values = response_format["choice"]
         return {"type": "or", "elements": [_text(value) for value in values]}
-    return dict(response_format["format"]) if kind == "structural_tag" else None
+    if kind != "structural_tag":
+        return None
+    given = response_format.get("format")
+    return _older(response_format) if given is None else dict(given)
+
+
+def _older(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's older form, as xgrammar reads it."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {
+                "type": "json_schema",
+                "json_schema": one["schema"],
+                "name": f"response_format.structures[{place}].schema",
+            },
+            "end": one["end"],
+        }
+        for place, one in enumerate(response_format["structures"])
+    ]
+    return {"type": "triggered_tags", "triggers": response_format["triggers"], "tags": tags}
 
 
 def _text(value: str) -> dict[str, Any]:
@@ -45,102 +92,133 @@ def _text(value: str) -> dict[str, Any]:
 
 
 def check_tags(tags: Format) -> None:
-    """Refuse what an answer would not be held to, or what takes long to compile.
+    """Refuse what an answer would not be held to.
 
     Raises:
-        RequestError, UnsupportedError: a schema in it is none, or not enforced; it is too large.
+        RequestError: a type or a field of it is unknown, or a schema in it is none.
+        UnsupportedError: something in it is not enforced, or it is too large.
     """
-    for one in _formats(tags):
-        schema = one.get("json_schema")
-        if isinstance(schema, Mapping) and not one.get("lenient"):
-            check_schema(schema, True)
-        if isinstance(one.get("pattern"), str):
-            _check_regex(one["pattern"])
-        if isinstance(one.get("grammar"), str):
-            _check_grammar(one["grammar"])
+    if is_deep(tags):
+        raise RequestError(f"response_format nests too deeply, limit is {MAX_DEPTH} levels")
     size = len(json.dumps(tags))
     if size > 2 * MOST_CHARACTERS:
         raise UnsupportedError(
             f"response_format has {size} characters, limit is {2 * MOST_CHARACTERS}: shorten it"
         )
+    for path, one in _formats("response_format.format", tags):
+        _check_fields(path, one)
+        schema = one.get("json_schema")
+        if isinstance(schema, Mapping):
+            check_schema(schema, True, one.get("name", f"{path}.json_schema"))
+        fault = regex_fault(one["pattern"]) if isinstance(one.get("pattern"), str) else None
+        if fault is not None:
+            raise UnsupportedError(f"regex has {fault}, which is not enforced: leave it out")
 
 
-def _check_regex(pattern: str) -> None:
-    _check_size("regex", pattern)
-    fault = regex_fault(pattern)
-    if fault is not None:
-        raise UnsupportedError(f"regex has {fault}, which is not enforced: leave it out")
-    if num_characters(pattern) > MOST_REPEATED:
-        raise UnsupportedError(
-            f"a regex spells out more than {MOST_REPEATED} characters: repeat less in it"
+def _check_fields(path: str, one: Format) -> None:
+    kind = one.get("type")
+    fields = FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        raise RequestError(f"{path}.type is {kind!r:.80}, expected one of {', '.join(FIELDS)}")
+    unknown = sorted(map(str, one.keys() - fields - {"type"}))
+    if unknown:
+        raise RequestError(
+            f"{path} of type {kind} has {unknown[0]!r:.80}, which is not honoured: leave it out"
         )
+    if not isinstance(one.get("name", ""), str):
+        raise RequestError(f"{path}.name is {one['name']!r:.80}, expected text")
+    if not isinstance(one.get("spaced", False), bool):
+        raise RequestError(f"{path}.spaced is {one['spaced']!r:.80}, expected true or false")
 
 
-def _check_grammar(grammar: str) -> None:
-    _check_size("grammar", grammar)
-    rules = grammar.count("::=")
-    if rules > MOST_RULES:
-        raise UnsupportedError(f"a grammar has {rules} rules, limit is {MOST_RULES}: use fewer")
-
-
-def _check_size(what: str, text: str) -> None:
-    repeats = sum(map(text.count, "?*+{"))
-    for count, limit, things in (
-        (len(text), MOST_LETTERS[what], "characters"),
-        (repeats, MOST_REPEATS[what], "repeated or optional parts"),
-    ):
-        if count > limit:
-            raise UnsupportedError(f"{what} has {count} {things}, limit is {limit}: simplify it")
-
-
-def _formats(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of a tag, but for what is inside its schemas."""
-    waiting = [value]
+def _formats(path: str, value: Any) -> Iterator[tuple[str, Format]]:
+    """All formats of a tag behind their paths; what is inside schemas is none."""
+    waiting = [(path, value)]
     while waiting:
-        one = waiting.pop()
+        path, one = waiting.pop()
         if isinstance(one, Mapping):
-            yield one
-            waiting.extend(part for name, part in one.items() if name != "json_schema")
+            yield path, one
+            waiting += [(f"{path}.{name}", p) for name, p in one.items() if name != "json_schema"]
         elif isinstance(one, (list, tuple)):
-            waiting.extend(one)
+            waiting += [(f"{path}[{index}]", part) for index, part in enumerate(one)]
 
 
-def with_grammars(value: Any) -> Any:
-    """A tag with its plain schemas as grammars, which say where whitespace stands."""
-    if isinstance(value, Mapping):
-        schema = value.get("json_schema")
-        if value.get("type") == "json_schema" and isinstance(schema, Mapping):
-            if value.get("style", "json") != "json":
-                return dict(value)
-            spaced = bool(value.get("spaced"))
-            if value.get("lenient") and not _is_enforced(schema):
-                grammar = ebnf_of({"type": "object"}, strict=False, spaced=spaced)
-            else:
-                grammar = ebnf_of(schema, strict=True, spaced=spaced)
-            return {"type": "grammar", "grammar": grammar}
-        return {name: with_grammars(part) for name, part in value.items()}
-    return [with_grammars(part) for part in value] if isinstance(value, (list, tuple)) else value
+def is_simple(tag: object) -> bool:
+    """Whether compiling costs little more than compiling its schemas does: nothing in it is
+    repeated that may be empty, and one part of a sequence at most leaves a choice."""
+    return _choices(tag) <= _MOST_CHOICES
 
 
-def _is_enforced(schema: Mapping[str, Any]) -> bool:
-    """Whether an answer would be held to it."""
-    try:
-        check_schema(schema, True)
-    except (RequestError, UnsupportedError):
-        return False
-    return True
+def _choices(tag: object) -> int:
+    """How many choices are inside one another; `_MANY`: it is not simple."""
+    kind = tag.get("type") if isinstance(tag, Mapping) else None
+    if not isinstance(tag, Mapping) or not isinstance(kind, str):
+        return _MANY
+    if kind == "json_schema":
+        return 0 if tag.get("style", "json") == "json" else _MANY
+    if kind in ("const_string", "token"):
+        return 0 if tag.get("value", "token" in tag) else _MANY
+    if kind == "tag":
+        return _choices(tag.get("content")) if tag.get("begin") else _MANY
+    parts = tag.get("elements", tag.get("tags"))
+    if not isinstance(parts, (list, tuple)):
+        return _MANY
+    inside = list(map(_choices, parts))
+    if kind == "sequence":
+        return max(inside, default=_MANY) if sum(map(bool, inside)) <= 1 else _MANY
+    return 1 + max(inside, default=_MANY) if kind in _CHOICES else _MANY
 
 
-def ebnf_of(schema: Mapping[str, Any], *, strict: bool, spaced: bool = False) -> str:
-    """A schema's JSON as a grammar, compact or with a space behind each comma and colon; raises
-    what xgrammar does for a bad one."""
-    import xgrammar
+def compilable(value: Any, control_token: Callable[[str], int | None]) -> Any:
+    """A tag as xgrammar compiles it: its plain schemas as grammars, which are written without
+    whitespace, its control tokens as ids.
 
-    return str(
-        xgrammar.Grammar.from_json_schema(
-            json.dumps(with_any_of(schema)),
-            any_whitespace=False,
-            separators=(", ", ": ") if spaced else (",", ":"),
-            strict_mode=strict,
-        )
-    )
+    Args:
+        control_token: the id of a control token; None: the text is none.
+
+    Raises:
+        RequestError: xgrammar refuses a schema.
+    """
+
+    def token(one: Any) -> Any:
+        known = control_token(one) if isinstance(one, str) else None
+        return one if known is None else known
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [convert(part) for part in value]
+        if not isinstance(value, Mapping):
+            return value
+        kind, schema = value.get("type"), value.get("json_schema")
+        if kind == "json_schema" and isinstance(schema, Mapping):
+            if value.get("style", "json") == "json":
+                name = value.get("name", "a json_schema of response_format.format")
+                spaced = value.get("spaced", False)
+                grammar = ebnf_of(schema, strict=True, spaced=spaced, name=name)
+                return {"type": "grammar", "grammar": grammar}
+            return {name: value[name] for name in value.keys() - {"name", "spaced"}}
+        made = {name: convert(part) for name, part in value.items()}
+        if kind == "token":
+            made["token"] = token(made.get("token"))
+        for name in ("trigger_tokens", "exclude_tokens"):
+            if isinstance(made.get(name), list):
+                made[name] = list(map(token, made[name]))
+        if kind == "token_dispatch" and isinstance(made.get("rules"), list):
+            made["rules"] = [
+                [token(rule[0]), *rule[1:]] if isinstance(rule, list) and rule else rule
+                for rule in made["rules"]
+            ]
+        return made
+
+    return convert(value)
+
+
+def named_tokens(tag: Any) -> set[int]:
+    """Ids of the tokens that a tag of `compilable` asks for by themselves."""
+    found: list[Any] = []
+    for _, one in _formats("", tag):
+        found.append(one.get("token"))
+        found += one.get("trigger_tokens") or ()
+        if one.get("type") == "token_dispatch":
+            found += [rule[0] for rule in one.get("rules") or () if isinstance(rule, list) and rule]
+    return {token for token in found if isinstance(token, int)}

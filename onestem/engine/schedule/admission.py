@@ -9,14 +9,13 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onestem.cache import PagePool
 from onestem.checked import show
-from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
+from onestem.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarState
 from onestem.engine.grammar.rules import TokenRules, spelled
 from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import BROKEN, EngineStats, refused_output
@@ -29,9 +28,6 @@ from onestem.models.config import ModelConfig
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, RequestMetrics, RequestOutput
 from onestem.seeds import derive_seed
-
-if TYPE_CHECKING:
-    import xgrammar
 
 __all__ = [
     "MAX_CHOICE_TOKENS",
@@ -221,7 +217,7 @@ class SequenceFactory:
         self.states: dict[str, RequestState] = {}
         self.refused: list[RequestOutput] = []
         self._stats = stats
-        self._prepared: dict[str, Future[xgrammar.CompiledGrammar]] = {}
+        self._prepared: dict[str, Future[Grammar]] = {}
         self._config = config
         self._pool = pool
         self._kept_pages = kept_pages

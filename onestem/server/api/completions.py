@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from onestem.batch.spool import NO_TOKENIZER
 from onestem.checked import check, without_nulls
+from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, Prompt, read_body, read_conversation, read_object
@@ -54,8 +55,9 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
     service.check_model(asked.model)
     service.client.check_up()
     tokenizer = service.bounded_tokenizer
-    if tokenizer is not None:
-        asked = asked.held(tokenizer.tool_form, tokenizer.control_token)
+    if tokenizer is not None and asked.tools is not None:
+        form, token_of = tokenizer.tool_form, tokenizer.control_token
+        asked = await service.in_thread(asked.held, form, token_of, check_schema)
     call = await _call(service, asked, tenant, arrived)
     call.submit(service.client)
     headers = {"x-request-id": call.id}

@@ -1,8 +1,8 @@
 """The engine process: takes commands, computes steps, reports what is new.
 
-The main thread alone touches the engine, with one exception: grammars are compiled by threads of
-their own, so that a large JSON schema delays no step, and no other schema. When the server is gone,
-however it ended, so is this process.
+The main thread alone touches the engine, with one exception: requests are checked and grammars
+compiled by threads of their own, so that a large JSON schema delays no step, and no other schema.
+When the server is gone, however it ended, so is this process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["AdmissionWindow", "JobFeed", "Worker", "facts_of", "load", "main"]
 
 STATS_SECONDS = 0.25
-# Requests whose grammars are compiled at once, so that a slow schema does not hold up the next.
-COMPILING = 4
+CHECKING = 4  # requests at once, beside the steps
 # What a step may take: about what a request that has just come has to wait for. Where jobs have the
 # engine to themselves, and not for long, the next request may come any moment: their steps are
 # shorter.
@@ -180,7 +179,7 @@ class Worker:
         self._channel = channel
         self._leave = leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._compile = ThreadPoolExecutor(COMPILING, "grammars")
+        self._checks = ThreadPoolExecutor(CHECKING, "checks")
         self._joining: AdmissionWindow[Add] = AdmissionWindow()
         self._deltas = Deltas()
         self._feeds: dict[str, JobFeed] = {}
@@ -204,14 +203,14 @@ class Worker:
             while self._running:
                 self._turn()
         finally:
-            self._compile.shutdown(wait=False, cancel_futures=True)
+            self._checks.shutdown(wait=False, cancel_futures=True)
 
     def _receive(self) -> None:
         try:
             while True:
                 message = self._channel.receive()
                 if isinstance(message, Ask) and message.what == "validate":
-                    self._compile.submit(self._validate, message)
+                    self._checks.submit(self._validate, message)
                 else:
                     self._inbox.put(message)
         except (EOFError, OSError, RuntimeError):
@@ -219,13 +218,23 @@ class Worker:
             self._leave()
 
     def _validate(self, ask: Ask) -> None:
-        """Compile what a request needs; its error, if any, goes back in the next report."""
-        answer = Answered(ask.token)
+        """Check a request, and have its grammar compiled, for which no thread of these waits."""
         try:
-            self._engine.validate(ask.value)
-        except OnestemError as error:
+            grammar = self._engine.prepare(ask.value)
+        except Exception as error:
+            self._tell(ask, error)
+            return
+        if grammar is None:
+            self._tell(ask, None)
+        else:
+            grammar.add_done_callback(lambda done: self._tell(ask, done.exception()))
+
+    def _tell(self, ask: Ask, error: BaseException | None) -> None:
+        """That a request can be answered, or why not, goes back in the next report."""
+        answer = Answered(ask.token)
+        if isinstance(error, OnestemError):
             answer = Answered(ask.token, error=str(error))
-        except Exception as error:  # whoever asked would wait for ever
+        elif error is not None:  # whoever asked would wait for ever
             why = f"the request cannot be checked: {type(error).__name__}: {error}"
             answer = Answered(ask.token, error=why, fault=False)
         self._inbox.put(answer)
