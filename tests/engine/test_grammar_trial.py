@@ -175,6 +175,17 @@ def test_one_process_serves_all(compiler: GrammarCompiler) -> None:
     assert first.returncode is not None
 
 
+def test_a_process_that_died_while_it_waited_is_no_grammars_fault(
+    compiler: GrammarCompiler,
+) -> None:
+    state_of(compiler, regex("a+"))
+    killed = process_of(compiler)
+    killed.kill()  # as the kernel does where memory is short
+    killed.wait()
+    state_of(compiler, regex("d+"))
+    assert process_of(compiler) is not killed
+
+
 def test_nobody_else_waits(compiler: GrammarCompiler) -> None:
     """Schemas, tools and plain tags are compiled while the process is busy."""
     let = threading.Event()

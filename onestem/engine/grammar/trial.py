@@ -74,7 +74,7 @@ class Trial:
             RequestError: xgrammar refuses it.
         """
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.has_ended:
                 self._process = _Process(self._setup)
             try:
                 kind, _, text = self._process.ask(tag).partition(" ")
@@ -131,6 +131,11 @@ class _Process:
         other.close()
         self._end = weakref.finalize(self, _end, self._process, self._channel)
         self._channel.send_bytes(setup)
+
+    @property
+    def has_ended(self) -> bool:
+        """While it waited: of something else than a grammar."""
+        return self._process.poll() is not None
 
     def ask(self, tag: str) -> str:
         """What it answers; raises `EOFError` or `OSError` if it ends before."""
