@@ -9,7 +9,7 @@ import typer
 
 from onestem.cli import options
 from onestem.errors import ConfigError
-from onestem.options import EMBEDDED, EngineOptions
+from onestem.options import EngineOptions
 from onestem.server.settings import Settings
 
 __all__ = ["serve"]
@@ -17,6 +17,7 @@ __all__ = ["serve"]
 
 @options.with_options
 def serve(
+    context: typer.Context,
     server: Settings,
     engine: EngineOptions,
     name: Annotated[
@@ -30,10 +31,9 @@ def serve(
     start.
     """
     if name is not None:
-        if engine.model not in (EMBEDDED, name):
-            raise ConfigError(
-                f"the model is {name!r}, and --model is {engine.model!r}: give one of them"
-            )
+        told = context.params["model"]  # a variable or a file gives way
+        if told not in (None, name):
+            raise ConfigError(f"the model is {name!r}, and --model is {told!r}: give one of them")
         engine = engine.replace(model=name)
     _set_up_logs(server, str(engine.model))
     from onestem.server.run import serve as run
