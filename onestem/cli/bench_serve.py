@@ -173,11 +173,11 @@ def serve(
         apps=apps,
         system_tokens=system_tokens,
         scale=scale,
-        vocab_size=vocab_size or _vocab_size(None if base_url else model or "embedded"),
+        vocab_size=vocab_size or _vocab_size(None if base_url else str(engine.model)),
         text=prompts == "text" or chat or bool(app),
         app=app or [],
     )
-    with _server(base_url, engine, app or [], log) as url:
+    with _server(base_url, context.params["config"], engine, app or [], log) as url:
         name = model if base_url and model else model_name(url, api_key)
         bench = Bench(
             base_url=url,
@@ -240,6 +240,7 @@ def _vocab_size(model: str | None) -> int:
 @contextmanager
 def _server(
     base_url: str | None,
+    config: Path | None,
     engine: EngineOptions,
     app: list[str],
     log: Path | None,
@@ -250,6 +251,8 @@ def _server(
         yield base_url
         return
     arguments = engine.flags() + [f"--app={entry}" for entry in app]
+    if config is not None:  # in place of ONESTEM_CONFIG's, which it would read
+        arguments.append(f"--config={config}")
     port = free_port()
     with TemporaryDirectory() as state:
         command = onestem_command(port, Path(state), arguments)

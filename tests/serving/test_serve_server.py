@@ -93,6 +93,35 @@ def test_our_server_gets_the_options_and_a_folder_of_its_own(monkeypatch, tmp_pa
     assert (result["case"]["apps"], result["case"]["systems"]) == (1, 1)
 
 
+def test_our_server_reads_the_file_that_the_command_reads(monkeypatch, tmp_path):
+    commands = []
+
+    @contextmanager
+    def fake(command, port, *, log):
+        commands.append(command)
+        with running() as (url, fake_server):
+            yield url
+        ids = [token for body in fake_server.bodies for token in body["prompt"]]
+        assert max(ids) < 302
+
+    monkeypatch.setattr(server, "serving", fake)
+    (tmp_path / "config.json").write_text('{"vocab_size": 302}')
+    file, other = tmp_path / "a.toml", tmp_path / "b.toml"
+    file.write_text("page_size = 8\n[serve]\nstream_interval = 2\n")
+    other.write_text("random_weights = true\n")
+    monkeypatch.setenv("ONESTEM_CONFIG", str(other))
+    monkeypatch.setenv("ONESTEM_MODEL", str(tmp_path))
+    done = CliRunner().invoke(
+        app,
+        ["bench", "serve", "--config", str(file), "--json", "--rate", "100", "--requests", "3",
+         "--scale", "0.01", "--system-tokens", "5"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (command,) = commands
+    assert {f"--config={file}", f"--model={tmp_path}", "--page-size=8"} < set(command)
+    assert "--random-weights" not in command
+
+
 def test_options_of_the_command_are_those_of_onestem_serve(tmp_path):
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
     for part in onestem_command(1, tmp_path, [])[4:]:
