@@ -15,7 +15,17 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_origin,
+)
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 from pydantic import ValidationError as Invalid
@@ -60,7 +70,7 @@ def parse_memory(size: str | int) -> int:
         return size
     if not isinstance(size, str):
         raise ConfigError(f"memory size is {size!r}, expected bytes (an integer) or text like 2GiB")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", size, re.IGNORECASE)
     if match is None:
         raise ConfigError(
             f"memory size is {size!r}, expected a number of bytes or like 512MiB, 2GiB, 2GB"
@@ -177,7 +187,7 @@ class EngineOptions(Options):
     impl: str = Field(default="auto", json_schema_extra={"flag": "attention"})
     """Attention implementation: auto (the fastest there is), or its name."""
 
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads on a CPU, for all of the process (default: the cores that affinity and cgroups
     leave)."""
 
@@ -198,6 +208,11 @@ class EngineOptions(Options):
     module_disk_memory: Memory = "16GiB"
     """Maximum that PML modules take there."""
 
+    if not TYPE_CHECKING:  # type checkers take the fields for the arguments
+
+        def __init__(self, /, *args: Any, **fields: Any) -> None:
+            super().__init__(**_with_model(args, fields))
+
     def identity(self) -> dict[str, Any]:
         """What answers depend on beside the model: part of a job's identity. Of options as `LLM`
         has settled them."""
@@ -205,6 +220,15 @@ class EngineOptions(Options):
         marked = {name for name, field in fields if _extra(field).get("identity")}
         device = {"device": self.device.partition(":")[0]}
         return device | {name: getattr(self, name) for name in sorted(marked)}
+
+
+def _with_model(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by their names: the model's may be left out."""
+    if len(args) > 1:
+        raise TypeError(f"{len(args)} arguments without a name: model alone may have none")
+    if args and "model" in named:
+        raise TypeError("model is given twice: without its name, and with it")
+    return named | dict(zip(("model",), args, strict=False))
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
@@ -258,8 +282,12 @@ class Defaults:
         """Those that say something of `kind`, in rising order."""
         table = self._tables if not kind.table else self._tables.get(kind.table, {})
         if self.file is not None:
-            own = {key: value for key, value in table.items() if key not in TABLES}
-            values = {_field(kind, key, self.file): value for key, value in own.items()}
+            values: dict[str, Any] = {}
+            for key in (key for key in table if key not in TABLES):
+                name = _field(kind, key, self.file)
+                if name in values:
+                    raise ConfigError(f"{self.file}: {key} stands twice, with _ and with -")
+                values[name] = table[key]
             yield Source(str(self.file), values)
         for name in kind.offered():
             text = self._environment.get(kind.variable(name), "")
@@ -344,11 +372,7 @@ def takes(
     def of(method: Callable[[Self, EngineOptions], None]) -> Callable[Concatenate[Self, P], None]:
         @functools.wraps(method)
         def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            if args:
-                kwargs["model"] = args[0]
-            if len(args) > 1:
-                raise TypeError(f"{len(args)} arguments without a name: model alone may have none")
-            method(self, Defaults().options(EngineOptions, kwargs)[0])
+            method(self, Defaults().options(EngineOptions, _with_model(args, kwargs))[0])
 
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [

@@ -100,6 +100,13 @@ def test_variables_are_read_as_the_type_of_their_option(tmp_path):
         ("serve = 8", {}, "serve is 8, expected a table"),
         ("page_size = 0", {}, "onestem.toml: page_size is 0, expected an integer of at least 1"),
         ("page_size = ", {}, "is no TOML"),
+        ("", {"ONESTEM_KV_MEMORY": "9" * 400 + "GiB"}, "expected bytes, or text like 512MiB"),
+        ("", {"ONESTEM_THREADS": "9" * 30}, "expected an integer from 1 to 4096"),
+        (
+            "page_size = 8\npage-size = 8",
+            {},
+            "onestem.toml: page-size stands twice, with _ and with",
+        ),
         ("", {"ONESTEM_PAGE_SIZE": "x"}, "ONESTEM_PAGE_SIZE is 'x', expected an integer"),
         ("", {"ONESTEM_PAGE_SIZE": "0"}, "ONESTEM_PAGE_SIZE: page_size is 0, expected an integer"),
         ("", {"ONESTEM_RANDOM_WEIGHTS": "x"}, "ONESTEM_RANDOM_WEIGHTS is 'x', expected true or"),
@@ -137,6 +144,15 @@ def test_the_command_line_and_python_read_the_same(tmp_path, monkeypatch):
     assert shown["options"]["share"] == {"value": "full", "from": "default"}
 
 
+@pytest.mark.parametrize("made_of", [LLM, EngineOptions])
+def test_the_models_name_alone_may_be_left_out(made_of):
+    with pytest.raises(TypeError, match="2 arguments without a name"):
+        made_of("m", "cpu")
+    with pytest.raises(TypeError, match="model is given twice"):
+        made_of("embedded", model="m")
+    assert EngineOptions("m", seed=1) == EngineOptions(model="m", seed=1)
+
+
 def test_a_verbs_own_parameter_stands_in_for_the_field():
     seen = {}
 
@@ -149,6 +165,22 @@ def test_a_verbs_own_parameter_stands_in_for_the_field():
     assert seen == {"seed": 3, "engine": 3, "page": 4}
     assert runner.invoke(made, ["--seed", "5"]).exit_code == 0
     assert seen == {"seed": 5, "engine": 5, "page": 16}
+
+
+def test_serves_argument_goes_before_a_variable(monkeypatch):
+    served = []
+
+    async def serve(settings: Settings) -> None:
+        served.append(settings.engine.model)
+
+    monkeypatch.setattr("onestem.server.run.serve", serve)
+    monkeypatch.setenv("ONESTEM_MODEL", "/other")
+    for arguments in (["/mine"], ["/mine", "--model", "/mine"], ["--model", "/mine"], []):
+        done = runner.invoke(app, ["serve", *arguments])
+        assert done.exit_code == 0, done.output
+    assert served == ["/mine", "/mine", "/mine", "/other"]
+    refused = runner.invoke(app, ["serve", "/mine", "--model", "embedded"])
+    assert "the model is '/mine', and --model is 'embedded'" in str(refused.exception)
 
 
 def test_flags_say_again_what_was_told():
