@@ -137,9 +137,9 @@ def plan_file(
         the plan's report (`PlanReport.to_dict`), with `failed_lines`. Each of `largest_groups` is
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
     """
-    from onestem.engine.schedule.admission import check_request
+    from onestem.engine.schedule.admission import check_request, model_len
     from onestem.engine.text.tokenizer import Tokenizer
-    from onestem.llm import find_model, kv_memory_bytes, pick_device, pick_dtype
+    from onestem.llm import find_model, kv_memory_bytes, pages_of, pick_device, pick_dtype
     from onestem.models.config import ModelConfig
 
     path = find_model(options.model)
@@ -147,11 +147,13 @@ def plan_file(
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config, device)
     bytes_per_token = config.kv_values_per_token * dtype.itemsize
-    kv_tokens = kv_memory_bytes(options.kv_memory, device) // bytes_per_token
+    memory = kv_memory_bytes(options.kv_memory, device)
+    page_bytes = bytes_per_token * options.page_size
+    kv_tokens = pages_of(memory, options.page_size, page_bytes) * options.page_size
     tokenizer = Tokenizer.from_directory(path)
     validate = partial(
         check_request,
-        max_model_len=options.max_model_len or config.max_position_embeddings,
+        max_model_len=model_len(config.max_position_embeddings, kv_tokens, options.max_model_len),
         vocab_size=config.vocab_size,
         tokenizer=tokenizer,
     )

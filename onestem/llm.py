@@ -48,6 +48,7 @@ __all__ = [
     "LLM",
     "find_model",
     "kv_memory_bytes",
+    "pages_of",
     "pick_device",
     "pick_dtype",
     "planned",
@@ -105,12 +106,7 @@ class LLM:
         beside = activation_bytes(self.config, self.dtype, max_step_tokens)
         memory = kv_memory_bytes(options.kv_memory, self.device, beside)
         page_bytes = self.decoder.kv_bytes_per_token * options.page_size
-        num_pages = memory // page_bytes
-        if num_pages < 1:
-            raise ConfigError(
-                f"kv_memory is {memory} bytes, a page of {options.page_size} tokens takes "
-                f"{page_bytes}: raise kv_memory"
-            )
+        num_pages = pages_of(memory, options.page_size, page_bytes)
         self._engine: Engine | None = Engine(
             self.decoder,
             self.tokenizer,
@@ -628,6 +624,16 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())
+
+
+def pages_of(memory: int, page_size: int, page_bytes: int) -> int:
+    """Pages that fit in KV memory, one at least."""
+    if memory < page_bytes:
+        raise ConfigError(
+            f"kv_memory is {memory} bytes, a page of {page_size} tokens takes {page_bytes}: "
+            "raise kv_memory"
+        )
+    return memory // page_bytes
 
 
 def kv_memory_bytes(size: str | int, device: torch.device, beside: int = 0) -> int:

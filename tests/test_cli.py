@@ -134,6 +134,14 @@ def test_plan_reports_before_anything_is_computed(model, tmp_path):
     assert "reading (bytes)" in done.stderr
 
 
+def test_plan_refuses_what_batch_refuses(model, tmp_path):
+    write_job(source := tmp_path / "in.jsonl", job_lines(3))
+    for wrong in (["--max-model-len", "1"], ["--max-model-len", "999999"], ["--kv-memory", "1"]):
+        plan = onestem("plan", source, "--model", model, *wrong, code=2)
+        batch = onestem("batch", source, "-o", tmp_path / "o", "--model", model, *wrong, code=2)
+        assert plan.stderr == batch.stderr != ""
+
+
 def test_plan_shows_what_the_largest_groups_share(model, tmp_path):
     source = tmp_path / "in.jsonl"
     head = "\x1b[2J two\nlines, and many more words than anybody wants to see in a table."

@@ -25,6 +25,7 @@ from onestem.engine.schedule.admission import (
     check_pml,
     check_request,
     longest_choice,
+    model_len,
 )
 from onestem.engine.schedule.memory import PinnedPrefixes, PrefixInfo, PrefixRequest, prefix_id
 from onestem.engine.schedule.queue import Gate, HybridQueue, Jobs, PlannedQueue
@@ -89,13 +90,17 @@ class Engine:
         if share not in ("full", "storage", "off", "no-attention"):
             raise ConfigError(f"share is {share!r}, expected full, storage, off or no-attention")
         check_counts(page_size=page_size, num_pages=num_pages, max_step_tokens=max_step_tokens)
+        if max_model_len is not None:
+            check_counts(max_model_len=max_model_len)
         if max_step_seconds is not None and not max_step_seconds > 0:
             raise ConfigError(f"max_step_seconds is {max_step_seconds}, expected above 0, or None")
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.share = share
-        self.max_model_len = _model_len(decoder, num_pages * page_size, max_model_len)
+        self.max_model_len = model_len(
+            decoder.config.max_position_embeddings, num_pages * page_size, max_model_len
+        )
         self.impl = _attention_for(decoder, impl)
         self.stats = EngineStats()
         runner = make_runner(
@@ -611,22 +616,3 @@ def _attention_for(decoder: Decoder, name: str) -> AttentionImpl:
     config = decoder.config
     group = config.num_q_heads // config.num_kv_heads
     return resolve(name, decoder.device, head_dim=config.head_dim, group=group)
-
-
-def _model_len(decoder: Decoder, capacity: int, asked: int | None) -> int:
-    limit = decoder.config.max_position_embeddings
-    if asked is None:
-        # Where memory is what limits, a round figure: the next start finds a little more or less
-        # free, and a job that goes on must find the same limit.
-        return limit if limit <= capacity else capacity - capacity % 1024 or capacity
-    check_counts(max_model_len=asked)
-    if asked < 2 or asked > limit:
-        raise ConfigError(
-            f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)"
-        )
-    if asked > capacity:
-        raise ConfigError(
-            f"max_model_len is {asked}, KV memory holds {capacity} tokens: "
-            "raise kv_memory or lower max_model_len"
-        )
-    return asked

@@ -23,7 +23,7 @@ from onestem.engine.schedule.queue import Gate
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import OnestemError, RequestError
+from onestem.errors import ConfigError, OnestemError, RequestError
 from onestem.models.config import ModelConfig
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, RequestMetrics, RequestOutput
@@ -36,11 +36,35 @@ __all__ = [
     "check_request",
     "choice_ids",
     "longest_choice",
+    "model_len",
 ]
 
 
 # Of all of a request's choices together: as much work as a long prompt, for which others wait.
 MAX_CHOICE_TOKENS = 8192
+
+
+def model_len(limit: int, capacity: int, asked: int | None) -> int:
+    """Maximum tokens of prompt and answer, of a model with `limit` positions and KV memory for
+    `capacity` tokens.
+
+    Raises:
+        ConfigError: `asked` is more than either.
+    """
+    if asked is None:
+        # Where memory is what limits, a round figure: the next start finds a little more or less
+        # free, and a job that goes on must find the same limit.
+        return limit if limit <= capacity else capacity - capacity % 1024 or capacity
+    if asked < 2 or asked > limit:
+        raise ConfigError(
+            f"max_model_len is {asked}, expected 2 to {limit} (the model's positions)"
+        )
+    if asked > capacity:
+        raise ConfigError(
+            f"max_model_len is {asked}, KV memory holds {capacity} tokens: "
+            "raise kv_memory or lower max_model_len"
+        )
+    return asked
 
 
 def check_request(
