@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,6 +186,20 @@ def test_a_process_that_died_while_it_waited_is_no_grammars_fault(
     killed.wait()
     state_of(compiler, regex("d+"))
     assert process_of(compiler) is not killed
+
+
+def test_after_an_interrupt_the_next_gets_its_own_answer(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state_of(compiler, regex("a+"))
+    interrupted = process_of(compiler)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Connection, "recv_bytes", Mock(side_effect=KeyboardInterrupt))
+        compiler.compile(regex("b+"))
+    for letter in "cb":
+        ids = tokenizer.encode(letter, add_special_tokens=False)
+        assert compiler.compile(regex(f"{letter}+"), ids) is not None
+    assert interrupted.returncode is not None
 
 
 def test_nobody_else_waits(compiler: GrammarCompiler) -> None:

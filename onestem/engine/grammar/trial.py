@@ -82,6 +82,9 @@ class Trial:
                 status = self._process.end()
                 self._process = None
                 raise self._ended(name, status) from None
+            except BaseException:  # an interrupt: its answer would be taken for the next one's
+                self.close()
+                raise
         if kind == "grammar":
             return text
         if kind == "refused":
