@@ -68,9 +68,9 @@ def state_of(compiler: GrammarCompiler, response_format: dict[str, Any]) -> Gram
 
 
 def process_of(compiler: GrammarCompiler) -> subprocess.Popen[bytes]:
-    assert compiler._trial is not None
-    assert compiler._trial._process is not None
-    return compiler._trial._process._process
+    process = compiler._trials[False]._process
+    assert process is not None
+    return process._process
 
 
 def has_ended(descriptor: int) -> bool:
@@ -161,8 +161,7 @@ def test_a_refusal_is_remembered(compiler: GrammarCompiler) -> None:
     for _ in range(2):
         with pytest.raises(TooCostlyError):
             compiler.compile(regex(LONG))
-    assert compiler._trial is not None
-    assert compiler._trial._process is None  # the second one was not tried
+    assert compiler._trials[False]._process is None  # the second one was not tried
 
 
 def test_one_process_serves_all(compiler: GrammarCompiler) -> None:
@@ -193,9 +192,10 @@ def test_after_an_interrupt_the_next_gets_its_own_answer(
 ) -> None:
     state_of(compiler, regex("a+"))
     interrupted = process_of(compiler)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(Connection, "recv_bytes", Mock(side_effect=KeyboardInterrupt))
-        compiler.compile(regex("b+"))
+        with pytest.raises(KeyboardInterrupt):
+            compiler.compile(regex("b+"))
     for letter in "cb":
         ids = tokenizer.encode(letter, add_special_tokens=False)
         assert compiler.compile(regex(f"{letter}+"), ids) is not None
@@ -214,7 +214,7 @@ def test_nobody_else_waits(compiler: GrammarCompiler) -> None:
         def close(self) -> None:
             pass
 
-    compiler._trial = Busy()  # type: ignore[assignment]
+    compiler._trials = {True: Busy(), False: Busy()}  # type: ignore[dict-item]
     slow = [compiler.prepare(regex("a" * n)) for n in range(1, 9)]
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
     tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {}},
@@ -230,13 +230,23 @@ def test_nobody_else_waits(compiler: GrammarCompiler) -> None:
     assert all(one is not None and one.exception(60) for one in slow)
 
 
+def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=300))
+    slow = [compiler.prepare(regex("[^x]?" * n)) for n in (600, 601)]
+    quick = compiler.prepare(regex("a+"))
+    assert quick is not None
+    quick.result(60)
+    assert not any(one is None or one.done() for one in slow)
+    compiler.close()
+
+
 ENGINE = """
 import sys
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.text.tokenizer import Tokenizer
 compiler = GrammarCompiler(Tokenizer.from_directory(sys.argv[1]))
 compiler.compile({"type": "regex", "regex": "a+"})
-print(compiler._trial._process._process.pid, flush=True)
+print(compiler._trials[False]._process._process.pid, flush=True)
 sys.stdin.read()
 """
 

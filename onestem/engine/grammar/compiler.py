@@ -7,6 +7,7 @@ ids, so a sequence that was preempted or resumed rebuilds it from them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from onestem.engine.grammar.schema import check_schema, ebnf_of, unusable
 from onestem.engine.grammar.tags import check_tags, compilable, is_simple, named_tokens, tags_of
-from onestem.engine.grammar.trial import Limits, TooCostlyError, Trial
+from onestem.engine.grammar.trial import Limits, TooCostlyError, TooSlowError, Trial
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 
@@ -122,11 +123,13 @@ class GrammarCompiler:
         self._loading = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._info: xgrammar.TokenizerInfo | None = None
-        self._trial: Trial | None = None
+        self._trials: dict[bool, Trial] = {}  # by whether they are quick
         self._compiled: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._checked: OrderedDict[str, None] = OrderedDict()
-        self._threads: ThreadPoolExecutor | None = None
-        self._trial_thread: ThreadPoolExecutor | None = None
+        # Those that wait for a process are others. None is started before it has something to do.
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+        self._quick_thread = ThreadPoolExecutor(1, "quick grammars")
+        self._slow_thread = ThreadPoolExecutor(1, "slow grammars")
 
     def compile(
         self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
@@ -184,8 +187,10 @@ class GrammarCompiler:
             return None
         key, grammar, is_new = self._entry(wanted)
         if is_new:
-            executor = self._executor(costly=wanted.is_costly)
-            executor.submit(self._compile_into, grammar, key, wanted)
+            if wanted.is_costly:
+                self._quick_thread.submit(self._compile_into, grammar, key, wanted, quick=True)
+            else:
+                self._threads.submit(self._compile_into, grammar, key, wanted)
         return grammar
 
     def state(self, grammar: Future[Grammar]) -> GrammarState:
@@ -193,12 +198,11 @@ class GrammarCompiler:
         return GrammarState(grammar.result(), self.vocab_size, self.stop_token_ids)
 
     def close(self) -> None:
-        """End the threads and the process; what is being compiled is not waited for."""
-        for threads in (self._threads, self._trial_thread):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
-        if self._trial is not None:
-            self._trial.close()
+        """End the threads and the processes; what is being compiled is not waited for."""
+        for threads in (self._threads, self._quick_thread, self._slow_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for trial in list(self._trials.values()):
+            trial.close()
 
     def _entry(self, wanted: _Wanted) -> tuple[str, Future[Grammar], bool]:
         """A format's key, its grammar and whether the caller is to compile it."""
@@ -220,18 +224,16 @@ class GrammarCompiler:
             for key in list(itertools.islice(done, left)):
                 del self._compiled[key]
 
-    def _executor(self, *, costly: bool) -> ThreadPoolExecutor:
-        """Threads that compile; those that wait for the process are others."""
-        with self._lock:
-            if self._threads is None or self._trial_thread is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-                self._trial_thread = ThreadPoolExecutor(1, "costly grammars")
-            return self._trial_thread if costly else self._threads
-
-    def _compile_into(self, grammar: Future[Grammar], key: str, wanted: _Wanted) -> None:
+    def _compile_into(
+        self, grammar: Future[Grammar], key: str, wanted: _Wanted, *, quick: bool = False
+    ) -> None:
+        """`quick`: what takes longer is done later, by the thread of slow ones."""
         try:
-            compiled = self._compile(wanted)
+            compiled = self._compile(wanted, quick=quick)
         except BaseException as error:
+            if quick and isinstance(error, TooSlowError):
+                self._slow_thread.submit(self._compile_into, grammar, key, wanted)
+                return
             if not isinstance(error, TooCostlyError):  # which is known then
                 with self._lock:
                     self._compiled.pop(key, None)
@@ -239,7 +241,7 @@ class GrammarCompiler:
             return
         grammar.set_result(compiled)
 
-    def _compile(self, wanted: _Wanted) -> Grammar:
+    def _compile(self, wanted: _Wanted, *, quick: bool) -> Grammar:
         compiler, info = self._loaded()
         if wanted.schema is not None:
             strict, any_whitespace = wanted.strict, wanted.any_whitespace
@@ -248,7 +250,7 @@ class GrammarCompiler:
         tag = compilable(wanted.tags, self._tokenizer.control_token)
         text = json.dumps({"type": "structural_tag", "format": tag})
         if wanted.is_costly:
-            tried = self._tried(info).compile(text, wanted.name)
+            tried = self._tried(info, quick=quick).compile(text, wanted.name)
             compiled = _deserialized(tried, info)
         else:
             try:
@@ -268,11 +270,14 @@ class GrammarCompiler:
                 self._compiler, self._info = self._load()
             return self._compiler, self._info
 
-    def _tried(self, info: xgrammar.TokenizerInfo) -> Trial:
+    def _tried(self, info: xgrammar.TokenizerInfo, *, quick: bool) -> Trial:
         with self._loading:
-            if self._trial is None:
-                self._trial = Trial(info.serialize_json(), self.vocab_size, self._limits)
-            return self._trial
+            if quick not in self._trials:
+                limits = self._limits
+                if quick:
+                    limits = dataclasses.replace(limits, cpu_seconds=limits.quick_seconds)
+                self._trials[quick] = Trial(info.serialize_json(), self.vocab_size, limits)
+            return self._trials[quick]
 
     def _load(self) -> tuple[xgrammar.GrammarCompiler, xgrammar.TokenizerInfo]:
         try:

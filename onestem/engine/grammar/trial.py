@@ -19,7 +19,7 @@ from pathlib import Path
 from onestem.engine.grammar.schema import unusable
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 
-__all__ = ["Limits", "TooCostlyError", "Trial"]
+__all__ = ["Limits", "TooCostlyError", "TooSlowError", "Trial"]
 
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 
@@ -30,12 +30,14 @@ class Limits:
 
     Attributes:
         cpu_seconds: to compile it, and to write some tokens under it.
+        quick_seconds: the same, where others wait for their turn; then it waits for slow ones.
         wall_seconds: the same, where the machine is busy with something else.
         mask_seconds: for a token's mask, which all others in its step wait for.
         memory_bytes: beyond what the process has without grammars.
     """
 
     cpu_seconds: float = 5.0
+    quick_seconds: float = 0.25
     wall_seconds: float = 60.0
     mask_seconds: float = 0.1
     memory_bytes: int = 2 << 30
@@ -43,6 +45,10 @@ class Limits:
 
 class TooCostlyError(RequestError):
     """A grammar that takes more than it may."""
+
+
+class TooSlowError(TooCostlyError):
+    """A grammar that takes more time to compile than it may."""
 
 
 class Trial:
@@ -103,7 +109,7 @@ class Trial:
         limits, number = self._limits, signal.Signals(-status)
         seconds = {signal.SIGPROF: limits.cpu_seconds, signal.SIGALRM: limits.wall_seconds}
         if number in seconds:
-            return _costly(name, f"takes more than {seconds[number]:g} s to compile")
+            return TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
         if number in (signal.SIGABRT, signal.SIGKILL):
             return self._out_of_memory(name)
         return _costly(name, f"is more than the compiler bears ({number.name})")
@@ -158,4 +164,8 @@ def _end(process: subprocess.Popen[bytes], channel: Connection) -> None:
 
 
 def _costly(name: str, why: str) -> TooCostlyError:
-    return TooCostlyError(f"{name} {why}: simplify it, or repeat less in it")
+    return TooCostlyError(_why(name, why))
+
+
+def _why(name: str, why: str) -> str:
+    return f"{name} {why}: simplify it, or repeat less in it"
