@@ -92,7 +92,10 @@ def _check_memory(size: str | int) -> str | int:
 Memory = Annotated[str | int, AfterValidator(_check_memory)]
 Path_ = Annotated[
     str | os.PathLike[str],
-    BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path),
+    # No shell expands ~ in a file, or in a variable of a service.
+    BeforeValidator(
+        lambda path: os.path.expanduser(path) if isinstance(path, (str, os.PathLike)) else path
+    ),
     WithJsonSchema({"type": "string", EXPECTED: "a path"}),
 ]
 
@@ -275,7 +278,7 @@ class Defaults:
     ) -> None:
         self._environment = os.environ if environment is None else environment
         named = self._environment.get(CONFIG)
-        self.file = file or (Path(named) if named else None)
+        self.file = file or (Path(os.path.expanduser(named)) if named else None)
         self._tables = {} if self.file is None else _read(self.file)
 
     def sources(self, kind: type[Options]) -> Iterator[Source]:

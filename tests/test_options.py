@@ -197,6 +197,15 @@ def test_only_some_are_offered():
     assert Only("a").names == ("a",)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.toml").write_text('module_disk = "~/modules"\n[serve]\nschema = ["~/s.pml"]\n')
+    found = Defaults(environment={"ONESTEM_CONFIG": "~/a.toml", "ONESTEM_MODEL": "~/model"})
+    made = found.options(EngineOptions)[0]
+    assert (made.model, made.module_disk) == (f"{tmp_path}/model", f"{tmp_path}/modules")
+    assert found.options(Settings)[0].schemas == (f"{tmp_path}/s.pml",)
+
+
 def test_a_torch_dtype_is_its_name():
     torch = pytest.importorskip("torch")
     assert EngineOptions(dtype=torch.bfloat16).dtype == "bfloat16"
