@@ -134,3 +134,21 @@ def test_small_pieces_are_sent_at_once():
         return found
 
     assert asyncio.run(scene())
+
+
+def test_streams_are_the_same_in_both_versions_of_http(embedded):
+    """In 1.1 pieces are written past h11, in its own framing; 1.0 knows no pieces."""
+    bodies = []
+    for version in ("1.0", "1.1"):
+        with connect(embedded) as connection:
+            connection.sendall(request(version, stream=True, max_tokens=9, temperature=0, n=2))
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert (answer.getheader("Transfer-Encoding") == "chunked") == (version == "1.1")
+            lines = answer.read().decode().splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert lines[-2] == "data: [DONE]"
+        bodies.append(["".join(e["choices"][0]["text"] for e in events
+                               if e["choices"][0]["index"] == i) for i in (0, 1)])  # fmt: skip
+    assert bodies[0] == bodies[1]
+    assert all(bodies[0])
