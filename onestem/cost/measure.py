@@ -323,9 +323,9 @@ def _host(device: torch.device, clock: Clock) -> tuple[float, float, float, floa
     most = max(count * (prompt + tokens + PAGE_SIZE) for count, prompt, tokens in HOST_JOBS)
     engine = Engine(nothing, None, GenerationDefaults(), num_pages=most // PAGE_SIZE, seed=0)
     runner = engine.launcher.runner
-    # On a CPU the model's part is in linear layers already.
-    alone = _seconds(_runs(runner, 1, sampled=1), device, clock, cold=False)
-    model = 0.0 if runner.depth > 1 else alone
+    model = 0.0
+    if runner.depth == 1:  # the model's part is in linear layers already
+        model = _seconds(_runs(runner, 1, sampled=1), device, clock, cold=False)
     counted = []
     for count, prompt, tokens in HOST_JOBS:
         seconds, steps = min(_host_run(engine, count, prompt, tokens, clock))
