@@ -23,8 +23,10 @@ HEAD = """# The papers' tables and figures
 
 `onestem bench paper NAME` runs each of them with this engine and prints the paper's numbers
 beside; `onestem bench paper` lists the names. Weights are random, of the papers' shapes; prompts
-are token ids of the published lengths. `--scale 0.1` makes all of it smaller. With `--share off`
-the gains are gone: every number of ours is measured or counted in the run. This page is made of
+are token ids of the published lengths. `--scale 0.1` makes all of it smaller, `--part 0.1` only the
+numbers of requests and of points. With `--share off` the gains are gone: every number of ours is
+measured or counted in the run. `--against vllm` runs the jobs on vLLM too, as given and sorted, if
+it is installed or `ONESTEM_VLLM_PYTHON` names a Python that has it. This page is made of
 `benchmarks/results/paper/*.json` by `python -m benchmarks.papers`.
 
 | series of ours | what runs |
@@ -35,6 +37,7 @@ the gains are gone: every number of ours is measured or counted in the run. This
 | `no-attention` | the ceiling: all but attention |
 | `device`, `host`, `cached` | modules in KV memory, in host memory, where the tier leaves them |
 | `one`, `all`, `heuristic`, `none` | `--levels` of the plan |
+| `vllm`, `vllm, sorted` | vLLM with prefix caching; prompts as given, and sorted by their tokens |
 """
 NOT_RUN = "not run here yet"
 

@@ -46,8 +46,8 @@ def paper(
     against: Annotated[
         str,
         typer.Option(
-            help="Peers of attention, with commas: sdpa, cudnn, flashinfer, flash_attn, vllm; one "
-            "that is not installed is named and left out."
+            help="Peers, with commas: sdpa, cudnn, flashinfer, flash_attn, flash_attn3 for "
+            "attention, vllm for jobs; one that is not installed is named and left out."
         ),
     ] = "",
     out: Annotated[

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from onestem.errors import ConfigError
 from onestem.llm import LLM, pick_device, pick_dtype
 from onestem.models.config import ModelConfig
+from onestem.models.find import find_model
 from onestem.models.weights import expected_shapes
 from onestem.ops.bench.measure import memory_bytes
 from onestem.options import EngineOptions, ShareMode
 from onestem.paper.shapes import scaled
+from onestem.paper.vllm_process import Vllm
 from onestem.shapes import find_shape
 
 __all__ = ["Bench"]
@@ -62,6 +64,7 @@ class Bench(AbstractContextManager["Bench"]):
         self.refused: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="onestem-paper-")
         self._llm: tuple[Any, LLM] | None = None
+        self._vllm: tuple[str, Vllm] | None = None
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -150,11 +153,30 @@ class Bench(AbstractContextManager["Bench"]):
         llm.engine.reset_stats()
         return llm
 
+    def vllm(self, shape: str, positions: int) -> tuple[Vllm, int]:
+        """vLLM with a shape of a paper (see `model`), and its vocabulary. The last one stays
+        loaded, and nothing beside it."""
+        model = self.model(shape, positions)
+        config = ModelConfig.from_directory(find_model(model))
+        if self._vllm is None or self._vllm[0] != model:
+            self.release()
+            dtype = pick_dtype(self.options.dtype, config, self.device)
+            settings = {
+                "model": str(find_model(model)),
+                "dtype": str(dtype).removeprefix("torch."),
+                "max_model_len": positions,
+            }
+            self._vllm = model, Vllm(settings)
+        return self._vllm[1], config.vocab_size
+
     def release(self) -> None:
         """Let go of the model that is loaded."""
         if self._llm is not None:
             self._llm[1].close()
             self._llm = None
+        if self._vllm is not None:
+            self._vllm[1].close()
+            self._vllm = None
 
     def _check_memory(self, shape: str, folder: Path) -> None:
         config = ModelConfig.from_directory(folder)

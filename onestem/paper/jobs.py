@@ -15,6 +15,7 @@ from onestem.lengths import Lengths, Scaled
 from onestem.options import Levels, ShareMode
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Step
+from onestem.paper.vllm_process import absent_vllm
 from onestem.planner import JobPlan, plan_job
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "planned_prompts",
     "scaled_job",
 ]
+
+ONLY_ATTENTION = "it is compared in attention alone"
 
 Metric = Literal["requests_per_s", "output_tokens_per_s", "seconds"]
 
@@ -97,11 +100,40 @@ class JobRuns:
         for one in settings:
             tokens = scaled_job(one.job, bench).longest
             longest[one.model] = max(tokens, longest.get(one.model, 0))
-        return [
+        steps: list[Step] = [
             partial(self._measure, bench, setting, mode, longest[setting.model])
             for mode in self.modes
             for setting in settings
         ]
+        for name in bench.against:
+            absent = ONLY_ATTENTION if name != "vllm" else absent_vllm()
+            if absent is not None:
+                bench.refused[name] = absent
+                continue
+            steps += [
+                partial(self._measure_vllm, bench, setting, order, longest[setting.model])
+                for order in ("input", "sorted")
+                for setting in settings
+            ]
+        return steps
+
+    def _measure_vllm(
+        self, bench: Bench, setting: Setting, order: str, longest: int
+    ) -> Iterable[Cell]:
+        """`sorted`: the prompts in the order of their tokens."""
+        job = scaled_job(setting.job, bench)
+        vllm, vocabulary = bench.vllm(setting.model, longest)
+        requests = job.requests(vocabulary)
+        asked = sorted(requests) if order == "sorted" else requests
+        found, count = vllm.run(asked), len(requests)
+        figures = {
+            "seconds": found["seconds"],
+            "requests_per_s": count / found["seconds"],
+            "output_tokens_per_s": sum(output for _, output in requests) / found["seconds"],
+        }
+        counts = {"cached_tokens": found["cached_tokens"]}
+        name = "vllm" if order == "input" else "vllm, sorted"
+        yield Cell(setting.at, name, figures[self.metric], {"requests": count}, counts)
 
     def _measure(self, bench: Bench, setting: Setting, mode: Mode, longest: int) -> Iterable[Cell]:
         figures = answered(bench, setting, mode, longest)

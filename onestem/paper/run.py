@@ -14,6 +14,7 @@ from onestem.ops.bench.measure import device_facts
 from onestem.paper.attention import AttentionSweep
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Experiment, Step
+from onestem.paper.jobs import JobRuns
 
 __all__ = ["Progress", "run_experiment"]
 
@@ -30,10 +31,10 @@ def run_experiment(
         what the JSON file holds: `cells` are ours, `published` the paper's; both are lists of
         `Cell` as objects.
     """
-    if isinstance(experiment.measure, AttentionSweep):
+    if isinstance(experiment.measure, AttentionSweep | JobRuns):
         bench.refused = {}
     else:
-        bench.refused = dict.fromkeys(bench.against, "it is compared in attention alone")
+        bench.refused = dict.fromkeys(bench.against, "nothing is compared with peers here")
     began = time.perf_counter()
     cells: list[Cell] = []
     for step in progress(experiment.measure.steps(bench)):

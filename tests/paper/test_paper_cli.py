@@ -30,7 +30,7 @@ def test_the_list():
 def test_one_writes_its_files(tmp_path):
     shown = run("cache-table2", "--out", str(tmp_path), "--quiet", "--against", "sdpa")
     assert "4.53 / 4.53" in shown
-    assert "Left out: sdpa: it is compared in attention alone." in shown
+    assert "Left out: sdpa: nothing is compared with peers here." in shown
     result = json.loads((tmp_path / "cache-table2.json").read_text())
     assert result["versions"]["onestem"]
     assert (tmp_path / "cache-table2.svg").read_text().startswith("<svg")
