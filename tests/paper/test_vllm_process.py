@@ -66,7 +66,8 @@ def test_it_runs_the_same_jobs_as_given_and_sorted(asked):
     assert given["counts"]["cached_tokens"] == 2 * given["ran"]["requests"]
     assert result["refused"] == {"sdpa": "it is compared in attention alone"}
     told = json.loads(asked.read_text())
-    first, second = told["jobs"]
+    warm, first, _, second = told["jobs"]
+    assert warm == first[: len(warm)]
     assert second == sorted(first) != first
     assert sum(map(len, first)) == ours["counts"]["logical_prompt_tokens"]
     assert told["resets"] == 2
