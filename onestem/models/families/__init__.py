@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description, TensorNames
-from onestem.models.families import falcon, gpt2, llama, mpt, phi
+from onestem.models.families import falcon, gemma, gpt2, llama, mpt, phi
 from onestem.models.fields import Fields
 
 __all__ = ["FAMILIES", "Family"]
@@ -28,6 +28,9 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(llama.read, llama.names),
     "Qwen2ForCausalLM": Family(llama.read, llama.names),
     "Qwen3ForCausalLM": Family(llama.read, llama.names),
+    "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names),
+    "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names),
+    "Gemma3ForConditionalGeneration": Family(gemma.read_gemma3, gemma.names),
     "FalconForCausalLM": Family(falcon.read, falcon.names),
     "MptForCausalLM": Family(mpt.read, mpt.names),
     "MPTForCausalLM": Family(mpt.read, mpt.names),
