@@ -17,6 +17,7 @@ __all__ = [
     "LayerRotary",
     "Learned",
     "LongRope",
+    "QueryGrowth",
     "RopeScaling",
     "Rotary",
     "TensorNames",
@@ -94,6 +95,15 @@ class LayerRotary:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by `1 + beta * ln(1 + floor(p / positions))`, for long
+    contexts (Llama 4, Ministral 3)."""
+
+    beta: float
+    positions: int
+
+
+@dataclass(frozen=True)
 class Alibi:
     """Linear biases (arXiv 2108.12409): `slopes[head] * (p_key - p_row)` on the scores."""
 
@@ -132,6 +142,7 @@ class Description:
         score_scale: of query times key; None: `1 / sqrt(head_dim)`.
         score_softcap, logit_softcap: x becomes `cap * tanh(x / cap)`; None: it stays.
         logit_scale: of logits, before the softcap.
+        query_growth: how queries grow with their position; None: they do not.
         qkv_clip: what q, k and v are clamped to, in size.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
         qk_norm_of_all: the same over all query heads at once, and over all key heads.
@@ -168,6 +179,7 @@ class Description:
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    query_growth: QueryGrowth | None = None
     qkv_clip: float | None = None
     qk_norm: bool = False
     qk_norm_of_all: bool = False

@@ -110,22 +110,72 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 20,
     "tie_word_embeddings": True,
 }
+_GEMMA3: dict[str, Any] = {
+    **_GEMMA,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+# One position, so that transformers takes the long factors for every prompt, as we do.
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.0 + 2.0 * i for i in range(6)],
+    "original_max_position_embeddings": 1,
+    "attention_factor": 1.3,
+    "partial_rotary_factor": 0.75,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
+_MINISTRAL3: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
+}
 _SPECS |= {
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
+    "phi3": ("Phi3", {"sliding_window": 24}),
+    "phi4_mini": (
+        "Phi3",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 1,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": ("Granite", {**_GRANITE, "num_hidden_layers": 3}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "ministral3": ("Ministral3", _MINISTRAL3),
     "gemma2": (
         "Gemma2",
         {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 6.0},
     ),
-    "gemma3": (
-        "Gemma3",
-        {
-            **_GEMMA,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
+    "gemma3": ("Gemma3", _GEMMA3),
 }
 
 # Those whose configurations share no names with `_BASE`: (architecture, all of it).
@@ -170,13 +220,13 @@ FAMILIES: tuple[str, ...] = (*_SPECS, *_OTHERS)
 # that no key's share of a softmax vanishes, values and outputs large enough that a small share of
 # them is felt, and the head steep enough to show it.
 _QUERY_KEY, _VALUE = 0.09, 0.5
-_FUSED = ("query_key_value", "Wqkv", "c_attn")
+_FUSED = ("query_key_value", "Wqkv", "c_attn", "qkv_proj")
 _OUTPUT = ("o_proj", "dense", "out_proj", "attn.c_proj")
 _SCALES = {
     **dict.fromkeys(("q_proj", "k_proj"), _QUERY_KEY),
     "v_proj": _VALUE,
     **dict.fromkeys(_OUTPUT, 0.3),
-    **dict.fromkeys(("gate_proj", "up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
     **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"), 0.1),
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "lm_head"), 0.5),
     "wpe": 0.3,
@@ -259,5 +309,6 @@ def _fused_deviations(config: Any) -> torch.Tensor:
         small = heads // groups + 1
         line = [_QUERY_KEY] * small + [_VALUE]
     else:
-        line = [_QUERY_KEY] * 2 * heads + [_VALUE] * heads
+        small = getattr(config, "num_key_value_heads", None) or heads
+        line = [_QUERY_KEY] * (heads + small) + [_VALUE] * small
     return torch.tensor(line * groups).repeat_interleave(config.hidden_size // heads)
