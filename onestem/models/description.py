@@ -238,14 +238,6 @@ class Description:
         windows = self.sliding_windows[:count]
         return replace(self, num_layers=count, sliding_windows=windows, positions=positions)
 
-    def within(self, max_model_len: int | None) -> Self:
-        """For sequences of at most so many tokens, where that makes a difference (`LongRope`)."""
-        if max_model_len is None or max_model_len >= self.max_position_embeddings:
-            return self
-        if not any(rotary and isinstance(rotary.scaling, LongRope) for rotary in self.rotaries):
-            return self
-        return replace(self, max_position_embeddings=max_model_len)
-
     @property
     def kv_values_per_token(self) -> int:
         """Numbers in one token's keys and values over all layers."""

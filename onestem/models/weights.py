@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onestem.models.checkpoint import Shapes, Source, checkpoint_source
+from onestem.models.checkpoint import Shapes, Source, checkpoint_source, has_own_head
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.linear import Head, Layout, Linear, choose_layout
@@ -36,6 +37,8 @@ def load_decoder(
     target = torch.device(device)
     if random_weights:
         return random_decoder(config, dtype=dtype, device=target, seed=seed)
+    if config.tie_embeddings and has_own_head(Path(path), config):
+        config = replace(config, tie_embeddings=False)
     source = checkpoint_source(Path(path), config, expected_shapes(config), dtype, target)
     return _decoder(config, source, dtype, target)
 

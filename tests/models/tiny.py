@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "SENSITIVITY", "VOCAB_SIZE", "make_tiny", "oracle_attention"]
+__all__ = ["FAMILIES", "SENSITIVITY", "VOCAB_SIZE", "load_oracle", "make_tiny"]
 
 VOCAB_SIZE = 288
 
@@ -178,6 +178,24 @@ _SPECS |= {
     "gemma3": ("Gemma3", _GEMMA3),
 }
 
+# The text parts of those that read images too, of which all else is as small as it can be.
+_IMAGE_SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3_image": ("Gemma3", "siglip_vision_model", _GEMMA3),
+    "mistral3_image": (
+        "Mistral3",
+        "pixtral",
+        {**_MINISTRAL3, "model_type": "ministral3", "tie_word_embeddings": False},
+    ),
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
 # Those whose configurations share no names with `_BASE`: (architecture, all of it).
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("Falcon", _FALCON),
@@ -214,7 +232,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-FAMILIES: tuple[str, ...] = (*_SPECS, *_OTHERS)
+FAMILIES: tuple[str, ...] = (*_SPECS, *_IMAGE_SPECS, *_OTHERS)
 
 # Standard deviations by the end of a parameter's module name. Queries and keys are small enough
 # that no key's share of a softmax vanishes, values and outputs large enough that a small share of
@@ -247,16 +265,19 @@ def make_tiny(
     return Path(path)
 
 
-def oracle_attention(path: str | Path) -> str:
-    """The attention of transformers' that computes the model of a directory.
-
-    Its eager attention adds Falcon's ALiBi twice (once more in the mask).
-    """
-    architecture = json.loads((Path(path) / "config.json").read_text())["architectures"][0]
-    return "sdpa" if architecture.startswith("Falcon") else "eager"
+def load_oracle(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a directory."""
+    (architecture,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    images = architecture.endswith("ForConditionalGeneration")
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    # Its eager attention adds Falcon's ALiBi twice (once more in the mask).
+    attention = "sdpa" if architecture.startswith("Falcon") else "eager"
+    return kind.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
 
 
 def _model(family: str, seed: int) -> Any:
+    if family in _IMAGE_SPECS:
+        return _image_model(family, seed)
     if family in _OTHERS:
         architecture, fields = _OTHERS[family]
         fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **fields}
@@ -271,12 +292,27 @@ def _model(family: str, seed: int) -> Any:
         return getattr(transformers, f"{architecture}{suffix}")(config)
 
 
+def _image_model(family: str, seed: int) -> Any:
+    architecture, vision, changes = _IMAGE_SPECS[family]
+    config = getattr(transformers, f"{architecture}Config")(
+        text_config={**_BASE, **changes},
+        vision_config={"model_type": vision, **_VISION},
+        mm_tokens_per_image=1,
+        tie_word_embeddings=changes["tie_word_embeddings"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{architecture}ForConditionalGeneration")(config)
+
+
 @torch.no_grad()
 def _scale(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         last = module.rpartition(".")[2]
+        if "vision_tower." in module or "multi_modal_projector." in name:
+            continue
         if part == "bias":
             parameter.normal_(0.0, 0.1, generator=generator)
         elif "norm" in last or last.startswith("ln_"):
