@@ -122,7 +122,7 @@ _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 8.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 256,
 }
 # One position, so that transformers takes the long factors for every prompt, as we do.
 _LONGROPE: dict[str, Any] = {
@@ -142,7 +142,13 @@ _GRANITE: dict[str, Any] = {
 }
 _MINISTRAL3: dict[str, Any] = {
     "head_dim": 32,
-    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
+    "rope_parameters": {
+        **_YARN,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.3,
+    },
 }
 _SPECS |= {
     "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
