@@ -17,7 +17,14 @@ from onestem.models.linear import Head, Layout, Linear, choose_layout
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads
 
-__all__ = ["expected_shapes", "load_decoder", "random_decoder"]
+__all__ = [
+    "checked_config",
+    "expected_shapes",
+    "load_decoder",
+    "num_parameters",
+    "random_decoder",
+    "weight_bytes",
+]
 
 
 def load_decoder(
@@ -37,10 +44,42 @@ def load_decoder(
     target = torch.device(device)
     if random_weights:
         return random_decoder(config, dtype=dtype, device=target, seed=seed)
-    if config.tie_embeddings and has_own_head(Path(path), config):
-        config = replace(config, tie_embeddings=False)
+    config = _with_own_head(Path(path), config)
     source = checkpoint_source(Path(path), config, expected_shapes(config), dtype, target)
     return _decoder(config, source, dtype, target)
+
+
+def _with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
+    tied = config.tie_embeddings and not has_own_head(path, config)
+    return replace(config, tie_embeddings=tied)
+
+
+def checked_config(path: str | Path) -> ModelConfig:
+    """The configuration of a directory that holds the model's tensors, by names and shapes.
+
+    Raises:
+        WeightsError: names what is missing, unknown, of another shape or unreadable.
+    """
+    config = _with_own_head(Path(path), ModelConfig.from_directory(path))
+    shapes = expected_shapes(config)
+    checkpoint_source(Path(path), config, shapes, torch.float32, torch.device("cpu"))
+    return config
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """What `Decoder.weight_bytes` will be, but for packed copies of biases."""
+    shapes, names = expected_shapes(config), config.tensor_names
+    layout = choose_layout_of(shapes, dtype, device)
+    head = config.vocab_size * config.hidden_size
+    total = head * layout.head_itemsize(dtype, tied=config.tie_embeddings)
+    tables = (f"{names.embedding}.weight", f"{names.positions}.weight")
+    for name, shape in shapes.items():
+        product = len(shape) == 2 and name not in tables
+        if name != f"{names.head}.weight":
+            size = layout.itemsize(dtype) if product else dtype.itemsize
+            norm = len(shape) == 1 and not name.endswith(".bias") and config.norm_offset
+            total += math.prod(shape) * (4 if norm else size)
+    return total
 
 
 def random_decoder(
@@ -56,12 +95,12 @@ def _decoder(
 ) -> Decoder:
     shapes = expected_shapes(config)
     builder = _Builder(config, source, choose_layout_of(shapes, dtype, device))
-    return builder.decoder(_num_parameters(shapes))
+    return builder.decoder(num_parameters(shapes))
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
     """One layout for the whole model, so that all its products are of one kind."""
-    return choose_layout(dtype, device, _num_parameters(shapes) * dtype.itemsize)
+    return choose_layout(dtype, device, num_parameters(shapes) * dtype.itemsize)
 
 
 # ------------------------------------------------------------------------------ what there must be
@@ -121,7 +160,7 @@ def _qkv_rows(config: ModelConfig) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
-def _num_parameters(shapes: Shapes) -> int:
+def num_parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
