@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,12 @@ def test_sixteen_bits_err_no_more_than_transformers(
     assert (log_probabilities(decoder, ids)[0] - exact).square().mean() <= allowed
 
 
-@pytest.mark.parametrize("family", ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2"])
-def test_every_kind_of_block_in_sixteen_bits(family: str, tmp_path: Path) -> None:
-    path = make_tiny(family, tmp_path)
+@pytest.mark.parametrize(
+    "family",
+    ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2", "gemma2", "gemma3", "olmo2", "granite"],
+)
+def test_every_kind_of_block_in_sixteen_bits(family: str, tiny: Callable[[str], Path]) -> None:
+    path = tiny(family)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
     ids = prompt(LENGTH, decoder.config.vocab_size)
     exact = oracle(path, ids)
