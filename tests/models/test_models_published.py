@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from onestem.models.config import ModelConfig
+from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.rope import Rope
 
 GEMMA3_4B: dict[str, Any] = {
@@ -280,6 +280,10 @@ def test_what_these_files_mean(tmp_path: Path) -> None:
     without = {k: v for k, v in GEMMA2_2B.items() if k != "final_logit_softcapping"}
     assert read(without).logit_softcap == 30.0
     assert read({**GEMMA2_2B, "final_logit_softcapping": None}).logit_softcap is None
+    text = {**MISTRAL_SMALL_31["text_config"], "eos_token_id": 2, "dtype": "bfloat16"}
+    mistral = read({**MISTRAL_SMALL_31, "text_config": text})
+    assert (mistral.torch_dtype, mistral.eos_token_ids) == ("bfloat16", (2,))
+    assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == (2,)
     # YaRN gives positions that the file's own number leaves out.
     assert read(QWEN25_YARN).max_position_embeddings == 131072
     # The first files of Phi-3 had another name for it.
