@@ -246,7 +246,10 @@ def _windows(want: Any) -> list[int | None]:
     everywhere = want.model_type == "phi3"
     default = ["sliding_attention" if everywhere else "full_attention"] * want.num_hidden_layers
     kinds = getattr(want, "layer_types", None) or default
-    return [want.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    size = getattr(want, "sliding_window", None)
+    if size is not None and size >= want.max_position_embeddings:
+        size = None
+    return [size if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _compare_angles(found: ModelConfig, want: Any, rotary: Any) -> None:
