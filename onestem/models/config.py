@@ -67,7 +67,7 @@ class ModelConfig(Description):
         description = FAMILIES[architecture].read(fields, architecture)
         generation, common = _generation_fields(directory), _with_text_fields(fields)
         return ModelConfig(
-            **vars(description),
+            **{**vars(description), "max_position_embeddings": _max_positions(description)},
             torch_dtype=_dtype(common),
             bos_token_id=_bos_token_id(common, generation),
             eos_token_ids=_eos_token_ids(common, generation),
@@ -122,6 +122,17 @@ class GenerationDefaults:
 def _generation_fields(directory: Path) -> Fields:
     file = directory / "generation_config.json"
     return Fields(read_json(file) if file.exists() else {}, file)
+
+
+def _max_positions(description: Description) -> int:
+    """Files that ask for YaRN may still give the number that is without it."""
+    scalings = [rotary.scaling for rotary in description.rotaries if rotary is not None]
+    stretched = [
+        int(yarn.factor * yarn.original_max_position_embeddings)
+        for yarn in scalings
+        if isinstance(yarn, Yarn)
+    ]
+    return max(description.max_position_embeddings, *stretched, 0)
 
 
 def _with_text_fields(fields: Fields) -> Fields:

@@ -220,6 +220,7 @@ def test_what_is_not_computed_is_refused(
         ),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"rope_theta": math.nan}, ["rope_theta", "nan", "finite"]),
+        ({"rope_parameters": {"rope_theta": 1.0}}, ["rope_theta", "1.0", "more than 1"]),
         ({"rope_theta": -math.inf}, ["rope_theta", "-inf", "finite"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "finite"]),
         (
