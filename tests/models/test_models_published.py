@@ -277,6 +277,10 @@ def test_what_these_files_mean(tmp_path: Path) -> None:
     gemma = read(GEMMA3_4B)
     assert gemma.sliding_windows[:7] == (1024,) * 5 + (None, 1024)
     assert (gemma.num_q_heads, gemma.num_kv_heads, gemma.head_dim) == (8, 4, 256)
+    first = gemma.first_layers(6)
+    assert (first.num_layers, first.sliding_windows) == (6, gemma.sliding_windows[:6])
+    assert first.rotaries == gemma.rotaries[:6]
+    assert len(set(first.rotaries)) == 2
     assert (gemma.torch_dtype, gemma.eos_token_ids) == ("bfloat16", (1, 106))
     gemma2 = read(GEMMA2_2B)
     assert (gemma2.score_softcap, gemma2.logit_softcap) == (50.0, 30.0)
