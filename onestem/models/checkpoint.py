@@ -13,7 +13,7 @@ from torch import Tensor
 from onestem.errors import WeightsError
 from onestem.models.config import ModelConfig
 
-__all__ = ["Shapes", "Source", "checkpoint_source"]
+__all__ = ["Shapes", "Source", "checkpoint_source", "has_own_head"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,26 +35,54 @@ def checkpoint_source(
     Raises:
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
-    files = _tensor_files(directory)
-    prefix = _left_out_prefix(config, files)
-    files = {prefix + name: file for name, file in files.items()}
+    stored = _tensor_files(directory)
+    names = _names(config, stored)
+    files = {name: stored[at] for name, at in names.items()}
     _check_names(directory, config, shapes, files)
-    _check_shapes(directory, config, shapes, files, prefix)
+    _check_shapes(directory, config, shapes, files, names)
 
     def source(name: str) -> Tensor:
         # One file is open at a time: the pages of a shard that is done with can be dropped.
         with _opened(files[name]) as handle:
-            tensor: Tensor = handle.get_tensor(name.removeprefix(prefix))
+            tensor: Tensor = handle.get_tensor(names[name])
         return tensor.to(device=device, dtype=dtype, copy=True)  # not the mapped file itself
 
     return source
 
 
-def _left_out_prefix(config: ModelConfig, files: Mapping[str, Path]) -> str:
-    """What stands before every name in a model with a head, where the file has one without."""
+def has_own_head(directory: Path, config: ModelConfig) -> bool:
+    """The directory holds a head of the embedding's shape that is not the embedding, though its
+    `config.json` says that they are one: Mistral Small's do. As in transformers, it counts."""
+    stored = _tensor_files(directory)
+    names = _names(config, stored)
+    pair = [f"{name}.weight" for name in (config.tensor_names.head, config.tensor_names.embedding)]
+    if not all(name in names for name in pair):
+        return False
+    tensors = []
+    for name in pair:
+        with _opened(stored[names[name]]) as handle:
+            tensors.append(handle.get_tensor(names[name]))
+    head, embedding = tensors
+    return head.shape == embedding.shape and not torch.equal(head, embedding)
+
+
+def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
+    """Name of each tensor of the decoder -> what the directory calls it."""
     names = config.tensor_names
-    without = f"{names.embedding}.weight".removeprefix(names.prefix)
-    return names.prefix if without in files else ""
+    found = {
+        _renamed(name, names.renamed): name for name in stored if not name.startswith(names.beside)
+    }
+    # What stands before every name in a model with a head, where the file has one without.
+    if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
+        return {names.prefix + name: at for name, at in found.items()}
+    return found
+
+
+def _renamed(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
+    for theirs, ours in beginnings:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -129,13 +157,17 @@ def _check_names(
 
 
 def _check_shapes(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path], prefix: str
+    directory: Path,
+    config: ModelConfig,
+    shapes: Shapes,
+    files: Mapping[str, Path],
+    names_there: Mapping[str, str],
 ) -> None:
     """And dtypes; also of a head that a tied model carries needlessly: another shape is another
     model."""
     names = config.tensor_names
     expected = {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
-    found = list(_tensors_in(files, expected, prefix))
+    found = list(_tensors_in(files, expected, names_there))
     wrong = [
         f"{name} is {list(shape)}, expected {list(expected[name])}"
         for name, shape, _ in found
@@ -152,7 +184,7 @@ def _check_shapes(
 
 
 def _tensors_in(
-    files: Mapping[str, Path], names: Iterable[str], prefix: str
+    files: Mapping[str, Path], names: Iterable[str], names_there: Mapping[str, str]
 ) -> Iterable[tuple[str, tuple[int, ...], str]]:
     """Name, shape and dtype (safetensors' name of it) of each tensor."""
     present = sorted((name for name in names if name in files), key=lambda name: str(files[name]))
@@ -162,7 +194,7 @@ def _tensors_in(
     for file, held in by_file.items():
         with _opened(file) as handle:
             for name in held:
-                part = handle.get_slice(name.removeprefix(prefix))
+                part = handle.get_slice(names_there[name])
                 yield name, tuple(part.get_shape()), part.get_dtype()
 
 

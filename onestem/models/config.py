@@ -10,9 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from onestem.errors import ConfigError, RequestError
-from onestem.models.description import Alibi, Description, Learned, RopeScaling, Rotary, TensorNames
-from onestem.models.families import FAMILIES
+from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.models.description import (
+    Alibi,
+    Description,
+    LayerRotary,
+    Learned,
+    LongRope,
+    RopeScaling,
+    Rotary,
+    TensorNames,
+    Yarn,
+)
+from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
 from onestem.request import SamplingParams
 
@@ -20,10 +30,13 @@ __all__ = [
     "ARCHITECTURES",
     "Alibi",
     "GenerationDefaults",
+    "LayerRotary",
     "Learned",
+    "LongRope",
     "ModelConfig",
     "RopeScaling",
     "Rotary",
+    "Yarn",
 ]
 
 ARCHITECTURES = tuple(FAMILIES)
@@ -52,12 +65,12 @@ class ModelConfig(Description):
         if fields.values.get("quantization_config") is not None:
             raise fields.unsupported("quantization_config", "weights in " + ", ".join(DTYPES))
         description = FAMILIES[architecture].read(fields, architecture)
-        generation = _generation_fields(directory)
+        generation, common = _generation_fields(directory), _with_text_fields(fields)
         return ModelConfig(
-            **vars(description),
-            torch_dtype=_dtype(fields),
-            bos_token_id=_bos_token_id(fields, generation),
-            eos_token_ids=_eos_token_ids(fields, generation),
+            **{**vars(description), "max_position_embeddings": _max_positions(description)},
+            torch_dtype=_dtype(common),
+            bos_token_id=_bos_token_id(common, generation),
+            eos_token_ids=_eos_token_ids(common, generation),
         )
 
     @property
@@ -92,7 +105,7 @@ class GenerationDefaults:
             top_p=generation.optional_number("top_p"),
             min_p=generation.optional_number("min_p"),
             repetition_penalty=generation.optional_number("repetition_penalty"),
-            eos_token_ids=_eos_token_ids(config, generation),
+            eos_token_ids=_eos_token_ids(_with_text_fields(config), generation),
         )
         defaults.check(generation.source)
         return defaults
@@ -111,13 +124,31 @@ def _generation_fields(directory: Path) -> Fields:
     return Fields(read_json(file) if file.exists() else {}, file)
 
 
+def _max_positions(description: Description) -> int:
+    """Files that ask for YaRN may still give the number that is without it."""
+    scalings = [rotary.scaling for rotary in description.rotaries if rotary is not None]
+    stretched = [
+        int(yarn.factor * yarn.original_max_position_embeddings)
+        for yarn in scalings
+        if isinstance(yarn, Yarn)
+    ]
+    return max(description.max_position_embeddings, *stretched, 0)
+
+
+def _with_text_fields(fields: Fields) -> Fields:
+    """Of a model that reads images too, what the file leaves to its text part."""
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    return Fields({**fields.mapping("text_config"), **given}, fields.source)
+
+
 def _architecture(fields: Fields) -> str:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise fields.wrong("architectures", f"a list of one of {', '.join(ARCHITECTURES)}")
-    if names[0] not in ARCHITECTURES:
-        raise fields.unsupported("architectures", ", ".join(ARCHITECTURES))
-    return str(names[0])
+    name = str(names[0])
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(f"{fields.source}: {name} is not supported: {refusal(name)}")
+    return name
 
 
 def _dtype(fields: Fields) -> str:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onestem.models.checkpoint import Shapes, Source, checkpoint_source
+from onestem.models.checkpoint import Shapes, Source, checkpoint_source, has_own_head
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.linear import Head, Layout, Linear, choose_layout
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads
 
-__all__ = ["expected_shapes", "load_decoder", "random_decoder"]
+__all__ = [
+    "checked_config",
+    "expected_shapes",
+    "load_decoder",
+    "num_parameters",
+    "random_decoder",
+    "weight_bytes",
+]
 
 
 def load_decoder(
@@ -36,8 +44,42 @@ def load_decoder(
     target = torch.device(device)
     if random_weights:
         return random_decoder(config, dtype=dtype, device=target, seed=seed)
+    config = _with_own_head(Path(path), config)
     source = checkpoint_source(Path(path), config, expected_shapes(config), dtype, target)
     return _decoder(config, source, dtype, target)
+
+
+def _with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
+    tied = config.tie_embeddings and not has_own_head(path, config)
+    return replace(config, tie_embeddings=tied)
+
+
+def checked_config(path: str | Path) -> ModelConfig:
+    """The configuration of a directory that holds the model's tensors, by names and shapes.
+
+    Raises:
+        WeightsError: names what is missing, unknown, of another shape or unreadable.
+    """
+    config = _with_own_head(Path(path), ModelConfig.from_directory(path))
+    shapes = expected_shapes(config)
+    checkpoint_source(Path(path), config, shapes, torch.float32, torch.device("cpu"))
+    return config
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """What `Decoder.weight_bytes` will be, but for packed copies of biases."""
+    shapes, names = expected_shapes(config), config.tensor_names
+    layout = choose_layout_of(shapes, dtype, device)
+    head = config.vocab_size * config.hidden_size
+    total = head * layout.head_itemsize(dtype, tied=config.tie_embeddings)
+    tables = (f"{names.embedding}.weight", f"{names.positions}.weight")
+    for name, shape in shapes.items():
+        product = len(shape) == 2 and name not in tables
+        if name != f"{names.head}.weight":
+            size = layout.itemsize(dtype) if product else dtype.itemsize
+            norm = len(shape) == 1 and not name.endswith(".bias") and config.norm_offset
+            total += math.prod(shape) * (4 if norm else size)
+    return total
 
 
 def random_decoder(
@@ -53,12 +95,12 @@ def _decoder(
 ) -> Decoder:
     shapes = expected_shapes(config)
     builder = _Builder(config, source, choose_layout_of(shapes, dtype, device))
-    return builder.decoder(_num_parameters(shapes))
+    return builder.decoder(num_parameters(shapes))
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
     """One layout for the whole model, so that all its products are of one kind."""
-    return choose_layout(dtype, device, _num_parameters(shapes) * dtype.itemsize)
+    return choose_layout(dtype, device, num_parameters(shapes) * dtype.itemsize)
 
 
 # ------------------------------------------------------------------------------ what there must be
@@ -89,20 +131,24 @@ def _norm_shapes(config: ModelConfig, module: str) -> dict[str, tuple[int, ...]]
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     names, hidden, inner = config.tensor_names, config.hidden_size, config.intermediate_size
-    shapes = _norm_shapes(config, names.input_norm)
-    if names.post_norm is not None:
-        shapes |= _norm_shapes(config, names.post_norm)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for norm in (names.input_norm, names.output_norm, names.post_norm, names.down_norm):
+        shapes |= {} if norm is None else _norm_shapes(config, norm)
+    up = inner * (1 + config.gated) // len(names.up)
     linears = [
         *((name, rows, hidden, config.qkv_bias) for name, rows in _qkv_rows(config).items()),
         (names.output, hidden, config.num_q_heads * config.head_dim, config.o_bias),
-        *((name, inner, hidden, config.mlp_bias) for name in names.up),
+        *((name, up, hidden, config.mlp_bias) for name in names.up),
         (names.down, hidden, inner, config.mlp_bias),
     ]
     for name, rows, columns, bias in linears:
         shapes[f"{name}.weight"] = (columns, rows) if names.transposed else (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    return shapes | {f"{name}.weight": (config.head_dim,) for name in names.qk_norm}
+    heads = (config.num_q_heads, config.num_kv_heads) if config.qk_norm_of_all else (1, 1)
+    for name, count in zip(names.qk_norm, heads, strict=False):
+        shapes[f"{name}.weight"] = (count * config.head_dim,)
+    return shapes
 
 
 def _qkv_rows(config: ModelConfig) -> dict[str, int]:
@@ -114,7 +160,7 @@ def _qkv_rows(config: ModelConfig) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
-def _num_parameters(shapes: Shapes) -> int:
+def num_parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -129,12 +175,11 @@ class _Builder:
         self.names = config.tensor_names
         self.source = source
         self.layout = layout
-        self.qkv_order = qkv_order(config)
 
     def decoder(self, num_parameters: int) -> Decoder:
         config, names, source = self.config, self.names, self.source
         embedding = source(f"{names.embedding}.weight")
-        layers = [self.layer(names.layer.format(index)) for index in range(config.num_layers)]
+        layers = [self.layer(index) for index in range(config.num_layers)]
         weight = embedding if config.tie_embeddings else source(f"{names.head}.weight")
         bias = source(f"{names.head}.bias") if config.head_bias else None
         return Decoder(
@@ -147,24 +192,45 @@ class _Builder:
             positions=source(f"{names.positions}.weight") if names.positions else None,
         )
 
-    def layer(self, at: str) -> Layer:
+    def layer(self, index: int) -> Layer:
         config, names = self.config, self.names
-        norms = [self.source(f"{at}{name}.weight") for name in names.qk_norm]
-        q_norm, k_norm = norms or (None, None)
+        at, order = names.layer.format(index), qkv_order(config, index)
+        norms = self.qk_norms(at, config.rotaries[index])
+        q_norm, k_norm = (None, None) if config.qk_norm_of_all or norms is None else norms
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
         return Layer(
-            input_norm=self.norm(at + names.input_norm),
-            qkv=self.linear(at, names.qkv, config.qkv_bias, self.qkv_order),
+            input_norm=self.layer_norm(at, names.input_norm),
+            qkv=self.linear(at, names.qkv, config.qkv_bias, order),
             heads=Heads(*sizes, q_norm, k_norm, config.norm_eps),
             output=self.linear(at, (names.output,), config.o_bias),
-            post_norm=None if names.post_norm is None else self.norm(at + names.post_norm),
+            post_norm=self.layer_norm(at, names.post_norm),
             up=self.linear(at, names.up, config.mlp_bias),
             down=self.linear(at, (names.down,), config.mlp_bias),
+            output_norm=self.layer_norm(at, names.output_norm),
+            down_norm=self.layer_norm(at, names.down_norm),
+            qk_norms=norms if config.qk_norm_of_all else None,
         )
+
+    def qk_norms(self, at: str, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
+        """Weights of the norms over q and k, in the order of a head's dimensions here."""
+        if not self.names.qk_norm:
+            return None
+        order = torch.tensor(rotary_order(self.config.head_dim, rotary))
+        size = self.config.head_dim
+        q, k = (self.norm_weight(f"{at}{name}").view(-1, size) for name in self.names.qk_norm)
+        return q[:, order.to(q.device)].flatten(), k[:, order.to(k.device)].flatten()
+
+    def layer_norm(self, at: str, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(at + name)
 
     def norm(self, name: str) -> Norm:
         bias = self.source(f"{name}.bias") if self.config.norm_bias else None
-        return Norm(self.source(f"{name}.weight"), bias)
+        return Norm(self.norm_weight(name), bias)
+
+    def norm_weight(self, name: str) -> Tensor:
+        """With the offset in float32: 16 bits would lose most of what is stored."""
+        weight, offset = self.source(f"{name}.weight"), self.config.norm_offset
+        return weight.float() + offset if offset else weight
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
@@ -178,7 +244,7 @@ class _Builder:
         return Linear(_ordered(_concatenated(weights), order), joined, self.layout)
 
 
-def qkv_order(config: ModelConfig) -> list[int] | None:
+def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     """Which row of a checkpoint's projection stands at each place of the decoder's, whose heads
     are all q, all k, all v and whose pairs are half a head apart. None: they stand so."""
     num_q, num_kv, size = config.num_q_heads, config.num_kv_heads, config.head_dim
@@ -188,9 +254,8 @@ def qkv_order(config: ModelConfig) -> list[int] | None:
         line = group + 2
         heads = [h // group * line + h % group for h in range(num_q)]
         heads += [h * line + group + part for part in (0, 1) for h in range(num_kv)]
-    rotary = config.positions
     plain = list(range(size))
-    turned = rotary_order(size, rotary.dim) if isinstance(rotary, Rotary) else plain
+    turned = rotary_order(size, config.rotaries[layer])
     within = [turned] * (num_q + num_kv) + [plain] * num_kv
     order = [h * size + i for h, places in zip(heads, within, strict=True) for i in places]
     return None if order == list(range(len(order))) else order
@@ -212,7 +277,7 @@ def _random_source(
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=dtype, device=device)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype, device=device)
+            return torch.full(shape, 1 - config.norm_offset, dtype=dtype, device=device)
         generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
         empty = torch.empty(shape, dtype=dtype, device=device)
         return empty.normal_(0.0, config.initializer_range, generator=generator)
