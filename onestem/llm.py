@@ -101,11 +101,16 @@ class LLM:
         self.dtype = pick_dtype(options.dtype, self.config, self.device)
         trace = None if options.trace is None else StepTrace(options.trace)
         self.decoder = load_decoder(
-            self.path, dtype=self.dtype, device=self.device, random_weights=self.random_weights
+            self.path,
+            dtype=self.dtype,
+            device=self.device,
+            random_weights=self.random_weights,
+            quantization=options.quantization,
         )
         self.tokenizer = Tokenizer.from_directory(self.path)
         max_step_tokens = options.max_step_tokens or self.decoder.step_rows
         beside = activation_bytes(self.config, self.dtype, max_step_tokens, self.device)
+        beside += self.decoder.scratch_bytes
         memory = kv_memory_bytes(options.kv_memory, self.device, beside)
         page_bytes = self.decoder.kv_bytes_per_token * options.page_size
         num_pages = pages_of(memory, options.page_size, page_bytes)

@@ -14,6 +14,7 @@ from onestem.errors import ConfigError, RequestError
 from onestem.models.description import Alibi, Description, Learned, RopeScaling, Rotary, TensorNames
 from onestem.models.families import FAMILIES
 from onestem.models.fields import Fields, is_integer, read_json
+from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
 
 __all__ = [
@@ -37,9 +38,11 @@ class ModelConfig(Description):
 
     Attributes:
         architecture: one of `ARCHITECTURES`.
+        quantization: how the checkpoint's weights are stored; None: as numbers of 16 or 32 bits.
     """
 
     torch_dtype: str
+    quantization: Quantization | None = None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
@@ -49,13 +52,12 @@ class ModelConfig(Description):
         directory = Path(path)
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(fields)
-        if fields.values.get("quantization_config") is not None:
-            raise fields.unsupported("quantization_config", "weights in " + ", ".join(DTYPES))
         description = FAMILIES[architecture].read(fields, architecture)
         generation = _generation_fields(directory)
         return ModelConfig(
             **vars(description),
             torch_dtype=_dtype(fields),
+            quantization=read_quantization(fields),
             bos_token_id=_bos_token_id(fields, generation),
             eos_token_ids=_eos_token_ids(fields, generation),
         )

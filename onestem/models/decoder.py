@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
-from onestem.models.linear import Head, Linear, padded_rows, step_rows
+from onestem.models.linear import Head, Projection, padded_rows, step_rows
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
@@ -53,12 +53,12 @@ class Layer:
     """
 
     input_norm: Norm
-    qkv: Linear
+    qkv: Projection
     heads: Heads
-    output: Linear
+    output: Projection
     post_norm: Norm | None
-    up: Linear
-    down: Linear
+    up: Projection
+    down: Projection
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
@@ -165,6 +165,12 @@ class Decoder:
         held += [tensor for layer in self.layers for tensor in layer.tensors()]
         distinct = {id(tensor): tensor for tensor in held}
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in distinct.values())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory on a GPU that the largest product takes beside its rows and weights."""
+        linears = ((one.qkv, one.output, one.up, one.down) for one in self.layers)
+        return max((one.scratch_bytes for layer in linears for one in layer), default=0)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -9,12 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onestem.errors import ConfigError
 from onestem.models.checkpoint import Shapes, Source, checkpoint_source
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
-from onestem.models.linear import Head, Layout, Linear, choose_layout
+from onestem.models.formats.held import Weight
+from onestem.models.formats.products import Target, projection
+from onestem.models.formats.rounding import rounded_weight
+from onestem.models.linear import Head, Layout, Projection, choose_layout, has_room
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads
+from onestem.options import Quantize
 
 __all__ = ["expected_shapes", "load_decoder", "random_decoder"]
 
@@ -26,34 +31,57 @@ def load_decoder(
     device: torch.device | str,
     random_weights: bool = False,
     seed: int = 0,
+    quantization: Quantize | None = None,
 ) -> Decoder:
     """Read a Hugging Face model directory; with `random_weights`, only its `config.json`.
 
     Random weights are normal with the configuration's `initializer_range`, biases 0 and norms 1.
-    Each tensor depends on (seed, its name, device) alone.
+    Each tensor depends on (seed, its name, device) alone. With `quantization` weights of layers are
+    rounded to a format (see `onestem.models.formats.rounding`).
+
+    Raises:
+        ConfigError: `quantization` of weights that are quantised already.
     """
     config = ModelConfig.from_directory(path)
     target = torch.device(device)
     if random_weights:
-        return random_decoder(config, dtype=dtype, device=target, seed=seed)
+        return random_decoder(
+            config, dtype=dtype, device=target, seed=seed, quantization=quantization
+        )
+    if quantization is not None and config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {quantization}, and the weights of {path} are quantised "
+            f"({config.quantization.method}): leave it out"
+        )
     source = checkpoint_source(Path(path), config, expected_shapes(config), dtype, target)
-    return _decoder(config, source, dtype, target)
+    return _decoder(config, source, dtype, target, quantization)
 
 
 def random_decoder(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    quantization: Quantize | None = None,
 ) -> Decoder:
     """A decoder of a configuration with random weights (see `load_decoder`)."""
-    source = _random_source(config, expected_shapes(config), dtype, device, seed)
-    return _decoder(config, source, dtype, device)
+    source = _RandomSource(config, expected_shapes(config), dtype, device, seed)
+    return _decoder(config, source, dtype, device, quantization)
 
 
 def _decoder(
-    config: ModelConfig, source: Source, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantize | None,
 ) -> Decoder:
     shapes = expected_shapes(config)
-    builder = _Builder(config, source, choose_layout_of(shapes, dtype, device))
-    return builder.decoder(_num_parameters(shapes))
+    count = _num_parameters(shapes)
+    copies = has_room(2 * count * dtype.itemsize)
+    target = Target(dtype, device, choose_layout_of(shapes, dtype, device), copies)
+    return _Builder(config, source, target, quantization).decoder(count)
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -124,11 +152,18 @@ def _num_parameters(shapes: Shapes) -> int:
 class _Builder:
     """Makes the parts of a decoder from a source of tensors."""
 
-    def __init__(self, config: ModelConfig, source: Source, layout: Layout) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        target: Target,
+        quantization: Quantize | None,
+    ) -> None:
         self.config = config
         self.names = config.tensor_names
         self.source = source
-        self.layout = layout
+        self.target = target
+        self.quantization = quantization
         self.qkv_order = qkv_order(config)
 
     def decoder(self, num_parameters: int) -> Decoder:
@@ -142,7 +177,7 @@ class _Builder:
             embedding,
             layers,
             self.norm(names.norm),
-            Head(weight, self.layout, bias),
+            Head(weight, self.target.layout, bias),
             num_parameters,
             positions=source(f"{names.positions}.weight") if names.positions else None,
         )
@@ -168,14 +203,24 @@ class _Builder:
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
-    ) -> Linear:
+    ) -> Projection:
         """Projections of the same input, fused into one product; its rows in `order`."""
-        weights = [self.source(f"{at}{name}.weight") for name in modules]
-        if self.names.transposed:
-            weights = [weight.t().contiguous() for weight in weights]
-        biases = [self.source(f"{at}{name}.bias") for name in modules] if bias else []
-        joined = _ordered(_concatenated(biases), order) if bias else None
-        return Linear(_ordered(_concatenated(weights), order), joined, self.layout)
+        weights = [self.weight(at + name) for name in modules]
+        places = None if order is None else torch.tensor(order, device=self.target.device)
+        joined = None
+        if bias:
+            joined = torch.cat([self.source(f"{at}{name}.bias") for name in modules])
+            joined = joined if places is None else joined[places]
+        return projection(weights, joined, places, self.target)
+
+    def weight(self, module: str) -> Weight:
+        weight = self.source.weight(module)
+        if not isinstance(weight, Tensor):
+            return weight
+        weight = weight.t().contiguous() if self.names.transposed else weight
+        if self.quantization is None:
+            return weight
+        return rounded_weight(weight, self.quantization, module)
 
 
 def qkv_order(config: ModelConfig) -> list[int] | None:
@@ -196,28 +241,32 @@ def qkv_order(config: ModelConfig) -> list[int] | None:
     return None if order == list(range(len(order))) else order
 
 
-def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
-    return tensor if order is None else tensor[torch.tensor(order, device=tensor.device)]
+class _RandomSource:
+    """A `Source` that makes tensors up."""
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.spread, self.shapes = config.initializer_range, shapes
+        self.dtype, self.device, self.seed = dtype, device, seed
 
-def _concatenated(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _random_source(
-    config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int
-) -> Source:
-    def source(name: str) -> Tensor:
-        shape = shapes[name]
+    def __call__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
         if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype, device=device)
-        generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
-        empty = torch.empty(shape, dtype=dtype, device=device)
-        return empty.normal_(0.0, config.initializer_range, generator=generator)
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(_tensor_seed(self.seed, name))
+        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return empty.normal_(0.0, self.spread, generator=generator)
 
-    return source
+    def weight(self, module: str) -> Tensor:
+        return self(f"{module}.weight")
 
 
 def _tensor_seed(seed: int, name: str) -> int:

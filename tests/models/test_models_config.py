@@ -168,7 +168,7 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quant_method", "hqq", "gptq"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
         ({"layer_types": ["sliding_attention"] * 3}, ["layer_types", "full_attention"]),
     ],
