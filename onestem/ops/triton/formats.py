@@ -65,10 +65,14 @@ def _value(code, zero, dtype: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.con
         return code.to(dtype)
     if BITS == 4 and dtype == tl.bfloat16:
         # Below the bits of 128.0: much cheaper than a conversion.
-        return (code.to(tl.int16) | 0x4300).to(dtype, bitcast=True) - (zero + 128).to(dtype)
+        return (code.to(tl.int16) | 0x4300).to(tl.int16).to(dtype, bitcast=True) - (zero + 128).to(
+            dtype
+        )
     if BITS == 4 and dtype == tl.float16:
         # Below the bits of 1024.0.
-        return (code.to(tl.int16) | 0x6400).to(dtype, bitcast=True) - (zero + 1024).to(dtype)
+        return (code.to(tl.int16) | 0x6400).to(tl.int16).to(dtype, bitcast=True) - (zero + 1024).to(
+            dtype
+        )
     return code.to(dtype) - zero.to(dtype)
 
 
@@ -105,7 +109,6 @@ def _groups_product(
     HAS_BIAS: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     PLANE: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -122,7 +125,7 @@ def _groups_product(
     n = n.to(tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = tl.program_id(1) * chunks
-    for chunk in range(first, min(first + chunks, tl.cdiv(size, columns))):
+    for chunk in range(first, tl.minimum(first + chunks, tl.cdiv(size, columns))):
         column = chunk * columns
         k = column + i
         in_k = k < size
@@ -318,7 +321,6 @@ class PackedGroups:
             **self._constants,
             HAS_BIAS=bias is not None and not split,
             ONE_SCALE=self.group % columns == 0,
-            SPLIT=tiles.split,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.out,
             num_warps=tiles.warps,
