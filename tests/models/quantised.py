@@ -214,6 +214,7 @@ def _compressed(form: str, weights: dict[str, Any], rows: dict[str, Any] | None 
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
+        "quantization_status": "compressed",
     }
 
 
