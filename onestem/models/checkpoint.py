@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from onestem.models.formats.stored import (
 )
 from onestem.models.quantization import Scheme
 
-__all__ = ["Shapes", "Source", "checkpoint_source"]
+__all__ = ["Checkpoint", "Shapes", "Source", "checkpoint_source", "has_own_head"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -47,43 +47,45 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in a file, and safetensors' name of its dtype."""
+    """A tensor in a file: its name there, and safetensors' name of its dtype."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
 
-class _Checkpoint:
-    """The `Source` of a directory."""
+class Checkpoint:
+    """The `Source` of a directory.
+
+    Attributes:
+        schemes: how each quantised module is stored, with its out_features and in_features.
+    """
 
     def __init__(
         self,
         held: Mapping[str, Held],
         schemes: Mapping[str, tuple[Scheme, int, int]],
-        prefix: str,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """schemes: of each quantised module, with its out_features and in_features."""
         self._held = held
-        self._schemes = schemes
-        self._prefix = prefix
+        self.schemes = schemes
         self._dtype = dtype
         self._device = device
 
     def __call__(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
-        if module in self._schemes:  # of a table that is not multiplied as it is stored
+        if module in self.schemes:  # of a table that is not multiplied as it is stored
             weight = self.weight(module)
             assert not isinstance(weight, Tensor)
             return weight.dense().to(self._dtype)
         return self._stored(name).to(device=self._device, dtype=self._dtype, copy=True)
 
     def weight(self, module: str) -> Weight:
-        if module not in self._schemes:
+        if module not in self.schemes:
             return self(f"{module}.weight")
-        scheme, out, size = self._schemes[module]
+        scheme, out, size = self.schemes[module]
 
         def get(part: str) -> Tensor | None:
             name = f"{module}.{part}"
@@ -93,14 +95,15 @@ class _Checkpoint:
 
     def _stored(self, name: str) -> Tensor:
         # One file is open at a time: the pages of a shard that is done with can be dropped.
-        with _opened(self._held[name].file) as handle:
-            tensor: Tensor = handle.get_tensor(name.removeprefix(self._prefix))
+        held = self._held[name]
+        with _opened(held.file) as handle:
+            tensor: Tensor = handle.get_tensor(held.name)
         return tensor
 
 
 def checkpoint_source(
     directory: Path, config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device
-) -> Source:
+) -> Checkpoint:
     """Reads tensors of a directory that holds those of `shapes`, and no others. A quantised module
     has what its format stores instead of its `weight`.
 
@@ -108,16 +111,14 @@ def checkpoint_source(
         UnsupportedError: modules of this family are not read quantised.
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
-    files = _tensor_files(directory)
-    prefix = _left_out_prefix(config, files)
-    held = _held(files, prefix)
+    held = _held(config, _tensor_files(directory))
     schemes = _schemes(config, shapes, held)
     if schemes and config.tensor_names.transposed:
         raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
     expected = _expected(shapes, schemes)
     _check_names(directory, config, expected, held)
     _check_shapes(directory, config, expected, held)
-    return _Checkpoint(held, schemes, prefix, dtype, device)
+    return Checkpoint(held, schemes, dtype, device)
 
 
 def _schemes(
@@ -152,11 +153,39 @@ def _expected(
     return expected
 
 
-def _left_out_prefix(config: ModelConfig, files: Mapping[str, Path]) -> str:
-    """What stands before every name in a model with a head, where the file has one without."""
+def has_own_head(directory: Path, config: ModelConfig) -> bool:
+    """The directory holds a head of the embedding's shape that is not the embedding, though its
+    `config.json` says that they are one: Mistral Small's do. As in transformers, it counts."""
+    stored = _tensor_files(directory)
+    names = _names(config, stored)
+    pair = [f"{name}.weight" for name in (config.tensor_names.head, config.tensor_names.embedding)]
+    if not all(name in names for name in pair):
+        return False
+    tensors = []
+    for name in pair:
+        with _opened(stored[names[name]]) as handle:
+            tensors.append(handle.get_tensor(names[name]))
+    head, embedding = tensors
+    return head.shape == embedding.shape and not torch.equal(head, embedding)
+
+
+def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
+    """Name of each tensor of the decoder -> what the directory calls it."""
     names = config.tensor_names
-    without = f"{names.embedding}.weight".removeprefix(names.prefix)
-    return names.prefix if without in files else ""
+    found = {
+        _renamed(name, names.renamed): name for name in stored if not name.startswith(names.beside)
+    }
+    # What stands before every name in a model with a head, where the file has one without.
+    if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
+        return {names.prefix + name: at for name, at in found.items()}
+    return found
+
+
+def _renamed(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
+    for theirs, ours in beginnings:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -209,17 +238,17 @@ def _opened(file: Path) -> safe_open:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
 
 
-def _held(files: Mapping[str, Path], prefix: str) -> dict[str, Held]:
-    """Headers of all tensors, by their names with the prefix."""
-    by_file: dict[Path, list[str]] = {}
-    for name, file in files.items():
-        by_file.setdefault(file, []).append(name)
+def _held(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, Held]:
+    """Headers of all tensors of the decoder."""
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name, at in _names(config, files).items():
+        by_file.setdefault(files[at], []).append((name, at))
     held = {}
-    for file, names in by_file.items():
+    for file, pairs in by_file.items():
         with _opened(file) as handle:
-            for name in names:
-                part = handle.get_slice(name)
-                held[prefix + name] = Held(file, tuple(part.get_shape()), part.get_dtype())
+            for name, at in pairs:
+                part = handle.get_slice(at)
+                held[name] = Held(file, at, tuple(part.get_shape()), part.get_dtype())
     return held
 
 

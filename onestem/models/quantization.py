@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onestem.models.fields import Fields, is_integer
+from onestem.options import Quantize
 
 __all__ = ["Quantization", "Scheme", "Storage", "read_quantization"]
 
@@ -42,6 +43,14 @@ class Scheme:
     rounds_rows: bool = False
     zero_offset: int = 0
 
+    @property
+    def nearest(self) -> Quantize | None:
+        if self.bits == 4:
+            return "int4"
+        if not self.rounds_rows or self.columns is not None:
+            return None
+        return "fp8" if self.storage == "float8" else "int8"
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -55,6 +64,13 @@ class Quantization:
 
     method: str
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+
+    @property
+    def nearest(self) -> Quantize | None:
+        """Of the formats that weights can be rounded to the one whose products take as long; None:
+        there is none, or there are several."""
+        kinds = {scheme.nearest for _, scheme in self.schemes}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def scheme(self, module: str) -> Scheme | None:
         """The first that names a module, else the first that is for all."""

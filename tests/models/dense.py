@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, Heads, TorchLayers
-from tests.models.tiny import oracle_attention
+from tests.models.tiny import load_oracle
 
 __all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
 
@@ -61,7 +60,10 @@ def dense_attend(
         assert k.shape == v.shape == (copies * rows, config.num_kv_heads, config.head_dim)
         queries, keys, values = (x.float().unflatten(0, (copies, rows)) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
-        scores = torch.einsum("crhd,ckhd->chrk", queries, keys) * config.head_dim**-0.5
+        scale = config.score_scale or config.head_dim**-0.5
+        scores = torch.einsum("crhd,ckhd->chrk", queries, keys) * scale
+        if config.score_softcap is not None:
+            scores = config.score_softcap * torch.tanh(scores / config.score_softcap)
         scores += biases
         weights = scores.masked_fill(~mask_of(layer), float("-inf")).softmax(dim=-1)
         return torch.einsum("chrk,ckhd->crhd", weights, values).flatten(0, 1).to(q.dtype)
@@ -84,8 +86,6 @@ def log_probabilities(
 @torch.inference_mode()
 def oracle(path: Path, token_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same of transformers' model in that directory."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=oracle_attention(path)
-    )
+    model = load_oracle(path, dtype)
     logits: Tensor = model(token_ids[None]).logits[0].float()
     return logits.log_softmax(dim=-1)

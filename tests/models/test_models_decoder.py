@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from onestem.models import linear
 from onestem.models.config import Alibi, Learned, Rotary
 from onestem.models.decoder import Decoder
 from onestem.models.rope import Rope
-from onestem.models.weights import expected_shapes, load_decoder
+from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
 from onestem.ops import Heads, TorchLayers
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
@@ -116,9 +117,12 @@ def test_sixteen_bits_err_no_more_than_transformers(
     assert (log_probabilities(decoder, ids)[0] - exact).square().mean() <= allowed
 
 
-@pytest.mark.parametrize("family", ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2"])
-def test_every_kind_of_block_in_sixteen_bits(family: str, tmp_path: Path) -> None:
-    path = make_tiny(family, tmp_path)
+@pytest.mark.parametrize(
+    "family",
+    ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2", "gemma2", "gemma3", "olmo2", "granite"],
+)
+def test_every_kind_of_block_in_sixteen_bits(family: str, tiny: Callable[[str], Path]) -> None:
+    path = tiny(family)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
     ids = prompt(LENGTH, decoder.config.vocab_size)
     exact = oracle(path, ids)
@@ -184,6 +188,7 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
             for name in products
         )
     assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
+    assert weight_bytes(config, torch.float32, torch.device("cpu")) == decoder.weight_bytes
     heads = config.num_layers * config.num_kv_heads
     assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4
 
@@ -203,7 +208,7 @@ def test_rotation_depends_on_distance_alone(decoder: Decoder) -> None:
     qkv = torch.randn(1, 3 * config.head_dim, generator=torch.Generator().manual_seed(0))
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
-        angles = [rope.angles(torch.tensor([p])) for p in (q_position, k_position)]
+        angles = [rope.angles(torch.tensor([p]))[0] for p in (q_position, k_position)]
         (q, _, _), (_, k, _) = (TorchLayers().rotated(qkv, heads, a) for a in angles)
         return (q * k).sum()
 

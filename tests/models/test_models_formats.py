@@ -14,11 +14,18 @@ from onestem.errors import ConfigError, UnsupportedError, WeightsError
 from onestem.models.checkpoint import checkpoint_source
 from onestem.models.config import ModelConfig
 from onestem.models.formats import products
+from onestem.models.formats.errors import FormatError, format_errors
 from onestem.models.formats.held import Channels, Groups, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout
-from onestem.models.weights import expected_shapes, load_decoder
+from onestem.models.weights import (
+    checked_config,
+    expected_shapes,
+    formats_of,
+    load_decoder,
+    weight_bytes,
+)
 from onestem.ops.rounding import rounded_rows
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
 from tests.models.dense import log_probabilities, prompt
@@ -338,3 +345,59 @@ def test_rounding_is_to_the_nearest(form: str) -> None:
 def test_int4_of_odd_widths_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="x has 48 inputs, int4 takes multiples of 32"):
         rounded_weight(_random((16, 48)), "int4", "x")
+
+
+# ------------------------------------------------------------------------------------ accounts
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_known_before(llama: Path, form: str, dtype: torch.dtype) -> None:
+    config = ModelConfig.from_directory(llama)
+    decoder = load_decoder(llama, dtype=dtype, device="cpu", quantization=form)
+    assert weight_bytes(config, dtype, CPU, formats_of(config, form)) == decoder.weight_bytes
+    assert decoder.scratch_bytes == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_of_a_checkpoint_are_known_before(
+    llama: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onestem.models.weights.has_room", lambda _: False)
+    path = quantised(llama, tmp_path / "x", FORMATS[name])
+    config, schemes = checked_config(path)
+    decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
+    found = weight_bytes(config, torch.bfloat16, CPU, schemes)
+    orders = {
+        id(tensor): tensor.nbytes
+        for layer in decoder.layers
+        for tensor in layer.tensors()
+        if tensor.dtype == torch.int64
+    }
+    assert found == decoder.weight_bytes - sum(orders.values())
+
+
+def test_errors_of_formats_are_told(llama: Path, tmp_path: Path) -> None:
+    def errors(path: Path, **options: object) -> list[FormatError]:
+        return list(format_errors(path, dtype=torch.float32, device=CPU, **options))
+
+    with pytest.raises(ConfigError, match="are not quantised: give --quantization"):
+        errors(llama)
+    rounded = errors(llama, quantization="int8")
+    assert [one.module for one in rounded][:2] == [
+        f"model.layers.0.self_attn.{name}_proj" for name in "qk"
+    ]
+    assert len(rounded) == 14
+    weights = load_file(llama / "model.safetensors")[f"{rounded[0].module}.weight"]
+    value = dense(rounded_weight(weights, "int8", ""), torch.float32)
+    off = ((value - weights).double().norm() / weights.double().norm()).item()
+    assert rounded[0].weights == pytest.approx(off, rel=1e-5)
+    # Rows' rounding comes on top: two errors of a like size.
+    if products._sums_int8_exactly():
+        assert 1.2 * off < rounded[0].products < 2.5 * off
+    form = FORMATS["gptq_v2 of 8 bits, act-order, k left out"]
+    path = quantised(llama, tmp_path / "x", form)
+    alone, against = errors(path), errors(path, original=llama)
+    assert len(alone) == len(against) == 12
+    assert all(one.weights is None and one.products < 1e-5 for one in alone)
+    assert all(1e-4 < one.weights < 1e-2 and one.products > 1e-4 for one in against)

@@ -90,15 +90,12 @@ def ordered(weight: Weight, at: Tensor) -> Weight:
 
 def joined(parts: Sequence[Weight]) -> Weight | None:
     """Weights of the same inputs, one behind the other; None: they are of different kinds."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
+        return parts[0]
     if all(isinstance(part, Tensor) for part in parts):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
-    if any(isinstance(part, Tensor) or part.codes.dtype != first.codes.dtype for part in parts):  # type: ignore[union-attr]
-        return None
     channels = [part for part in parts if isinstance(part, Channels)]
-    if len(channels) == len(parts):
+    if len(channels) == len(parts) and len({part.codes.dtype for part in channels}) == 1:
         codes = torch.cat([part.codes for part in channels])
         return Channels(codes, torch.cat([part.scales for part in channels]))
     groups = [part for part in parts if isinstance(part, Groups)]
@@ -114,7 +111,8 @@ def joined(parts: Sequence[Weight]) -> Weight | None:
 
 
 def _alike(one: Groups, other: Groups) -> bool:
-    if (one.group, one.bits) != (other.group, other.bits):
+    kinds = [(part.group, part.bits, part.codes.dtype) for part in (one, other)]
+    if kinds[0] != kinds[1]:
         return False
     if one.order is None or other.order is None:
         return one.order is other.order

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 
 from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
+from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout, Linear, Projection
+from onestem.models.quantization import Scheme
 from onestem.ops.dispatch import resolve_rounding
+from onestem.options import Quantize
 
-__all__ = ["FEW_ROWS", "MANY_ROWS", "Target", "projection"]
+__all__ = ["FEW_ROWS", "MANY_ROWS", "Target", "projection", "row_bytes"]
 
 # Rows up to which four bits of a weight are multiplied as they are: on a CPU, on a GPU.
 FEW_ROWS = 4
@@ -67,6 +70,35 @@ def projection(
     if whole is not None:
         return _product(whole if order is None else ordered(whole, order), bias, target)
     return _Parts([_product(part, None, target) for part in parts], bias, order)
+
+
+def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
+    """Bytes of one row of a weight in a format, in all copies that its product holds: of some rows
+    that are made here."""
+    some = 128
+    if isinstance(form, Scheme):
+        weight = _empty(form, some, size, target.device)
+    else:
+        zeros = torch.zeros(some, size, dtype=target.dtype, device=target.device)
+        weight = rounded_weight(zeros, form, "a layer")
+    product = projection([weight], None, None, target)
+    return sum(tensor.nbytes for tensor in product.tensors()) / some
+
+
+def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:
+    floats = scheme.storage == "float8"
+    if scheme.rounds_rows and scheme.columns is None:
+        kind = torch.float8_e4m3fn if floats else torch.int8
+        return Channels(
+            torch.zeros(out, size, device=device).to(kind), torch.ones(out, device=device)
+        )
+    group = scheme.columns or size
+    scales = torch.ones(out, -(-size // group), device=device)
+    zeros = torch.zeros_like(scales, dtype=torch.int16)
+    zeros[0] = not scheme.symmetric  # those that differ are kept
+    kind = torch.float8_e4m3fn if floats else torch.uint8
+    codes = torch.zeros(out, size, device=device).to(kind)
+    return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
 
 
 def _product(weight: Weight, bias: Tensor | None, target: Target) -> Projection:
