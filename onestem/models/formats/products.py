@@ -16,18 +16,19 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
 from onestem.models.formats.rounding import rounded_weight
-from onestem.models.linear import Layout, Linear, Projection
+from onestem.models.linear import Layout, Linear, Projection, choose_layout
 from onestem.models.quantization import Scheme
 from onestem.ops.dispatch import resolve_rounding
 from onestem.options import Quantize
 
-__all__ = ["FEW_ROWS", "MANY_ROWS", "Target", "projection", "row_bytes"]
+__all__ = ["FEW_ROWS", "MANY_ROWS", "Target", "kinds_of", "projection", "row_bytes"]
 
 # Rows up to which four bits of a weight are multiplied as they are: on a CPU, on a GPU.
 FEW_ROWS = 4
@@ -70,6 +71,16 @@ def projection(
     if whole is not None:
         return _product(whole if order is None else ordered(whole, order), bias, target)
     return _Parts([_product(part, None, target) for part in parts], bias, order)
+
+
+def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """How weights of each format that they can be rounded to are multiplied on a device."""
+    target = Target(dtype, device, choose_layout(dtype, device))
+    zeros = torch.zeros(128, 128, dtype=dtype, device=device)
+    return {
+        form: projection([rounded_weight(zeros, form, "")], None, None, target).kind
+        for form in get_args(Quantize)
+    }
 
 
 def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
