@@ -96,6 +96,7 @@ class LLM:
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.random_weights = options.makes_weights_up
+        self.quantization = options.quantization
         self.config = ModelConfig.from_directory(self.path)
         self.device = pick_device(options.device)
         self.dtype = pick_dtype(options.dtype, self.config, self.device)
@@ -105,7 +106,7 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
             random_weights=self.random_weights,
-            quantization=options.quantization,
+            quantization=self.quantization,
         )
         self.tokenizer = Tokenizer.from_directory(self.path)
         max_step_tokens = options.max_step_tokens or self.decoder.step_rows
@@ -291,7 +292,8 @@ class LLM:
     def _identity_for_modules(self) -> str:
         """What keys and values depend on beside a module's key."""
         made_up = " random" if self.random_weights else ""
-        return f"{model_identity(self.path)} {self.dtype}{made_up}"
+        rounded = f" {self.quantization}" if self.quantization else ""
+        return f"{model_identity(self.path)} {self.dtype}{made_up}{rounded}"
 
     @property
     def schemas(self) -> Library:
