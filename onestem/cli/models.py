@@ -35,7 +35,7 @@ NEEDED_BY = (
 def models(
     engine: Annotated[EngineOptions, options.Only(*NEEDED_BY)],
     model: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="Model directory, hub name or shape.")
+        str | None, typer.Argument(metavar="DIR", help="Model directory, shape:NAME, or hub name.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Read the weights, and tell what their format adds.")

@@ -66,13 +66,13 @@ class ModelConfig(Description):
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(fields)
         description = FAMILIES[architecture].read(fields, architecture)
-        generation = _generation_fields(directory)
+        generation, common = _generation_fields(directory), _with_text_fields(fields)
         return ModelConfig(
-            **vars(description),
-            torch_dtype=_dtype(fields),
+            **{**vars(description), "max_position_embeddings": _max_positions(description)},
+            torch_dtype=_dtype(common),
             quantization=read_quantization(fields),
-            bos_token_id=_bos_token_id(fields, generation),
-            eos_token_ids=_eos_token_ids(fields, generation),
+            bos_token_id=_bos_token_id(common, generation),
+            eos_token_ids=_eos_token_ids(common, generation),
         )
 
     @property
@@ -107,7 +107,7 @@ class GenerationDefaults:
             top_p=generation.optional_number("top_p"),
             min_p=generation.optional_number("min_p"),
             repetition_penalty=generation.optional_number("repetition_penalty"),
-            eos_token_ids=_eos_token_ids(config, generation),
+            eos_token_ids=_eos_token_ids(_with_text_fields(config), generation),
         )
         defaults.check(generation.source)
         return defaults
@@ -124,6 +124,23 @@ class GenerationDefaults:
 def _generation_fields(directory: Path) -> Fields:
     file = directory / "generation_config.json"
     return Fields(read_json(file) if file.exists() else {}, file)
+
+
+def _max_positions(description: Description) -> int:
+    """Files that ask for YaRN may still give the number that is without it."""
+    scalings = [rotary.scaling for rotary in description.rotaries if rotary is not None]
+    stretched = [
+        int(yarn.factor * yarn.original_max_position_embeddings)
+        for yarn in scalings
+        if isinstance(yarn, Yarn)
+    ]
+    return max(description.max_position_embeddings, *stretched, 0)
+
+
+def _with_text_fields(fields: Fields) -> Fields:
+    """Of a model that reads images too, what the file leaves to its text part."""
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    return Fields({**fields.mapping("text_config"), **given}, fields.source)
 
 
 def _architecture(fields: Fields) -> str:

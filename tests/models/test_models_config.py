@@ -162,6 +162,11 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
     ("fields", "words"),
     [
         ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "LlamaForCausalLM"]),
+        (
+            {"architectures": ["Gemma4ForConditionalGeneration"]},
+            ["heads of two sizes", "nearest", "Gemma3ForCausalLM"],
+        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["experts", "Qwen3ForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, ["ntk", "yarn", "shared"]),
@@ -215,6 +220,7 @@ def test_what_is_not_computed_is_refused(
         ),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"rope_theta": math.nan}, ["rope_theta", "nan", "finite"]),
+        ({"rope_parameters": {"rope_theta": 1.0}}, ["rope_theta", "1.0", "more than 1"]),
         ({"rope_theta": -math.inf}, ["rope_theta", "-inf", "finite"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "finite"]),
         (

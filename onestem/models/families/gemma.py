@@ -11,7 +11,6 @@ from onestem.models.families import llama
 from onestem.models.families.shared import (
     IMAGE_MODEL,
     layer_windows,
-    max_positions,
     rotary,
     rotary_by_window,
     text_fields,
@@ -26,11 +25,9 @@ __all__ = ["names", "read_gemma2", "read_gemma3"]
 def read_gemma2(fields: Fields, architecture: str) -> Description:
     """Softcaps are there unless the file says null."""
     common = _read(fields, architecture, vocab_size=256000, max_position_embeddings=8192, every=2)
-    positions = rotary(fields, common.head_dim, common.max_position_embeddings)
     return replace(
         common,
-        positions=positions,
-        max_position_embeddings=max_positions(positions, common.max_position_embeddings),
+        positions=rotary(fields, common.head_dim, common.max_position_embeddings),
         score_softcap=_softcap(fields, "attn_logit_softcapping", 50.0),
         logit_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
     )
@@ -55,7 +52,6 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
     return replace(
         common,
         positions=rotary_by_window(common.sliding_windows, full, windowed),
-        max_position_embeddings=max_positions(full, common.max_position_embeddings),
         logit_softcap=_softcap(fields, "final_logit_softcapping", None),
         qk_norm=True,
     )

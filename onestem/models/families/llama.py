@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onestem.models.description import Description, Rotary, TensorNames
-from onestem.models.families.shared import layer_windows, max_positions, rotary
+from onestem.models.families.shared import layer_windows, rotary
 from onestem.models.fields import Fields
 
 __all__ = ["names", "plain", "read"]
@@ -47,9 +47,9 @@ def plain(
         head_dim = fields.positive("head_dim")
     elif head_dim is None:
         head_dim = fields.head_dim("hidden_size", "num_attention_heads")
-    given = fields.positive("max_position_embeddings")
+    max_positions = fields.positive("max_position_embeddings")
     if positions is None:
-        positions = rotary(fields, head_dim, given, turned, theta)
+        positions = rotary(fields, head_dim, max_positions, turned, theta)
     return Description(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size"),
@@ -60,7 +60,7 @@ def plain(
         num_kv_heads=fields.positive("num_key_value_heads", num_q_heads),
         head_dim=head_dim,
         positions=positions,
-        max_position_embeddings=max_positions(positions, given),
+        max_position_embeddings=max_positions,
         norm_eps=fields.number("rms_norm_eps", norm_eps),
         tie_embeddings=fields.boolean("tie_word_embeddings", tied),
         sliding_windows=(None,) * num_layers,

@@ -14,7 +14,6 @@ __all__ = [
     "IMAGE_MODEL",
     "gelu",
     "layer_windows",
-    "max_positions",
     "rotary",
     "rotary_by_window",
     "text_fields",
@@ -110,17 +109,12 @@ def _rotary(
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", factor))
     if share > 1:
         raise fields.wrong("partial_rotary_factor", "at most 1")
-    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
+    owner = fields if rope.values.get("rope_theta") is None else rope
+    theta = owner.number("rope_theta", theta)
+    if theta <= 1:
+        raise owner.wrong("rope_theta", "more than 1")
     scaling = _rope_scaling(rope, _trained_positions(fields, rope, max_position_embeddings), fields)
     return Rotary(int(head_dim * share), theta, scaling)
-
-
-def max_positions(rotary: Rotary, max_position_embeddings: int) -> int:
-    """Those that a sequence may have: files that ask for YaRN may still give the number before."""
-    if not isinstance(rotary.scaling, Yarn):
-        return max_position_embeddings
-    yarn = rotary.scaling
-    return max(max_position_embeddings, int(yarn.factor * yarn.original_max_position_embeddings))
 
 
 def _trained_positions(fields: Fields, rope: Fields, max_position_embeddings: int) -> int:
@@ -149,8 +143,8 @@ def _rope_scaling(
         return _longrope(rope, trained_positions, stretch)
     raise rope.unsupported(
         name,
-        "default, linear, llama3, yarn, longrope: others turn by angles that depend on the "
-        "prompt's length, so its KV could not be shared",
+        "default, linear, llama3, yarn, longrope (where angles depend on the prompt's length, as "
+        "with dynamic, its KV could not be shared)",
     )
 
 
