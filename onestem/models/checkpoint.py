@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,12 +16,28 @@ from torch import Tensor
 from onestem.errors import WeightsError
 from onestem.models.config import ModelConfig
 
-__all__ = ["Shapes", "Source", "checkpoint_source"]
+__all__ = ["Parts", "Shapes", "Source", "checkpoint_source"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Gives a tensor by its name in the checkpoint, in the decoder's dtype and on its device.
-Source = Callable[[str], Tensor]
+# Name of a tensor of all experts `[num, ...]` -> for each expert, the tensors that a file may hold
+# instead; one expert's stand one below the other.
+Parts = Mapping[str, Sequence[Sequence[str]]]
+
+
+class Source(Protocol):
+    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor by its name in the checkpoint, on the decoder's device; None: in its dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is, and what it is called there."""
+
+    file: Path
+    name: str
+
 
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
@@ -28,26 +47,57 @@ DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def checkpoint_source(
-    directory: Path, config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: ModelConfig,
+    shapes: Shapes,
+    parts: Parts,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Source:
-    """Reads tensors of a directory that holds those of `shapes`, and no others.
+    """Reads tensors of a directory that holds those of `shapes`, or their `parts`, and no others.
 
     Raises:
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
-    files = _tensor_files(directory)
-    prefix = _left_out_prefix(config, files)
-    files = {prefix + name: file for name, file in files.items()}
+    stored = _tensor_files(directory)
+    prefix = _left_out_prefix(config, stored)
+    files = {_renamed(config, prefix + name): _Stored(file, name) for name, file in stored.items()}
+    parts = {name: experts for name, experts in parts.items() if name not in files}
+    shapes = _shapes_in_files(shapes, parts, files)
     _check_names(directory, config, shapes, files)
-    _check_shapes(directory, config, shapes, files, prefix)
+    _check_shapes(directory, config, shapes, files)
+    # One file is open at a time: the pages of a shard that is done with can be dropped.
+    opened = functools.lru_cache(maxsize=1)(_opened)
 
-    def source(name: str) -> Tensor:
-        # One file is open at a time: the pages of a shard that is done with can be dropped.
-        with _opened(files[name]) as handle:
-            tensor: Tensor = handle.get_tensor(name.removeprefix(prefix))
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        tensor: Tensor = opened(files[name].file).get_tensor(files[name].name)
         return tensor.to(device=device, dtype=dtype, copy=True)  # not the mapped file itself
 
+    def source(name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        kind = as_dtype or dtype
+        if name not in parts:
+            return read(name, kind)
+        experts = [torch.cat([read(part, kind) for part in expert]) for expert in parts[name]]
+        return torch.stack(experts)
+
     return source
+
+
+def _renamed(config: ModelConfig, name: str) -> str:
+    renamed = config.tensor_names.renamed
+    return name if renamed is None else name.replace(*renamed)
+
+
+def _shapes_in_files(shapes: Shapes, parts: Parts, files: Mapping[str, _Stored]) -> Shapes:
+    """With parts in place of what they make up; where files hold none of them, the whole is what is
+    missing."""
+    found = dict(shapes)
+    for whole, experts in parts.items():
+        if any(part in files for expert in experts for part in expert):
+            _, rows, *rest = found.pop(whole)
+            for expert in experts:
+                found |= dict.fromkeys(expert, (rows // len(expert), *rest))
+    return found
 
 
 def _left_out_prefix(config: ModelConfig, files: Mapping[str, Path]) -> str:
@@ -108,7 +158,7 @@ def _opened(file: Path) -> safe_open:
 
 
 def _check_names(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path]
+    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, _Stored]
 ) -> None:
     missing = sorted(set(shapes) - set(files))
     if missing:
@@ -119,7 +169,9 @@ def _check_names(
     unknown = sorted(
         name
         for name in set(files) - set(shapes)
-        if not name.endswith(names.ignored) and name != f"{names.head}.weight"
+        if not name.endswith(names.ignored)
+        and not (names.ignored_prefix and name.startswith(names.ignored_prefix))
+        and name != f"{names.head}.weight"
     )
     if unknown:
         raise WeightsError(
@@ -129,13 +181,13 @@ def _check_names(
 
 
 def _check_shapes(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path], prefix: str
+    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, _Stored]
 ) -> None:
     """And dtypes; also of a head that a tied model carries needlessly: another shape is another
     model."""
     names = config.tensor_names
     expected = {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
-    found = list(_tensors_in(files, expected, prefix))
+    found = list(_tensors_in(files, expected))
     wrong = [
         f"{name} is {list(shape)}, expected {list(expected[name])}"
         for name, shape, _ in found
@@ -152,17 +204,17 @@ def _check_shapes(
 
 
 def _tensors_in(
-    files: Mapping[str, Path], names: Iterable[str], prefix: str
+    files: Mapping[str, _Stored], names: Iterable[str]
 ) -> Iterable[tuple[str, tuple[int, ...], str]]:
     """Name, shape and dtype (safetensors' name of it) of each tensor."""
-    present = sorted((name for name in names if name in files), key=lambda name: str(files[name]))
+    present = [name for name in names if name in files]
     by_file: dict[Path, list[str]] = {}
-    for name in present:
-        by_file.setdefault(files[name], []).append(name)
+    for name in sorted(present, key=lambda name: str(files[name].file)):
+        by_file.setdefault(files[name].file, []).append(name)
     for file, held in by_file.items():
         with _opened(file) as handle:
             for name in held:
-                part = handle.get_slice(name.removeprefix(prefix))
+                part = handle.get_slice(files[name].name)
                 yield name, tuple(part.get_shape()), part.get_dtype()
 
 

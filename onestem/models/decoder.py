@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.linear import Head, Linear, padded_rows, step_rows
+from onestem.models.mlp import Activation, ExpertLayer, Mlp
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
@@ -49,7 +50,6 @@ class Layer:
         qkv: hidden_size -> (num_q_heads + 2 * num_kv_heads) * head_dim, in the order q, k, v.
         heads: how its result divides, and the norms over heads.
         post_norm: before the MLP; None: it reads what attention reads.
-        up: hidden_size -> intermediate_size; a gated MLP's twice that, in the order gate, up.
     """
 
     input_norm: Norm
@@ -57,15 +57,13 @@ class Layer:
     heads: Heads
     output: Linear
     post_norm: Norm | None
-    up: Linear
-    down: Linear
+    mlp: Mlp | ExpertLayer
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
         held = self.input_norm.tensors() + (self.post_norm.tensors() if self.post_norm else [])
         held += [norm for norm in (self.heads.q_norm, self.heads.k_norm) if norm is not None]
-        linears = (self.qkv, self.output, self.up, self.down)
-        return held + [tensor for linear in linears for tensor in linear.tensors()]
+        return held + self.qkv.tensors() + self.output.tensors() + self.mlp.tensors()
 
 
 class Decoder:
@@ -123,10 +121,10 @@ class Decoder:
             delta = layer.output(out.flatten(1))
             if sequential:
                 assert layer.post_norm is not None
-                delta = self._mlp(layer, add_norm(hidden, delta, layer.post_norm))
+                delta = self.mlp(layer, add_norm(hidden, delta, layer.post_norm))
             else:
                 beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
-                delta += self._mlp(layer, beside)
+                delta += self.mlp(layer, beside)
         return add_norm(hidden, delta, self.norm)
 
     def padded_rows(self, rows: int) -> int:
@@ -148,9 +146,9 @@ class Decoder:
         qkv, clip = layer.qkv(normed), self.config.qkv_clip
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
-    def _mlp(self, layer: Layer, normed: Tensor) -> Tensor:
-        pieces = [self._activation(layer.up(piece)) for piece in layer.up.pieces(normed)]
-        return layer.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+    def mlp(self, layer: Layer, normed: Tensor) -> Tensor:
+        """A layer's MLP or experts: [num_rows, hidden_size] -> the same."""
+        return layer.mlp(normed, self._activation)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -183,7 +181,7 @@ def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
     return lambda hidden, delta, norm: add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
 
 
-def _activation(config: ModelConfig, ops: LayerOps) -> Callable[[Tensor], Tensor]:
+def _activation(config: ModelConfig, ops: LayerOps) -> Activation:
     if config.mlp == "silu_gated":
         return ops.silu_mul
     kind = "tanh" if config.mlp == "gelu_tanh" else "none"

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onestem.models.checkpoint import Shapes, Source, checkpoint_source
+from onestem.models.checkpoint import Parts, Shapes, Source, checkpoint_source
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
+from onestem.models.description import ExpertNames, Experts
 from onestem.models.linear import Head, Layout, Linear, choose_layout
+from onestem.models.mlp import ExpertLayer, ExpertProducts, Mlp, SortedBlocks
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads
 
@@ -36,7 +38,8 @@ def load_decoder(
     target = torch.device(device)
     if random_weights:
         return random_decoder(config, dtype=dtype, device=target, seed=seed)
-    source = checkpoint_source(Path(path), config, expected_shapes(config), dtype, target)
+    shapes, parts = expected_shapes(config), expert_parts(config)
+    source = checkpoint_source(Path(path), config, shapes, parts, dtype, target)
     return _decoder(config, source, dtype, target)
 
 
@@ -77,7 +80,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.head_bias:
         shapes[f"{names.head}.bias"] = (config.vocab_size,)
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, layer).items():
             shapes[names.layer.format(layer) + name] = shape
     return shapes
 
@@ -87,22 +90,73 @@ def _norm_shapes(config: ModelConfig, module: str) -> dict[str, tuple[int, ...]]
     return {f"{module}.{part}": (config.hidden_size,) for part in parts}
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    names, hidden, inner = config.tensor_names, config.hidden_size, config.intermediate_size
+# (module, out_features, in_features, whether it has a bias)
+_Modules = list[tuple[str, int, int, bool]]
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    names, hidden = config.tensor_names, config.hidden_size
     shapes = _norm_shapes(config, names.input_norm)
     if names.post_norm is not None:
         shapes |= _norm_shapes(config, names.post_norm)
     linears = [
         *((name, rows, hidden, config.qkv_bias) for name, rows in _qkv_rows(config).items()),
         (names.output, hidden, config.num_q_heads * config.head_dim, config.o_bias),
-        *((name, inner, hidden, config.mlp_bias) for name in names.up),
-        (names.down, hidden, inner, config.mlp_bias),
     ]
+    if config.has_experts(layer):
+        experts, their = _experts_of(config)
+        shapes |= _expert_shapes(experts, their, hidden)
+        linears += _beside_experts(experts, their, hidden)
+    else:
+        inner = config.intermediate_size
+        linears += [(name, inner, hidden, config.mlp_bias) for name in names.up]
+        linears += [(names.down, hidden, inner, config.mlp_bias)]
     for name, rows, columns, bias in linears:
         shapes[f"{name}.weight"] = (columns, rows) if names.transposed else (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     return shapes | {f"{name}.weight": (config.head_dim,) for name in names.qk_norm}
+
+
+def _experts_of(config: ModelConfig) -> tuple[Experts, ExpertNames]:
+    names = config.tensor_names.experts
+    assert config.experts is not None
+    assert names is not None
+    return config.experts, names
+
+
+def _expert_shapes(experts: Experts, names: ExpertNames, hidden: int) -> dict[str, tuple[int, ...]]:
+    num, inner = experts.num, experts.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        names.up: (num, 2 * inner, hidden),
+        names.down: (num, hidden, inner),
+    }
+    return shapes | ({names.correction: (num,)} if experts.correction else {})
+
+
+def _beside_experts(experts: Experts, names: ExpertNames, hidden: int) -> _Modules:
+    """The router, the shared MLP and its gate."""
+    modules = [(names.router, experts.num, hidden, experts.bias)]
+    if experts.shared_size:
+        modules += [(name, experts.shared_size, hidden, False) for name in names.shared_up]
+        modules += [(names.shared_down, hidden, experts.shared_size, False)]
+    if experts.shared_gate:
+        modules += [(names.shared_gate, 1, hidden, False)]
+    return modules
+
+
+def expert_parts(config: ModelConfig) -> Parts:
+    """The tensors of single experts, as most are published, by those of all experts of a layer."""
+    parts: dict[str, list[tuple[str, ...]]] = {}
+    for layer in range(config.num_layers):
+        if config.has_experts(layer):
+            experts, names = _experts_of(config)
+            at = config.tensor_names.layer.format(layer)
+            each = [at + names.each.format(index) for index in range(experts.num)]
+            gate, up = names.each_up
+            parts[at + names.up] = [(f"{one}{gate}.weight", f"{one}{up}.weight") for one in each]
+            parts[at + names.down] = [(f"{one}{names.each_down}.weight",) for one in each]
+    return parts
 
 
 def _qkv_rows(config: ModelConfig) -> dict[str, int]:
@@ -134,7 +188,7 @@ class _Builder:
     def decoder(self, num_parameters: int) -> Decoder:
         config, names, source = self.config, self.names, self.source
         embedding = source(f"{names.embedding}.weight")
-        layers = [self.layer(names.layer.format(index)) for index in range(config.num_layers)]
+        layers = [self.layer(index) for index in range(config.num_layers)]
         weight = embedding if config.tie_embeddings else source(f"{names.head}.weight")
         bias = source(f"{names.head}.bias") if config.head_bias else None
         return Decoder(
@@ -147,9 +201,11 @@ class _Builder:
             positions=source(f"{names.positions}.weight") if names.positions else None,
         )
 
-    def layer(self, at: str) -> Layer:
+    def layer(self, index: int) -> Layer:
         config, names = self.config, self.names
-        norms = [self.source(f"{at}{name}.weight") for name in names.qk_norm]
+        at = names.layer.format(index)
+        turned = head_order(config)
+        norms = [_ordered(self.source(f"{at}{name}.weight"), turned) for name in names.qk_norm]
         q_norm, k_norm = norms or (None, None)
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
         return Layer(
@@ -158,8 +214,42 @@ class _Builder:
             heads=Heads(*sizes, q_norm, k_norm, config.norm_eps),
             output=self.linear(at, (names.output,), config.o_bias),
             post_norm=None if names.post_norm is None else self.norm(at + names.post_norm),
-            up=self.linear(at, names.up, config.mlp_bias),
-            down=self.linear(at, (names.down,), config.mlp_bias),
+            mlp=self.experts(at) if config.has_experts(index) else self.mlp(at),
+        )
+
+    def mlp(self, at: str) -> Mlp:
+        names, bias = self.names, self.config.mlp_bias
+        return Mlp(self.linear(at, names.up, bias), self.linear(at, (names.down,), bias))
+
+    def experts(self, at: str) -> ExpertLayer:
+        experts, names = _experts_of(self.config)
+        shared = shared_gate = correction = None
+        if experts.shared_size:
+            up = self.linear(at, names.shared_up, bias=False)
+            shared = Mlp(up, self.linear(at, (names.shared_down,), bias=False))
+        if experts.shared_gate:
+            shared_gate = Head(self.source(f"{at}{names.shared_gate}.weight"), Layout.PLAIN)
+        if experts.correction:
+            # The published numbers are float32, and differ by less than 16 bits tell apart.
+            correction = self.source(at + names.correction, torch.float32)
+        return ExpertLayer(
+            experts=experts,
+            router=Head(self.source(f"{at}{names.router}.weight"), self.layout),
+            correction=correction,
+            products=self.products(at),
+            shared=shared,
+            shared_gate=shared_gate,
+        )
+
+    def products(self, at: str) -> ExpertProducts:
+        """Of all experts of a layer, as is fastest where they run."""
+        _, names = _experts_of(self.config)
+        up, down = self.source(at + names.up), self.source(at + names.down)
+        return SortedBlocks(
+            [
+                Mlp(Linear(one, None, self.layout), Linear(other, None, self.layout))
+                for one, other in zip(up, down, strict=True)
+            ]
         )
 
     def norm(self, name: str) -> Norm:
@@ -188,12 +278,17 @@ def qkv_order(config: ModelConfig) -> list[int] | None:
         line = group + 2
         heads = [h // group * line + h % group for h in range(num_q)]
         heads += [h * line + group + part for part in (0, 1) for h in range(num_kv)]
-    rotary = config.positions
     plain = list(range(size))
-    turned = rotary_order(size, rotary.dim) if isinstance(rotary, Rotary) else plain
+    turned = head_order(config)
     within = [turned] * (num_q + num_kv) + [plain] * num_kv
     order = [h * size + i for h, places in zip(heads, within, strict=True) for i in places]
     return None if order == list(range(len(order))) else order
+
+
+def head_order(config: ModelConfig) -> list[int]:
+    """The same within a head of q or k."""
+    rotary, size = config.positions, config.head_dim
+    return rotary_order(size, rotary.dim) if isinstance(rotary, Rotary) else list(range(size))
 
 
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
@@ -207,14 +302,14 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 def _random_source(
     config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Source:
-    def source(name: str) -> Tensor:
-        shape = shapes[name]
-        if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def source(name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        shape, kind = shapes[name], as_dtype or dtype
+        if name.endswith("bias"):
+            return torch.zeros(shape, dtype=kind, device=device)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype, device=device)
+            return torch.ones(shape, dtype=kind, device=device)
         generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
-        empty = torch.empty(shape, dtype=dtype, device=device)
+        empty = torch.empty(shape, dtype=kind, device=device)
         return empty.normal_(0.0, config.initializer_range, generator=generator)
 
     return source

@@ -12,7 +12,8 @@ import torch
 
 from onestem.models import linear
 from onestem.models.config import Alibi, Learned, Rotary
-from onestem.models.decoder import Decoder
+from onestem.models.decoder import Decoder, Layer
+from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder
 from onestem.ops import Heads, TorchLayers
@@ -177,15 +178,19 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
     copies = config.tie_embeddings and decoder.head.packed is not None
     extra = config.vocab_size * config.hidden_size if copies else 0
     if decoder.layers[0].qkv.layout is linear.Layout.PACKED_AND_PLAIN:
-        products = ("qkv", "output", "up", "down")
-        extra += sum(
-            getattr(layer, name).in_features * getattr(layer, name).out_features
-            for layer in decoder.layers
-            for name in products
-        )
+        linears = [linear for layer in decoder.layers for linear in _linears(layer)]
+        extra += sum(one.in_features * one.out_features for one in linears)
     assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
     heads = config.num_layers * config.num_kv_heads
     assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4
+
+
+def _linears(layer: Layer) -> list[linear.Linear]:
+    mlps = [layer.mlp]
+    if isinstance(layer.mlp, ExpertLayer):
+        assert isinstance(layer.mlp.products, SortedBlocks)
+        mlps = [*layer.mlp.products.experts, *([layer.mlp.shared] if layer.mlp.shared else [])]
+    return [layer.qkv, layer.output, *(one for mlp in mlps for one in (mlp.up, mlp.down))]
 
 
 def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

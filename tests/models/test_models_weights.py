@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -121,6 +122,44 @@ def test_a_checkpoint_without_its_head_has_no_prefix(tmp_path: Path) -> None:
     assert torch.equal(_answers(base), _answers(gpt2))
     with pytest.raises(WeightsError, match=r"lacks .*transformer\.wpe\.weight$"):
         _answers(_edited(base, tmp_path / "lacking", **{"wpe.weight": None}))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"])
+def test_experts_in_one_tensor_are_those_in_many(family: str, tmp_path: Path) -> None:
+    """As they are published, and as transformers holds them."""
+    each = make_tiny(family, tmp_path / "each")
+    model = transformers.AutoModelForCausalLM.from_pretrained(each)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    held = load_file(tmp_path / "fused" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.down_proj" in held or family == "qwen3_moe"
+    assert torch.equal(_answers(tmp_path / "fused"), _answers(each))
+
+
+def test_experts_are_checked_one_by_one(tmp_path: Path) -> None:
+    mixtral = make_tiny("mixtral", tmp_path / "mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    ours = name.replace("block_sparse_moe", "mlp")
+    with pytest.raises(WeightsError, match=f"lacks .*MixtralForCausalLM.*{ours}$"):
+        _answers(_edited(mixtral, tmp_path / "lacking", **{name: None}))
+    with pytest.raises(WeightsError, match=rf"{ours} is \[96, 63\], expected \[96, 64\]"):
+        _answers(_edited(mixtral, tmp_path / "wrong", **{name: torch.zeros(96, 63)}))
+    more = {name.replace("experts.2", "experts.4"): torch.zeros(96, 64)}
+    with pytest.raises(WeightsError, match=r"no place for: .*experts\.4\.w3"):
+        _answers(_edited(mixtral, tmp_path / "more", **more))
+
+
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
+    """GLM-4.5 is published with one behind the last layer."""
+    glm = make_tiny("glm4_moe", tmp_path / "glm")
+    more = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    assert torch.equal(_answers(_edited(glm, tmp_path / "more", **more)), _answers(glm))
+
+
+def test_a_correction_stays_float32(tmp_path: Path) -> None:
+    glm = make_tiny("glm4_moe", tmp_path / "glm")
+    decoder = load_decoder(glm, dtype=torch.bfloat16, device="cpu")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(decoder.layers[1].mlp.correction, load_file(glm / "model.safetensors")[name])
 
 
 def test_directories_without_readable_weights(llama: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description, TensorNames
-from onestem.models.families import falcon, gpt2, llama, mpt, phi
+from onestem.models.families import experts, falcon, gpt2, llama, mpt, phi
 from onestem.models.fields import Fields
 
 __all__ = ["FAMILIES", "Family"]
@@ -28,6 +28,10 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(llama.read, llama.names),
     "Qwen2ForCausalLM": Family(llama.read, llama.names),
     "Qwen3ForCausalLM": Family(llama.read, llama.names),
+    "MixtralForCausalLM": Family(experts.read_mixtral, experts.names),
+    "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names),
+    "Qwen3MoeForCausalLM": Family(experts.read_qwen, experts.names),
+    "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names),
     "FalconForCausalLM": Family(falcon.read, falcon.names),
     "MptForCausalLM": Family(mpt.read, mpt.names),
     "MPTForCausalLM": Family(mpt.read, mpt.names),

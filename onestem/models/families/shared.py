@@ -26,12 +26,17 @@ def gelu(fields: Fields, name: str, default: str) -> Literal["gelu", "gelu_tanh"
 
 
 def rotary(
-    fields: Fields, head_dim: int, max_position_embeddings: int, factor: float | None = None
+    fields: Fields,
+    head_dim: int,
+    max_position_embeddings: int,
+    factor: float | None = None,
+    *,
+    theta: float = 10000.0,
 ) -> Rotary:
     """RoPE from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
     `factor`: the share of a head's dimensions that turns where the file does not say; None: all
-    turn, and a file that says otherwise is refused.
+    turn, and a file that says otherwise is refused. `theta`: where the file does not say.
     """
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     rope = Fields(fields.mapping(name), f"{fields.source}: {name}")
@@ -44,7 +49,7 @@ def rotary(
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", factor))
     if share > 1:
         raise fields.wrong("partial_rotary_factor", "at most 1")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
     trained = fields.optional_integer("original_max_position_embeddings")
     scaling = _rope_scaling(rope, trained or max_position_embeddings)
     return Rotary(int(head_dim * share), theta, scaling)

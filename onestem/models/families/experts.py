@@ -1,0 +1,161 @@
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and GLM-4.5: decoders as in `llama`, with experts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from onestem.models.description import Description, ExpertNames, Experts, TensorNames
+from onestem.models.families import llama
+from onestem.models.families.shared import rotary
+from onestem.models.fields import Fields
+
+__all__ = ["names", "read_glm4", "read_mixtral", "read_qwen"]
+
+
+def read_mixtral(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    experts = Experts(
+        num=fields.positive("num_local_experts", 8),
+        top_k=fields.positive("num_experts_per_tok", 2),
+        intermediate_size=fields.positive("intermediate_size"),
+        layers=(True,) * num_layers,
+    )
+    window = None
+    if fields.values.get("sliding_window") is not None:
+        window = fields.positive("sliding_window")
+    return _description(
+        fields, architecture, experts, theta=1e6, sliding_windows=(window,) * num_layers
+    )
+
+
+def read_qwen(fields: Fields, architecture: str) -> Description:
+    """Qwen2-MoE has a shared expert and biases of q, k and v; Qwen3-MoE has norms over heads."""
+    fields.refuse_others(use_sliding_window=False)
+    newer = architecture == "Qwen3MoeForCausalLM"
+    # `num_local_experts` is what transformers writes.
+    num = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    experts = Experts(
+        num=fields.positive(num, 128 if newer else 60),
+        top_k=fields.positive("num_experts_per_tok", 8 if newer else 4),
+        intermediate_size=fields.positive("moe_intermediate_size", 768 if newer else 1408),
+        layers=_sparse_layers(fields),
+        normalized=fields.boolean("norm_topk_prob", False),
+        shared_size=0 if newer else fields.positive("shared_expert_intermediate_size", 5632),
+        shared_gate=not newer,
+    )
+    bias = fields.boolean("attention_bias" if newer else "qkv_bias", not newer)
+    return _description(
+        fields, architecture, experts, qkv_bias=bias, o_bias=newer and bias, qk_norm=newer
+    )
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise fields.wrong("mlp_only_layers", "a list of layers")
+    step = fields.positive("decoder_sparse_step", 1)
+    layers = range(fields.positive("num_hidden_layers"))
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
+def read_glm4(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    dense = fields.optional_integer("first_k_dense_replace")
+    dense = 1 if dense is None else dense
+    size = fields.positive("moe_intermediate_size", 1408)
+    experts = Experts(
+        num=fields.positive("n_routed_experts", 128),
+        top_k=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=size,
+        layers=tuple(layer >= dense for layer in range(num_layers)),
+        scores="sigmoid",
+        normalized=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        num_groups=fields.positive("n_group", 1),
+        top_groups=fields.positive("topk_group", 1),
+        shared_size=size * fields.positive("n_shared_experts", 1),
+    )
+    return _description(
+        fields,
+        architecture,
+        experts,
+        eps=1e-5,
+        rotary_factor=0.5,
+        qkv_bias=fields.boolean("attention_bias", False),
+        qk_norm=fields.boolean("use_qk_norm", False),
+    )
+
+
+def _description(
+    fields: Fields,
+    architecture: str,
+    experts: Experts,
+    *,
+    sliding_windows: tuple[int | None, ...] | None = None,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+    rotary_factor: float | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+) -> Description:
+    """What all of them have. `theta`, `eps` and `rotary_factor`: where the file does not say."""
+    num_q_heads = fields.positive("num_attention_heads")
+    num_layers = fields.positive("num_hidden_layers")
+    max_position_embeddings = fields.positive("max_position_embeddings")
+    given = fields.values.get("head_dim") is not None
+    head_dim = (
+        fields.positive("head_dim")
+        if given
+        else fields.head_dim("hidden_size", "num_attention_heads")
+    )
+    fields.refuse_others(hidden_act="silu")
+    return Description(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=fields.positive("hidden_size"),
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=fields.positive("num_key_value_heads", num_q_heads),
+        head_dim=head_dim,
+        positions=rotary(fields, head_dim, max_position_embeddings, rotary_factor, theta=theta),
+        max_position_embeddings=max_position_embeddings,
+        norm_eps=fields.number("rms_norm_eps", eps),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+        experts=experts,
+        sliding_windows=sliding_windows or (None,) * num_layers,
+        initializer_range=fields.number("initializer_range", 0.02),
+    )
+
+
+_SHARED = "mlp.shared_expert"
+_NAMES = {
+    "MixtralForCausalLM": ExpertNames(each_up=("w1", "w3"), each_down="w2"),
+    "Qwen2MoeForCausalLM": ExpertNames(
+        shared_up=(f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
+        shared_down=f"{_SHARED}.down_proj",
+        shared_gate=f"{_SHARED}_gate",
+    ),
+    "Qwen3MoeForCausalLM": ExpertNames(),
+    "Glm4MoeForCausalLM": ExpertNames(
+        shared_up=(f"{_SHARED}s.gate_proj", f"{_SHARED}s.up_proj"),
+        shared_down=f"{_SHARED}s.down_proj",
+    ),
+}
+
+
+def names(description: Description) -> TensorNames:
+    glm = description.architecture == "Glm4MoeForCausalLM"
+    mixtral = description.architecture == "MixtralForCausalLM"
+    return dataclasses.replace(
+        llama.names(description),
+        experts=_NAMES[description.architecture],
+        # What predicts the tokens after the next one stands as a layer more.
+        ignored_prefix=f"model.layers.{description.num_layers}." if glm else None,
+        renamed=("block_sparse_moe.", "mlp.") if mixtral else None,
+    )
