@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.description import Experts
 from onestem.models.linear import Head, Linear, padded_rows
 
-__all__ = ["Activation", "ExpertLayer", "ExpertProducts", "Mlp", "SortedBlocks", "route"]
+__all__ = [
+    "Activation",
+    "ExpertLayer",
+    "ExpertProducts",
+    "Mlp",
+    "SortedBlocks",
+    "route",
+    "route_on_gpu",
+]
 
 # up's result -> down's input: [n, 2 * size] (gate, up) or [n, size] -> [n, size].
 Activation = Callable[[Tensor], Tensor]
@@ -42,10 +51,9 @@ class Mlp:
 class ExpertProducts(Protocol):
     """The products of all experts of a layer, in the format that their weights are held in."""
 
-    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor, activation: Activation) -> Tensor:
+    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
-        chosen int64 `[n, top_k]` -> `[n, hidden_size]` in x's dtype. `activation` is between the
-        products of experts."""
+        chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
         ...
 
     def tensors(self) -> list[Tensor]: ...
@@ -58,21 +66,22 @@ class ExpertLayer:
     Attributes:
         router: its logits `[n, num]` are float32.
         correction: float32 `[num]`.
-        activation: of the experts; None: the decoder's.
         shared_gate: gives one logit.
+        route: gives scores and numbers of each row's experts.
     """
 
     experts: Experts
     router: Head
     correction: Tensor | None
     products: ExpertProducts
-    activation: Activation | None = None
-    shared: Mlp | None = None
-    shared_gate: Head | None = None
+    shared: Mlp | None
+    shared_gate: Head | None
+    route: Callable[[Tensor, Experts, Tensor | None], tuple[Tensor, Tensor]]
 
     def __call__(self, x: Tensor, activation: Activation) -> Tensor:
-        scores, chosen = route(self.router(x), self.experts, self.correction)
-        routed = self.products(x, scores, chosen, self.activation or activation)
+        """`activation` is the shared MLP's."""
+        scores, chosen = self.route(self.router(x), self.experts, self.correction)
+        routed = self.products(x, scores, chosen)
         if self.shared is None:
             return routed
         shared = self.shared(x, activation)
@@ -102,6 +111,24 @@ def route(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[
     return taken * experts.scale, chosen
 
 
+def route_on_gpu(
+    logits: Tensor, experts: Experts, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same in one kernel where there are no groups."""
+    from onestem.ops.triton.experts import route as kernel
+
+    if experts.num_groups > 1:
+        return route(logits, experts, correction)
+    return kernel(
+        logits,
+        correction,
+        top_k=experts.top_k,
+        sigmoid=experts.scores == "sigmoid",
+        normalized=experts.normalized,
+        scale=experts.scale,
+    )
+
+
 def _in_top_groups(ranks: Tensor, experts: Experts) -> Tensor:
     """[n, num] bool: the expert's group is one of the row's best (DeepSeek-V3, section 2.1.2)."""
     groups = ranks.unflatten(1, (experts.num_groups, -1))
@@ -115,8 +142,9 @@ class SortedBlocks:
     """Experts one after the other, each over the rows that take it."""
 
     experts: Sequence[Mlp]
+    activation: Activation
 
-    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor, activation: Activation) -> Tensor:
+    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """See `ExpertProducts`. A row's results are added in the order of its experts' numbers, in
         float32."""
         order = chosen.flatten().argsort(stable=True)
@@ -127,19 +155,17 @@ class SortedBlocks:
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 at = slice(begin, begin + count)
-                result = self._block(expert, x[rows[at]], activation)
+                result = self._block(expert, x[rows[at]])
                 out.index_add_(0, rows[at], result * scores[at, None])
                 begin += count
         return out.to(x.dtype)
 
-    def _block(self, expert: Mlp, x: Tensor, activation: Activation) -> Tensor:
+    def _block(self, expert: Mlp, x: Tensor) -> Tensor:
         """Of rows `[count, hidden_size]`: padded, lest oneDNN makes products for every count."""
         rows = padded_rows(len(x), expert.up.layout, x.dtype)
         if rows > len(x):
-            x_padded = x.new_zeros(rows, x.shape[1])
-            x_padded[: len(x)] = x
-            return expert(x_padded, activation)[: len(x)]
-        return expert(x, activation)
+            return expert(F.pad(x, (0, 0, 0, rows - len(x))), self.activation)[: len(x)]
+        return expert(x, self.activation)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for expert in self.experts for tensor in expert.tensors()]

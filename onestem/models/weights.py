@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,9 +15,16 @@ from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.description import ExpertNames, Experts
 from onestem.models.linear import Head, Layout, Linear, choose_layout
-from onestem.models.mlp import ExpertLayer, ExpertProducts, Mlp, SortedBlocks
+from onestem.models.mlp import (
+    ExpertLayer,
+    ExpertProducts,
+    Mlp,
+    SortedBlocks,
+    route,
+    route_on_gpu,
+)
 from onestem.models.rope import rotary_order
-from onestem.ops import Heads
+from onestem.ops import Heads, resolve_layers
 
 __all__ = ["expected_shapes", "load_decoder", "random_decoder"]
 
@@ -55,7 +63,7 @@ def _decoder(
     config: ModelConfig, source: Source, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     shapes = expected_shapes(config)
-    builder = _Builder(config, source, choose_layout_of(shapes, dtype, device))
+    builder = _Builder(config, source, choose_layout_of(shapes, dtype, device), device)
     return builder.decoder(_num_parameters(shapes))
 
 
@@ -178,11 +186,16 @@ def _num_parameters(shapes: Shapes) -> int:
 class _Builder:
     """Makes the parts of a decoder from a source of tensors."""
 
-    def __init__(self, config: ModelConfig, source: Source, layout: Layout) -> None:
+    def __init__(
+        self, config: ModelConfig, source: Source, layout: Layout, device: torch.device
+    ) -> None:
         self.config = config
         self.names = config.tensor_names
         self.source = source
         self.layout = layout
+        self.device = device
+        # As `resolve_layers`: without Triton everything runs in PyTorch.
+        self.on_gpu = device.type == "cuda" and find_spec("triton") is not None
         self.qkv_order = qkv_order(config)
 
     def decoder(self, num_parameters: int) -> Decoder:
@@ -239,18 +252,22 @@ class _Builder:
             products=self.products(at),
             shared=shared,
             shared_gate=shared_gate,
+            route=route_on_gpu if self.on_gpu else route,
         )
 
     def products(self, at: str) -> ExpertProducts:
         """Of all experts of a layer, as is fastest where they run."""
         _, names = _experts_of(self.config)
         up, down = self.source(at + names.up), self.source(at + names.down)
-        return SortedBlocks(
-            [
-                Mlp(Linear(one, None, self.layout), Linear(other, None, self.layout))
-                for one, other in zip(up, down, strict=True)
-            ]
-        )
+        if self.on_gpu:
+            from onestem.ops.triton.experts import GroupedExperts, GroupedWeight
+
+            return GroupedExperts(GroupedWeight(up), GroupedWeight(down))
+        blocks = [
+            Mlp(Linear(one, None, self.layout), Linear(other, None, self.layout))
+            for one, other in zip(up, down, strict=True)
+        ]
+        return SortedBlocks(blocks, resolve_layers(self.device).silu_mul)
 
     def norm(self, name: str) -> Norm:
         bias = self.source(f"{name}.bias") if self.config.norm_bias else None
