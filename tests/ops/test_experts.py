@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from onestem.models.description import Experts
 from onestem.models.mlp import route as route_in_torch
@@ -127,3 +130,32 @@ def test_no_expert_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     got = GroupedExperts(GroupedWeight(up), GroupedWeight(down))(x, scores, chosen)
     exact = written_out(x, scores, chosen, up, down, ())
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (20, 96, 64)])
+def test_mxfp4_is_multiplied_as_transformers_converts_it(
+    rows: int, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, Tiles(16, 32, 64, 4, 2)))
+    num, top_k = 5, 2
+    up, down = mxfp4(num, 2 * inner, hidden), mxfp4(num, hidden, inner)
+    x, logits = drawn(rows, hidden), drawn(rows, num, seed=1)
+    scores, chosen = logits.softmax(-1).topk(top_k)
+    got = GroupedExperts(up, down)(x, scores.contiguous(), chosen)
+    exact = written_out(x, scores, chosen, converted(up), converted(down), ())
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+def mxfp4(num: int, rows: int, columns: int) -> GroupedWeight:
+    """Random bytes: every value of four bits, scales of 1/32 to 1/4."""
+    generator = torch.Generator().manual_seed(rows)
+    draw = functools.partial(torch.randint, generator=generator, dtype=torch.uint8)
+    values = draw(0, 256, (num, rows, columns // 2))
+    return GroupedWeight(values.to(DEVICE), draw(122, 126, (num, rows, columns // 32)).to(DEVICE))
+
+
+def converted(weight: GroupedWeight) -> Tensor:
+    """[num, out_features, in_features] float32, by transformers."""
+    assert weight.scales is not None
+    blocks = weight.values.unflatten(-1, (-1, 16))
+    return convert_moe_packed_tensors(blocks, weight.scales, dtype=torch.float32).transpose(1, 2)
