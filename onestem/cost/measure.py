@@ -145,9 +145,7 @@ def measure(
     layer_bytes = ModelShape.of(config, dtype.itemsize).layer_parameters * dtype.itemsize
     layers = -(-CACHE_BYTES * config.num_layers // layer_bytes)
     layers = min(config.num_layers, max(2, layers))
-    some = dataclasses.replace(
-        config, num_layers=layers, sliding_windows=config.sliding_windows[:layers]
-    )
+    some = config.first_layers(layers)
     decoder = random_decoder(some, dtype=dtype, device=device)
     shape = ModelShape.of(some, dtype.itemsize)
     group = config.num_q_heads // config.num_kv_heads
@@ -292,7 +290,7 @@ def _walks(
 
         def attend() -> None:
             for k_pages, v_pages in pages:
-                ready.attend(q, k_pages, v_pages, alibi_slopes=decoder.alibi_slopes)
+                ready.attend(q, k_pages, v_pages, **decoder.scores)
 
         return attend
 

@@ -55,7 +55,7 @@ class ModelShape:
     def of(config: ModelConfig, itemsize: int) -> ModelShape:
         """Biases and norms are left out. Windows are not known here: each layer sees all."""
         heads = config.num_q_heads + 2 * config.num_kv_heads
-        wide = 3 if config.mlp == "silu_gated" else 2
+        wide = 3 if config.gated else 2
         layer = (heads + config.num_q_heads) * config.head_dim + wide * config.intermediate_size
         return ModelShape(
             layer_parameters=config.num_layers * config.hidden_size * layer,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -31,14 +30,6 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Where a tensor is, and what it is called there."""
-
-    file: Path
-    name: str
-
-
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
 
@@ -60,18 +51,18 @@ def checkpoint_source(
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     stored = _tensor_files(directory)
-    prefix = _left_out_prefix(config, stored)
-    files = {_renamed(config, prefix + name): _Stored(file, name) for name, file in stored.items()}
+    names = _names(config, stored)
+    files = {name: stored[at] for name, at in names.items()}
     parts = {name: experts for name, experts in parts.items() if name not in files}
     shapes = _shapes_in_files(shapes, parts, files)
     _check_names(directory, config, shapes, files)
-    _check_shapes(directory, config, shapes, files)
+    _check_shapes(directory, config, shapes, files, names)
     # One file is open at a time: the pages of a shard that is done with can be dropped.
     opened = functools.lru_cache(maxsize=1)(_opened)
 
-    def read(name: str, dtype: torch.dtype) -> Tensor:
-        tensor: Tensor = opened(files[name].file).get_tensor(files[name].name)
-        return tensor.to(device=device, dtype=dtype, copy=True)  # not the mapped file itself
+    def read(name: str, kind: torch.dtype) -> Tensor:
+        tensor: Tensor = opened(files[name]).get_tensor(names[name])
+        return tensor.to(device=device, dtype=kind, copy=True)  # not the mapped file itself
 
     def source(name: str, as_dtype: torch.dtype | None = None) -> Tensor:
         kind = as_dtype or dtype
@@ -83,12 +74,7 @@ def checkpoint_source(
     return source
 
 
-def _renamed(config: ModelConfig, name: str) -> str:
-    renamed = config.tensor_names.renamed
-    return name if renamed is None else name.replace(*renamed)
-
-
-def _shapes_in_files(shapes: Shapes, parts: Parts, files: Mapping[str, _Stored]) -> Shapes:
+def _shapes_in_files(shapes: Shapes, parts: Parts, files: Mapping[str, Path]) -> Shapes:
     """With parts in place of what they make up; where files hold none of them, the whole is what is
     missing."""
     found = dict(shapes)
@@ -100,11 +86,23 @@ def _shapes_in_files(shapes: Shapes, parts: Parts, files: Mapping[str, _Stored])
     return found
 
 
-def _left_out_prefix(config: ModelConfig, files: Mapping[str, Path]) -> str:
-    """What stands before every name in a model with a head, where the file has one without."""
+def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
+    """Name of each tensor of the decoder -> what the directory calls it."""
     names = config.tensor_names
-    without = f"{names.embedding}.weight".removeprefix(names.prefix)
-    return names.prefix if without in files else ""
+    found = {
+        _renamed(name, names.renamed): name for name in stored if not name.startswith(names.beside)
+    }
+    # What stands before every name in a model with a head, where the file has one without.
+    if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
+        return {names.prefix + name: at for name, at in found.items()}
+    return found
+
+
+def _renamed(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
+    for theirs, ours in beginnings:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -158,7 +156,7 @@ def _opened(file: Path) -> safe_open:
 
 
 def _check_names(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, _Stored]
+    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path]
 ) -> None:
     missing = sorted(set(shapes) - set(files))
     if missing:
@@ -169,9 +167,7 @@ def _check_names(
     unknown = sorted(
         name
         for name in set(files) - set(shapes)
-        if not name.endswith(names.ignored)
-        and not (names.ignored_prefix and name.startswith(names.ignored_prefix))
-        and name != f"{names.head}.weight"
+        if not name.endswith(names.ignored) and name != f"{names.head}.weight"
     )
     if unknown:
         raise WeightsError(
@@ -181,13 +177,17 @@ def _check_names(
 
 
 def _check_shapes(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, _Stored]
+    directory: Path,
+    config: ModelConfig,
+    shapes: Shapes,
+    files: Mapping[str, Path],
+    names_there: Mapping[str, str],
 ) -> None:
     """And dtypes; also of a head that a tied model carries needlessly: another shape is another
     model."""
     names = config.tensor_names
     expected = {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
-    found = list(_tensors_in(files, expected))
+    found = list(_tensors_in(files, expected, names_there))
     wrong = [
         f"{name} is {list(shape)}, expected {list(expected[name])}"
         for name, shape, _ in found
@@ -204,17 +204,17 @@ def _check_shapes(
 
 
 def _tensors_in(
-    files: Mapping[str, _Stored], names: Iterable[str]
+    files: Mapping[str, Path], names: Iterable[str], names_there: Mapping[str, str]
 ) -> Iterable[tuple[str, tuple[int, ...], str]]:
     """Name, shape and dtype (safetensors' name of it) of each tensor."""
-    present = [name for name in names if name in files]
+    present = sorted((name for name in names if name in files), key=lambda name: str(files[name]))
     by_file: dict[Path, list[str]] = {}
-    for name in sorted(present, key=lambda name: str(files[name].file)):
-        by_file.setdefault(files[name].file, []).append(name)
+    for name in present:
+        by_file.setdefault(files[name], []).append(name)
     for file, held in by_file.items():
         with _opened(file) as handle:
             for name in held:
-                part = handle.get_slice(files[name].name)
+                part = handle.get_slice(names_there[name])
                 yield name, tuple(part.get_shape()), part.get_dtype()
 
 

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onestem.errors import ConfigError, RequestError
-from onestem.models.description import Alibi, Description, Learned, RopeScaling, Rotary, TensorNames
+from onestem.models.description import (
+    Alibi,
+    Description,
+    LayerRotary,
+    Learned,
+    LongRope,
+    RopeScaling,
+    Rotary,
+    TensorNames,
+    Yarn,
+)
 from onestem.models.families import FAMILIES
 from onestem.models.fields import Fields, is_integer, read_json
 from onestem.request import SamplingParams
@@ -20,10 +30,13 @@ __all__ = [
     "ARCHITECTURES",
     "Alibi",
     "GenerationDefaults",
+    "LayerRotary",
     "Learned",
+    "LongRope",
     "ModelConfig",
     "RopeScaling",
     "Rotary",
+    "Yarn",
 ]
 
 ARCHITECTURES = tuple(FAMILIES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,23 @@ from onestem.models.mlp import Activation, ExpertLayer, Mlp
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
-__all__ = ["Attend", "Decoder", "Layer", "Norm"]
+__all__ = ["Attend", "Decoder", "Layer", "Norm", "Scores"]
 
 GPU_STEP_ROWS = 8192
 
 # attend(layer, qkv, heads, angles) -> out
 #   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
 #   out [num_rows, num_q_heads, head_dim].
-# With ALiBi, `Decoder.alibi_slopes` are for the caller to add.
+# What is done to the scores is `Decoder.scores`, for the caller to hand on.
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
+
+
+class Scores(TypedDict):
+    """What attention does to scores: options of `ops.attention`."""
+
+    scale: float
+    softcap: float | None
+    alibi_slopes: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +55,31 @@ class Layer:
     """The weights of one layer.
 
     Attributes:
-        input_norm: before attention.
+        input_norm: before attention; None: it reads the residual itself.
         qkv: hidden_size -> (num_q_heads + 2 * num_kv_heads) * head_dim, in the order q, k, v.
         heads: how its result divides, and the norms over heads.
-        post_norm: before the MLP; None: it reads what attention reads.
+        post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
+            residual itself.
+        output_norm, down_norm: of what attention and what the MLP give, before it is added.
+        qk_norms: of all query heads at once, and of all key heads.
     """
 
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: Linear
     heads: Heads
     output: Linear
     post_norm: Norm | None
     mlp: Mlp | ExpertLayer
+    output_norm: Norm | None = None
+    down_norm: Norm | None = None
+    qk_norms: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
-        held = self.input_norm.tensors() + (self.post_norm.tensors() if self.post_norm else [])
+        norms = (self.input_norm, self.output_norm, self.post_norm, self.down_norm)
+        held = [tensor for norm in norms if norm is not None for tensor in norm.tensors()]
         held += [norm for norm in (self.heads.q_norm, self.heads.k_norm) if norm is not None]
+        held += self.qk_norms or ()
         return held + self.qkv.tensors() + self.output.tensors() + self.mlp.tensors()
 
 
@@ -70,7 +87,7 @@ class Decoder:
     """A decoder-only transformer whose attention is the caller's.
 
     Attributes:
-        alibi_slopes: float32 [num_q_heads], for attention; None: no biases on scores.
+        scores: what attention does to scores.
     """
 
     def __init__(
@@ -101,7 +118,13 @@ class Decoder:
         self.head = head
         self.rope = Rope(config, embedding.device)
         self.ops = ops or resolve_layers(embedding.device)
-        self.alibi_slopes = _alibi_slopes(config, embedding.device)
+        self.scores: Scores = {
+            "scale": config.score_scale or config.head_dim**-0.5,
+            "softcap": config.score_softcap,
+            "alibi_slopes": _alibi_slopes(config, embedding.device),
+        }
+        # As transformers rounds it; a Python number would stay float32 inside the product.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._add_norm = _add_norm(config, self.ops)
         self._activation = _activation(config, self.ops)
 
@@ -117,11 +140,11 @@ class Decoder:
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = add_norm(hidden, delta, layer.input_norm)
-            out = attend(index, self._qkv(layer, normed), layer.heads, angles)
-            delta = layer.output(out.flatten(1))
+            out = attend(index, self._qkv(layer, normed), layer.heads, angles[index])
+            delta = self._given(layer.output(out.flatten(1)), layer.output_norm)
             if sequential:
-                assert layer.post_norm is not None
                 delta = self.mlp(layer, add_norm(hidden, delta, layer.post_norm))
+                delta = self._given(delta, layer.down_norm)
             else:
                 beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
                 delta += self.mlp(layer, beside)
@@ -140,20 +163,39 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = F.embedding(token_ids, self.embedding)
+        if self._embedding_scale != 1:
+            hidden *= self._embedding_scale
         return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
 
     def _qkv(self, layer: Layer, normed: Tensor) -> Tensor:
         qkv, clip = layer.qkv(normed), self.config.qkv_clip
+        if layer.qk_norms is not None:
+            sizes = [len(weight) for weight in layer.qk_norms]
+            parts = qkv.split([*sizes, qkv.shape[1] - sum(sizes)], dim=1)
+            for part, weight in zip(parts, layer.qk_norms, strict=False):
+                norm = self.ops.add_rms_norm(part.contiguous(), None, weight, self.config.norm_eps)
+                part.copy_(norm)
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
     def mlp(self, layer: Layer, normed: Tensor) -> Tensor:
         """A layer's MLP or experts: [num_rows, hidden_size] -> the same."""
         return layer.mlp(normed, self._activation)
 
+    def _given(self, delta: Tensor, norm: Norm | None) -> Tensor:
+        """What a part of a layer adds to the residual."""
+        if norm is not None:
+            delta = self._add_norm(delta, None, norm)
+        scale = self.config.residual_scale
+        return delta if scale == 1 else delta.mul_(scale)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> [n, vocab_size] float32."""
-        return self.head(hidden)
+        logits, config = self.head(hidden), self.config
+        if config.logit_scale != 1:
+            logits *= config.logit_scale
+        cap = config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     @property
     def weight_bytes(self) -> int:
@@ -170,20 +212,28 @@ class Decoder:
         return self.config.kv_values_per_token * self.dtype.itemsize
 
 
-# (hidden, delta, norm) -> the norm of hidden + delta, which becomes hidden.
-AddNorm = Callable[[Tensor, Tensor | None, Norm], Tensor]
+# (hidden, delta, norm) -> the norm of hidden + delta, which becomes hidden; without one, hidden.
+AddNorm = Callable[[Tensor, Tensor | None, Norm | None], Tensor]
 
 
 def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
     eps = config.norm_eps
-    if config.norm == "rms":
-        return lambda hidden, delta, norm: ops.add_rms_norm(hidden, delta, norm.weight, eps)
-    return lambda hidden, delta, norm: add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
+
+    def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return hidden if delta is None else hidden.add_(delta)
+        if config.norm == "rms":
+            return ops.add_rms_norm(hidden, delta, norm.weight, eps)
+        return add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
+
+    return add_norm
 
 
 def _activation(config: ModelConfig, ops: LayerOps) -> Activation:
     if config.mlp == "silu_gated":
         return ops.silu_mul
+    if config.mlp == "gelu_tanh_gated":
+        return ops.gelu_mul
     kind = "tanh" if config.mlp == "gelu_tanh" else "none"
     return lambda up: F.gelu(up, approximate=kind)
 

@@ -6,8 +6,8 @@ Each module of `onestem.models.families` reads them off its family's `config.jso
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from onestem.errors import ConfigError
 
@@ -17,10 +17,13 @@ __all__ = [
     "Description",
     "ExpertNames",
     "Experts",
+    "LayerRotary",
     "Learned",
+    "LongRope",
     "RopeScaling",
     "Rotary",
     "TensorNames",
+    "Yarn",
 ]
 
 
@@ -41,12 +44,56 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071, section 3.2): pairs that turn less than `beta_slow` times within
+    `original_max_position_embeddings` are divided by `factor`, those that turn more than
+    `beta_fast` times are kept, with a ramp over the pairs between.
+
+    Attributes:
+        attention_factor: of cosines and sines (the paper's `sqrt(1/t)`).
+        truncate: the ramp begins and ends at whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753): each pair's frequency is divided by a factor of its own.
+
+    Those of `long` where the model has more positions than `original_max_position_embeddings`, else
+    those of `short`: for all prompts the same, so that prompts of any length can share KV.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+@dataclass(frozen=True)
 class Rotary:
-    """RoPE (arXiv 2104.09864) over the first `dim` dimensions of each head; the others stay."""
+    """RoPE (arXiv 2104.09864) over the first `dim` dimensions of each head; the others stay.
+
+    `interleaved`: pair i is (x[2i], x[2i + 1]); otherwise (x[i], x[i + dim / 2]).
+    """
 
     dim: int
     theta: float = 10000.0
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | Yarn | LongRope | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """RoPE that differs by layer; None: that layer's heads are not turned."""
+
+    layers: tuple[Rotary | None, ...]
 
 
 @dataclass(frozen=True)
@@ -139,13 +186,20 @@ class Description:
 
     Attributes:
         architecture: its name in `config.json`.
-        norm: RMSNorm, or LayerNorm; `norm_bias`: it has a bias.
+        norm: RMSNorm, or LayerNorm; `norm_bias`: it has a bias; `norm_offset`: what is added to
+            weights of norms as they are stored (Gemma: 1).
         block: `sequential`: the MLP reads what attention has added to. `parallel`: both read the
             same normed rows. `parallel_two_norms`: the same rows, each through a norm of its own.
-        mlp: `silu_gated`: down(silu(gate) * up). Others: down(gelu(up)), by the error function or
-            its approximation with tanh.
+        mlp: `silu_gated`: down(silu(gate) * up); `gelu_tanh_gated` likewise. Others:
+            down(gelu(up)), by the error function or its approximation with tanh.
+        embedding_scale: of tokens' embeddings; rounded to the weights' dtype.
+        residual_scale: of what attention and the MLP add.
+        score_scale: of query times key; None: `1 / sqrt(head_dim)`.
+        score_softcap, logit_softcap: x becomes `cap * tanh(x / cap)`; None: it stays.
+        logit_scale: of logits, before the softcap.
         qkv_clip: what q, k and v are clamped to, in size.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
+        qk_norm_of_all: the same over all query heads at once, and over all key heads.
         experts: in place of the MLP in some layers.
         max_position_embeddings: position ids are lower.
         sliding_windows: per layer, how many positions back a row sees, itself included
@@ -161,13 +215,20 @@ class Description:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    positions: Rotary | Alibi | Learned
+    positions: Rotary | LayerRotary | Alibi | Learned
     max_position_embeddings: int
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_bias: bool = False
+    norm_offset: float = 0.0
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
-    mlp: Literal["silu_gated", "gelu", "gelu_tanh"] = "silu_gated"
+    mlp: Literal["silu_gated", "gelu_tanh_gated", "gelu", "gelu_tanh"] = "silu_gated"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    score_scale: float | None = None
+    score_softcap: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -175,6 +236,7 @@ class Description:
     head_bias: bool = False
     qkv_clip: float | None = None
     qk_norm: bool = False
+    qk_norm_of_all: bool = False
     experts: Experts | None = None
     sliding_windows: tuple[int | None, ...]
     initializer_range: float = 0.02
@@ -187,15 +249,57 @@ class Description:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, expected an even number (RoPE pairs)")
-        if isinstance(self.positions, Rotary) and self.positions.dim % 2:
+        for rotary in self.rotaries:
+            self._check_rotary(rotary)
+        for layers in (self.sliding_windows, self.rotaries):
+            if len(layers) != self.num_layers:
+                raise ConfigError(
+                    f"layer_types gives {len(layers)} layers, expected {self.num_layers}"
+                )
+
+    def _check_rotary(self, rotary: Rotary | None) -> None:
+        if rotary is None:
+            return
+        if rotary.dim % 2:
             raise ConfigError(
-                f"partial_rotary_factor turns {self.positions.dim} of {self.head_dim} dimensions, "
+                f"partial_rotary_factor turns {rotary.dim} of {self.head_dim} dimensions, "
                 "expected an even number (RoPE pairs)"
             )
-        if len(self.sliding_windows) != self.num_layers:
-            raise ConfigError(
-                f"layer_types gives {len(self.sliding_windows)} layers, expected {self.num_layers}"
-            )
+        if isinstance(rotary.scaling, LongRope):
+            for name in ("short", "long"):
+                count = len(getattr(rotary.scaling, name))
+                if count != rotary.dim // 2:
+                    expected = f"expected {rotary.dim // 2} (RoPE pairs)"
+                    raise ConfigError(f"{name}_factor has {count} numbers, {expected}")
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """Each layer's RoPE; None: it has none."""
+        if isinstance(self.positions, LayerRotary):
+            return self.positions.layers
+        rotary = self.positions if isinstance(self.positions, Rotary) else None
+        return (rotary,) * self.num_layers
+
+    @property
+    def gated(self) -> bool:
+        """The MLP has a gate beside its upward projection."""
+        return self.mlp.endswith("_gated")
+
+    def first_layers(self, count: int) -> Self:
+        """The same with so many layers."""
+        positions = self.positions
+        if isinstance(positions, LayerRotary):
+            positions = LayerRotary(positions.layers[:count])
+        windows = self.sliding_windows[:count]
+        return replace(self, num_layers=count, sliding_windows=windows, positions=positions)
+
+    def within(self, max_model_len: int | None) -> Self:
+        """For sequences of at most so many tokens, where that makes a difference (`LongRope`)."""
+        if max_model_len is None or max_model_len >= self.max_position_embeddings:
+            return self
+        if not any(rotary and isinstance(rotary.scaling, LongRope) for rotary in self.rotaries):
+            return self
+        return replace(self, max_position_embeddings=max_model_len)
 
     @property
     def kv_values_per_token(self) -> int:
@@ -240,20 +344,23 @@ class TensorNames:
         layer: with a place for the layer's index; the names below it go behind.
         qkv: three projections, or one that holds them all.
         up: gate and up, or up alone.
-        post_norm: before the MLP; None: it reads what attention reads.
+        input_norm: before attention; None: it reads the residual itself.
+        post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
+            residual itself.
+        output_norm, down_norm: of what attention and what the MLP give, before it is added.
         positions: of learned positions.
         prefix: a checkpoint of the model without its head leaves it out everywhere.
+        renamed: (beginning of a name in some checkpoints, what it is here).
         transposed: weights of linear layers are `[in_features, out_features]`.
         grouped: rows of the one projection stand by KV head: its query heads, its k, its v;
             otherwise all q, all k, all v.
         ignored: ends of names of buffers that follow from the configuration.
-        ignored_prefix: begins names of what this decoder has no use for.
-        renamed: what a part of a name may be called in files, and what it is called here.
+        beside: beginnings of names of parts that are not computed, as an image encoder's.
     """
 
     embedding: str
     layer: str
-    input_norm: str
+    input_norm: str | None
     qkv: tuple[str, ...]
     output: str
     post_norm: str | None
@@ -262,11 +369,13 @@ class TensorNames:
     norm: str
     prefix: str
     head: str = "lm_head"
+    output_norm: str | None = None
+    down_norm: str | None = None
     qk_norm: tuple[str, ...] = ()
     positions: str | None = None
     transposed: bool = False
     grouped: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    ignored_prefix: str | None = None
-    renamed: tuple[str, str] | None = None
     experts: ExpertNames | None = None
+    beside: tuple[str, ...] = ()

@@ -66,6 +66,14 @@ class Fields:
             raise self.wrong(name, "a positive number")
         return value
 
+    def positive_numbers(self, name: str) -> tuple[float, ...]:
+        """A list of them."""
+        values = self.values.get(name)
+        if not isinstance(values, list) or not values:
+            raise self.wrong(name, "a list of positive numbers")
+        item = {f"{name}[{i}]": value for i, value in enumerate(values)}
+        return tuple(Fields(item, self.source).number(key) for key in item)
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
         if value is None:

@@ -1,8 +1,9 @@
 """Rotary position embedding in the half-split layout: pair i of a head is (x[i], x[i + d/2]).
 
 A head that turns in part, or not at all, turns its other pairs by an angle of zero, so that one
-operation serves all families. For that the pairs of a partial rotation are brought half a head
-apart when weights are read (`rotary_order`); scores do not depend on the order of dimensions.
+operation serves all families. For that the pairs of a partial or interleaved rotation are brought
+half a head apart when weights are read (`rotary_order`); scores do not depend on the order of
+dimensions.
 """
 
 from __future__ import annotations
@@ -12,36 +13,49 @@ import math
 import torch
 from torch import Tensor
 
-from onestem.models.description import Description, RopeScaling, Rotary
+from onestem.models.description import Description, LongRope, RopeScaling, Rotary, Yarn
 from onestem.ops import Angles
 
-__all__ = ["Rope", "inverse_frequencies", "rotary_order"]
+__all__ = ["Rope", "rotary_order"]
 
 
-def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
-    """Which dimension of a checkpoint's head stands at each place: pair i of the `rotary_dim` that
-    turn, (x[i], x[i + rotary_dim / 2]) there, comes to (x[i], x[i + head_dim / 2])."""
-    turned, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    first, second = range(turned), range(turned, rotary_dim)
-    rest = range(rotary_dim, head_dim)
+def rotary_order(head_dim: int, rotary: Rotary | None) -> list[int]:
+    """Which dimension of a checkpoint's head stands at each place: pair i of those that turn comes
+    to (x[i], x[i + head_dim / 2])."""
+    if rotary is None:
+        return list(range(head_dim))
+    dim = rotary.dim
+    first, second = range(dim // 2), range(dim // 2, dim)
+    if rotary.interleaved:
+        first, second = range(0, dim, 2), range(1, dim, 2)
+    rest, still = range(dim, head_dim), (head_dim - dim) // 2
     return [*first, *rest[:still], *second, *rest[still:]]
 
 
-def inverse_frequencies(config: Description) -> Tensor:
+def _inverse_frequencies(config: Description, rotary: Rotary | None) -> Tensor:
     """Angle per position of each pair: [head_dim / 2] float32, on the CPU; 0: it stays."""
     frequencies = torch.zeros(config.head_dim // 2)
-    if isinstance(config.positions, Rotary):
-        frequencies[: config.positions.dim // 2] = _turning_frequencies(config.positions)
+    if rotary is not None:
+        turning = _turning_frequencies(rotary, config.max_position_embeddings)
+        frequencies[: rotary.dim // 2] = turning
     return frequencies
 
 
-def _turning_frequencies(rotary: Rotary) -> Tensor:
+def _turning_frequencies(rotary: Rotary, max_positions: int) -> Tensor:
     """[rotary.dim / 2] float32."""
     exponents = torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim
-    frequencies = 1.0 / (rotary.theta**exponents)
+    powers = rotary.theta**exponents
+    frequencies = 1.0 / powers
     scaling = rotary.scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LongRope):
+        long = max_positions > scaling.original_max_position_embeddings
+        factors = torch.tensor(scaling.long if long else scaling.short, dtype=torch.float32)
+        return 1.0 / (factors * powers)
+    if isinstance(scaling, Yarn):
+        kept = _kept_by_yarn(rotary, scaling)
+        return 1.0 / (scaling.factor * powers) * (1 - kept) + frequencies * kept
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     return _llama3_frequencies(frequencies, scaling)
@@ -56,17 +70,50 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
+def _kept_by_yarn(rotary: Rotary, scaling: Yarn) -> Tensor:
+    """How much of each frequency is not divided: [rotary.dim / 2], from 1 down to 0."""
+
+    def pair_that_turns(times: float) -> float:
+        """Within the positions of training; between pairs it is a fraction."""
+        turn = scaling.original_max_position_embeddings / (times * 2 * math.pi)
+        return rotary.dim * math.log(turn) / (2 * math.log(rotary.theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.dim - 1)
+    width = high - low or 0.001
+    pairs = torch.arange(rotary.dim // 2, dtype=torch.float32)
+    return 1 - ((pairs - low) / width).clamp(0.0, 1.0)
+
+
+def _attention_factor(rotary: Rotary | None) -> float:
+    scaling = rotary and rotary.scaling
+    return scaling.attention_factor if isinstance(scaling, Yarn | LongRope) else 1.0
+
+
 class Rope:
-    """Angles of a step's positions, computed once and used by every layer.
+    """Angles of a step's positions, computed once for each kind of RoPE that the layers have.
 
     They are computed rather than gathered from a table: a step needs a few thousand cosines, and a
     table for 131,072 positions would take 128 MiB.
     """
 
     def __init__(self, config: Description, device: torch.device) -> None:
-        self.frequencies = inverse_frequencies(config).to(device)  # [head_dim / 2] float32
+        kinds = dict.fromkeys(config.rotaries)
+        # float32 [head_dim / 2], and what cosines and sines are multiplied by
+        self._kinds = [
+            (_inverse_frequencies(config, kind).to(device), _attention_factor(kind))
+            for kind in kinds
+        ]
+        self._kind_of = [list(kinds).index(rotary) for rotary in config.rotaries]
 
-    def angles(self, positions: Tensor) -> Angles:
-        """Of positions `[num_rows]` int64."""
-        angle = positions.to(torch.float32)[:, None] * self.frequencies
-        return Angles(angle.cos(), angle.sin())
+    def angles(self, positions: Tensor) -> list[Angles]:
+        """Of positions `[num_rows]` int64, for each layer."""
+        column = positions.to(torch.float32)[:, None]
+        kinds = []
+        for frequencies, factor in self._kinds:
+            angle = column * frequencies
+            cos, sin = angle.cos(), angle.sin()
+            kinds.append(Angles(cos, sin) if factor == 1 else Angles(cos * factor, sin * factor))
+        return [kinds[kind] for kind in self._kind_of]

@@ -104,9 +104,9 @@ _Modules = list[tuple[str, int, int, bool]]
 
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     names, hidden = config.tensor_names, config.hidden_size
-    shapes = _norm_shapes(config, names.input_norm)
-    if names.post_norm is not None:
-        shapes |= _norm_shapes(config, names.post_norm)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for norm in (names.input_norm, names.output_norm, names.post_norm, names.down_norm):
+        shapes |= {} if norm is None else _norm_shapes(config, norm)
     linears = [
         *((name, rows, hidden, config.qkv_bias) for name, rows in _qkv_rows(config).items()),
         (names.output, hidden, config.num_q_heads * config.head_dim, config.o_bias),
@@ -117,13 +117,17 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         linears += _beside_experts(experts, their, hidden)
     else:
         inner = config.intermediate_size
-        linears += [(name, inner, hidden, config.mlp_bias) for name in names.up]
+        up = inner * (1 + config.gated) // len(names.up)
+        linears += [(name, up, hidden, config.mlp_bias) for name in names.up]
         linears += [(names.down, hidden, inner, config.mlp_bias)]
     for name, rows, columns, bias in linears:
         shapes[f"{name}.weight"] = (columns, rows) if names.transposed else (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    return shapes | {f"{name}.weight": (config.head_dim,) for name in names.qk_norm}
+    heads = (config.num_q_heads, config.num_kv_heads) if config.qk_norm_of_all else (1, 1)
+    for name, count in zip(names.qk_norm, heads, strict=False):
+        shapes[f"{name}.weight"] = (count * config.head_dim,)
+    return shapes
 
 
 def _experts_of(config: ModelConfig) -> tuple[Experts, ExpertNames]:
@@ -196,7 +200,6 @@ class _Builder:
         self.device = device
         # As `resolve_layers`: without Triton everything runs in PyTorch.
         self.on_gpu = device.type == "cuda" and find_spec("triton") is not None
-        self.qkv_order = qkv_order(config)
 
     def decoder(self, num_parameters: int) -> Decoder:
         config, names, source = self.config, self.names, self.source
@@ -216,18 +219,20 @@ class _Builder:
 
     def layer(self, index: int) -> Layer:
         config, names = self.config, self.names
-        at = names.layer.format(index)
-        turned = head_order(config)
-        norms = [_ordered(self.source(f"{at}{name}.weight"), turned) for name in names.qk_norm]
-        q_norm, k_norm = norms or (None, None)
+        at, order = names.layer.format(index), qkv_order(config, index)
+        norms = self.qk_norms(at, config.rotaries[index])
+        q_norm, k_norm = (None, None) if config.qk_norm_of_all or norms is None else norms
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
         return Layer(
-            input_norm=self.norm(at + names.input_norm),
-            qkv=self.linear(at, names.qkv, config.qkv_bias, self.qkv_order),
+            input_norm=self.layer_norm(at, names.input_norm),
+            qkv=self.linear(at, names.qkv, config.qkv_bias, order),
             heads=Heads(*sizes, q_norm, k_norm, config.norm_eps),
             output=self.linear(at, (names.output,), config.o_bias),
-            post_norm=None if names.post_norm is None else self.norm(at + names.post_norm),
+            post_norm=self.layer_norm(at, names.post_norm),
             mlp=self.experts(at) if config.has_experts(index) else self.mlp(at),
+            output_norm=self.layer_norm(at, names.output_norm),
+            down_norm=self.layer_norm(at, names.down_norm),
+            qk_norms=norms if config.qk_norm_of_all else None,
         )
 
     def mlp(self, at: str) -> Mlp:
@@ -269,9 +274,26 @@ class _Builder:
         ]
         return SortedBlocks(blocks, resolve_layers(self.device).silu_mul)
 
+    def qk_norms(self, at: str, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
+        """Weights of the norms over q and k, in the order of a head's dimensions here."""
+        if not self.names.qk_norm:
+            return None
+        order = torch.tensor(rotary_order(self.config.head_dim, rotary))
+        size = self.config.head_dim
+        q, k = (self.norm_weight(f"{at}{name}").view(-1, size) for name in self.names.qk_norm)
+        return q[:, order.to(q.device)].flatten(), k[:, order.to(k.device)].flatten()
+
+    def layer_norm(self, at: str, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(at + name)
+
     def norm(self, name: str) -> Norm:
         bias = self.source(f"{name}.bias") if self.config.norm_bias else None
-        return Norm(self.source(f"{name}.weight"), bias)
+        return Norm(self.norm_weight(name), bias)
+
+    def norm_weight(self, name: str) -> Tensor:
+        """With the offset in float32: 16 bits would lose most of what is stored."""
+        weight, offset = self.source(f"{name}.weight"), self.config.norm_offset
+        return weight.float() + offset if offset else weight
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
@@ -285,7 +307,7 @@ class _Builder:
         return Linear(_ordered(_concatenated(weights), order), joined, self.layout)
 
 
-def qkv_order(config: ModelConfig) -> list[int] | None:
+def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     """Which row of a checkpoint's projection stands at each place of the decoder's, whose heads
     are all q, all k, all v and whose pairs are half a head apart. None: they stand so."""
     num_q, num_kv, size = config.num_q_heads, config.num_kv_heads, config.head_dim
@@ -296,16 +318,10 @@ def qkv_order(config: ModelConfig) -> list[int] | None:
         heads = [h // group * line + h % group for h in range(num_q)]
         heads += [h * line + group + part for part in (0, 1) for h in range(num_kv)]
     plain = list(range(size))
-    turned = head_order(config)
+    turned = rotary_order(size, config.rotaries[layer])
     within = [turned] * (num_q + num_kv) + [plain] * num_kv
     order = [h * size + i for h, places in zip(heads, within, strict=True) for i in places]
     return None if order == list(range(len(order))) else order
-
-
-def head_order(config: ModelConfig) -> list[int]:
-    """The same within a head of q or k."""
-    rotary, size = config.positions, config.head_dim
-    return rotary_order(size, rotary.dim) if isinstance(rotary, Rotary) else list(range(size))
 
 
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
@@ -324,7 +340,7 @@ def _random_source(
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=kind, device=device)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=kind, device=device)
+            return torch.full(shape, 1 - config.norm_offset, dtype=kind, device=device)
         generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
         empty = torch.empty(shape, dtype=kind, device=device)
         return empty.normal_(0.0, config.initializer_range, generator=generator)

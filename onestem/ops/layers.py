@@ -32,7 +32,7 @@ class Heads:
 
     Attributes:
         q_norm, k_norm: `[head_dim]`, weights of an RMSNorm over each head before the rotation
-            (Qwen3), or None.
+            (Qwen3), of the rows' dtype or float32; or None.
         eps: of those norms.
     """
 
@@ -54,7 +54,7 @@ class LayerOps(Protocol):
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
         """Add `delta` to `hidden` `[n, hidden_size]` in place (rounded to its dtype); give
-        `RMSNorm(hidden) * weight`, `[n, hidden_size]`."""
+        `RMSNorm(hidden) * weight`, `[n, hidden_size]`. `weight`: of the same dtype, or float32."""
         ...
 
     def rope_write(
@@ -75,6 +75,10 @@ class LayerOps(Protocol):
         """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""
         ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """The same with GELU, in its approximation with tanh."""
+        ...
+
 
 @dataclass(frozen=True)
 class TorchLayers:
@@ -87,7 +91,7 @@ class TorchLayers:
     ) -> Tensor:
         if delta is not None:
             hidden += delta
-        return F.rms_norm(hidden, weight.shape, weight, eps)
+        return _rms_norm(hidden, weight, eps)
 
     def rope_write(
         self,
@@ -116,9 +120,12 @@ class TorchLayers:
         )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        check_halves("the width of gate and up", gate_up.shape[-1])
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = _halves(gate_up)
         return F.silu(gate).mul_(up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = _halves(gate_up)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def check_halves(name: str, size: int) -> None:
@@ -138,8 +145,18 @@ def add_layer_norm(
     return F.layer_norm(hidden, weight.shape, weight, bias, eps)
 
 
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    check_halves("the width of gate and up", gate_up.shape[-1])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up
+
+
 def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
+    return x if weight is None else _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def _rotate(x: Tensor, angles: Angles) -> Tensor:

@@ -61,7 +61,10 @@ def dense_attend(
         assert k.shape == v.shape == (copies * rows, config.num_kv_heads, config.head_dim)
         queries, keys, values = (x.float().unflatten(0, (copies, rows)) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
-        scores = torch.einsum("crhd,ckhd->chrk", queries, keys) * config.head_dim**-0.5
+        scale = config.score_scale or config.head_dim**-0.5
+        scores = torch.einsum("crhd,ckhd->chrk", queries, keys) * scale
+        if config.score_softcap is not None:
+            scores = config.score_softcap * torch.tanh(scores / config.score_softcap)
         scores += biases
         weights = scores.masked_fill(~mask_of(layer), float("-inf")).softmax(dim=-1)
         return torch.einsum("chrk,ckhd->crhd", weights, values).flatten(0, 1).to(q.dtype)

@@ -164,8 +164,7 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
         ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
-        ({"rope_scaling": {"rope_type": "longrope"}}, ["longrope", "linear"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, ["ntk", "yarn", "shared"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
@@ -200,6 +199,19 @@ def test_what_is_not_computed_is_refused(
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
             ["high_freq_factor"],
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["short_factor", "missing"]),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1, 0], "long_factor": [1, 1]}},
+            ["short_factor[1] is 0", "positive"],
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1, 1], "long_factor": [1]}},
+            ["short_factor has 2 numbers", "expected 8"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}},
+            ["beta_fast", "more than beta_slow"],
         ),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"rope_theta": math.nan}, ["rope_theta", "nan", "finite"]),

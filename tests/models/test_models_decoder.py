@@ -208,7 +208,7 @@ def test_rotation_depends_on_distance_alone(decoder: Decoder) -> None:
     qkv = torch.randn(1, 3 * config.head_dim, generator=torch.Generator().manual_seed(0))
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
-        angles = [rope.angles(torch.tensor([p])) for p in (q_position, k_position)]
+        angles = [rope.angles(torch.tensor([p]))[0] for p in (q_position, k_position)]
         (q, _, _), (_, k, _) = (TorchLayers().rotated(qkv, heads, a) for a in angles)
         return (q * k).sum()
 

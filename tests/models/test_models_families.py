@@ -118,7 +118,7 @@ def test_mpt_phi_and_gpt2(tmp_path: Path) -> None:
             {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
             ["num_ln_in_parallel_attn", "3", "1, 2"],
         ),
-        (FALCON, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["yarn", "linear"]),
+        (FALCON, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "linear"]),
         (FALCON, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "1.0"]),
         (MPT, {"no_bias": False}, ["no_bias", "False", "True"]),
         (MPT, {"norm_type": "rmsnorm"}, ["norm_type", "rmsnorm", "low_precision_layernorm"]),

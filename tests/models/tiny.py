@@ -134,6 +134,31 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 20,
+    "tie_word_embeddings": True,
+}
+_SPECS |= {
+    "gemma2": (
+        "Gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 6.0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            **_GEMMA,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+}
+
 # Those whose configurations share no names with `_BASE`: (architecture, all of it).
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("Falcon", _FALCON),
@@ -221,7 +246,8 @@ def _model(family: str, seed: int) -> Any:
     else:
         architecture, changes = _SPECS[family]
         fields = {**_BASE, **changes}
-    config = getattr(transformers, f"{architecture}Config")(**fields)
+    text = "Text" if architecture == "Gemma3" else ""
+    config = getattr(transformers, f"{architecture}{text}Config")(**fields)
     suffix = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -238,6 +264,10 @@ def _scale(model: Any, seed: int) -> None:
             parameter.normal_(0.0, 0.1, generator=generator)
         elif "norm" in last or last.startswith("ln_"):
             parameter.uniform_(0.7, 1.3, generator=generator)
+            if type(model).__name__.startswith("Gemma"):
+                # Against a residual of scaled embeddings; weights of norms are stored minus one.
+                parameter *= 4.0 if last.startswith("post_") else 1.0
+                parameter -= 1.0
         elif last in _FUSED:
             parameter.normal_(0.0, 1.0, generator=generator)
             rows = _fused_deviations(model.config)

@@ -11,7 +11,6 @@ of prompts and spare rows want none, and the graphs hold no logits of their own.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,8 +216,7 @@ class GraphRunner(Runner):
         return self.decoder.forward(ids, positions, self._fixed_attend(slots))
 
     def _fixed_attend(self, slots: Tensor) -> Attend:
-        ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
-        scores = Scores(1 / math.sqrt(self.decoder.config.head_dim), alibi_slopes=slopes)
+        ops, scores = self.decoder.ops, Scores(**self.decoder.scores)
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             k_pages, v_pages = self.pages[layer]

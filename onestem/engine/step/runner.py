@@ -105,7 +105,7 @@ class Runner:
 
     def _attend(self, prepared: Prepared, slots: Tensor, rows: int) -> Attend:
         """Of the first `rows`; the others see nothing, and what stands there is not read."""
-        ops, slopes = self.decoder.ops, self.decoder.alibi_slopes
+        ops, scores = self.decoder.ops, self.decoder.scores
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             k_pages, v_pages = self.pages[layer]
@@ -113,7 +113,7 @@ class Runner:
             if not prepared:
                 return q
             plan = prepared[self.windows[layer]]
-            out = plan.attend(q[:rows], k_pages, v_pages, alibi_slopes=slopes).out.to(q.dtype)
+            out = plan.attend(q[:rows], k_pages, v_pages, **scores).out.to(q.dtype)
             if rows == len(q):
                 return out
             q[:rows] = out

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description, TensorNames
-from onestem.models.families import experts, falcon, gpt2, llama, mpt, phi
+from onestem.models.families import experts, falcon, gemma, gpt2, llama, mpt, phi
 from onestem.models.fields import Fields
 
 __all__ = ["FAMILIES", "Family"]
@@ -32,6 +32,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names),
     "Qwen3MoeForCausalLM": Family(experts.read_qwen, experts.names),
     "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names),
+    "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names),
+    "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names),
+    "Gemma3ForConditionalGeneration": Family(gemma.read_gemma3, gemma.names),
     "FalconForCausalLM": Family(falcon.read, falcon.names),
     "MptForCausalLM": Family(mpt.read, mpt.names),
     "MPTForCausalLM": Family(mpt.read, mpt.names),

@@ -152,10 +152,11 @@ _NAMES = {
 def names(description: Description) -> TensorNames:
     glm = description.architecture == "Glm4MoeForCausalLM"
     mixtral = description.architecture == "MixtralForCausalLM"
+    layers = [f"model.layers.{layer}." for layer in range(description.num_layers)]
     return dataclasses.replace(
         llama.names(description),
         experts=_NAMES[description.architecture],
         # What predicts the tokens after the next one stands as a layer more.
-        ignored_prefix=f"model.layers.{description.num_layers}." if glm else None,
-        renamed=("block_sparse_moe.", "mlp.") if mixtral else None,
+        beside=(f"model.layers.{description.num_layers}.",) if glm else (),
+        renamed=tuple((f"{at}block_sparse_moe.", f"{at}mlp.") for at in layers if mixtral),
     )

@@ -1,13 +1,24 @@
-"""Fields that several families have: RoPE and activations."""
+"""Fields that several families have: RoPE, windows, activations, and where an image model's text
+part stands."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from onestem.models.description import RopeScaling, Rotary
+from onestem.models.description import LongRope, RopeScaling, Rotary, Yarn
 from onestem.models.fields import Fields
 
-__all__ = ["gelu", "rotary"]
+__all__ = [
+    "IMAGE_MODEL",
+    "gelu",
+    "layer_windows",
+    "max_positions",
+    "nested_rotary",
+    "rotary",
+    "text_fields",
+]
 
 _GELU: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu": "gelu",
@@ -30,7 +41,6 @@ def rotary(
     head_dim: int,
     max_position_embeddings: int,
     factor: float | None = None,
-    *,
     theta: float = 10000.0,
 ) -> Rotary:
     """RoPE from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
@@ -42,6 +52,30 @@ def rotary(
     rope = Fields(fields.mapping(name), f"{fields.source}: {name}")
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise fields.unsupported(name, "one kind of RoPE for all layers")
+    return _rotary(fields, rope, head_dim, max_position_embeddings, factor, theta)
+
+
+def nested_rotary(
+    fields: Fields, kind: str, head_dim: int, max_position_embeddings: int
+) -> Rotary | None:
+    """RoPE of one kind of layers (`full_attention`), where `rope_parameters` says it for each."""
+    rope = fields.mapping("rope_parameters").get(kind)
+    if not isinstance(rope, dict):
+        return None
+    rope = Fields(rope, f"{fields.source}: rope_parameters: {kind}")
+    if rope.values.get("rope_theta") is None:
+        raise rope.wrong("rope_theta", "a positive number")
+    return _rotary(fields, rope, head_dim, max_position_embeddings, None, 10000.0)
+
+
+def _rotary(
+    fields: Fields,
+    rope: Fields,
+    head_dim: int,
+    max_position_embeddings: int,
+    factor: float | None,
+    theta: float,
+) -> Rotary:
     if factor is None:
         fields.refuse_others(partial_rotary_factor=1.0)
         rope.refuse_others(partial_rotary_factor=1.0)
@@ -50,12 +84,28 @@ def rotary(
     if share > 1:
         raise fields.wrong("partial_rotary_factor", "at most 1")
     theta = rope.number("rope_theta", fields.number("rope_theta", theta))
-    trained = fields.optional_integer("original_max_position_embeddings")
-    scaling = _rope_scaling(rope, trained or max_position_embeddings)
+    scaling = _rope_scaling(rope, _trained_positions(fields, rope, max_position_embeddings), fields)
     return Rotary(int(head_dim * share), theta, scaling)
 
 
-def _rope_scaling(rope: Fields, trained_positions: int) -> RopeScaling | None:
+def max_positions(rotary: Rotary, max_position_embeddings: int) -> int:
+    """Those that a sequence may have: files that ask for YaRN may still give the number before."""
+    if not isinstance(rotary.scaling, Yarn):
+        return max_position_embeddings
+    yarn = rotary.scaling
+    return max(max_position_embeddings, int(yarn.factor * yarn.original_max_position_embeddings))
+
+
+def _trained_positions(fields: Fields, rope: Fields, max_position_embeddings: int) -> int:
+    """Without scaling. Phi-3 has it outside of `rope_scaling`, and there it counts first."""
+    name = "original_max_position_embeddings"
+    given = fields if fields.values.get(name) is not None else rope
+    return given.positive(name, max_position_embeddings)
+
+
+def _rope_scaling(
+    rope: Fields, trained_positions: int, fields: Fields
+) -> RopeScaling | Yarn | LongRope | None:
     # `type` is the name that files older than Llama 3.1 give it.
     name = "rope_type" if rope.values.get("rope_type") is not None else "type"
     kind = rope.values.get(name, "default")
@@ -65,7 +115,51 @@ def _rope_scaling(rope: Fields, trained_positions: int) -> RopeScaling | None:
         return RopeScaling("linear", rope.number("factor"))
     if kind == "llama3":
         return _llama3_scaling(rope, trained_positions)
-    raise rope.unsupported(name, "default, linear, llama3")
+    stretch = fields.positive("max_position_embeddings", trained_positions) / trained_positions
+    if kind == "yarn":
+        return _yarn(rope, trained_positions, stretch)
+    if kind in ("longrope", "su"):  # `su` in the first files of Phi-3
+        return _longrope(rope, trained_positions, stretch)
+    raise rope.unsupported(
+        name,
+        "default, linear, llama3, yarn, longrope: others turn by angles that depend on the "
+        "prompt's length, so its KV could not be shared",
+    )
+
+
+def _yarn(rope: Fields, trained_positions: int, stretch: float) -> Yarn:
+    factor = rope.number("factor", stretch)
+    mscale, of_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    inferred = _yarn_factor(factor)
+    if mscale and of_all:
+        inferred = _yarn_factor(factor, mscale) / _yarn_factor(factor, of_all)
+    yarn = Yarn(
+        factor=factor,
+        original_max_position_embeddings=trained_positions,
+        attention_factor=rope.number("attention_factor", inferred),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+    )
+    if yarn.beta_fast <= yarn.beta_slow:
+        raise rope.wrong("beta_fast", f"more than beta_slow ({yarn.beta_slow})")
+    return yarn
+
+
+def _yarn_factor(factor: float, scale: float = 1.0) -> float:
+    """arXiv 2309.00071, eq. 22."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(rope: Fields, trained_positions: int, stretch: float) -> LongRope:
+    factor = rope.number("factor", stretch)
+    inferred = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
+    return LongRope(
+        short=rope.positive_numbers("short_factor"),
+        long=rope.positive_numbers("long_factor"),
+        original_max_position_embeddings=trained_positions,
+        attention_factor=rope.number("attention_factor", inferred),
+    )
 
 
 def _llama3_scaling(rope: Fields, trained_positions: int) -> RopeScaling:
@@ -82,3 +176,40 @@ def _llama3_scaling(rope: Fields, trained_positions: int) -> RopeScaling:
         low = scaling.low_freq_factor
         raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({low})")
     return scaling
+
+
+def layer_windows(
+    fields: Fields, window: int | None, default: Sequence[str]
+) -> tuple[int | None, ...]:
+    """Each layer's window by `layer_types`; `default`: where the file does not give them."""
+    types = fields.values.get("layer_types")
+    types = list(default) if types is None else types
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or not all(kind in kinds for kind in types):
+        raise fields.unsupported("layer_types", f"a list of {' and '.join(kinds)}")
+    if window is None and "sliding_attention" in types:
+        raise fields.wrong("sliding_window", "a positive integer, as layer_types needs it")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Of the text part of a model that also reads images; the others' own fields."""
+    if "text_config" not in fields.values:
+        return fields
+    return Fields(fields.mapping("text_config"), f"{fields.source}: text_config")
+
+
+# Names of the text part where images are read too, in old and new files, and of the other parts.
+IMAGE_MODEL: dict[str, Any] = {
+    "renamed": (
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    "beside": (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+}

@@ -10,14 +10,15 @@ from torch import Tensor
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads, check_halves
+from onestem.ops.layers import Angles, Heads, TorchLayers, check_halves
 
 __all__ = ["CpuLayers"]
 
 
 @dataclass(frozen=True)
 class CpuLayers:
-    """C++ implementation of `LayerOps`, with as many threads as torch uses.
+    """C++ implementation of `LayerOps`, with as many threads as torch uses. PyTorch has the
+    GELU, and norms whose weights are float32 beside 16-bit rows.
 
     Args:
         isa: instruction set, by default the one in use.
@@ -30,6 +31,8 @@ class CpuLayers:
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
         """See `LayerOps`."""
+        if _is_wider(weight, hidden):
+            return TorchLayers().add_rms_norm(hidden, delta, weight, eps)
         rows, width = hidden.shape
         out = torch.empty_like(hidden)
         _check_same(hidden, out if delta is None else delta, hidden.shape)
@@ -59,6 +62,8 @@ class CpuLayers:
     ) -> Tensor:
         """See `LayerOps`."""
         rows, head_dim = len(qkv), heads.head_dim
+        if heads.q_norm is not None and _is_wider(heads.q_norm, qkv):
+            return TorchLayers().rope_write(qkv, heads, angles, slots, k_pages, v_pages)
         _check_rope(qkv, heads, angles, slots, k_pages, v_pages)
         q = torch.empty(rows, heads.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         written = native().rope_write(
@@ -104,8 +109,16 @@ class CpuLayers:
         )
         return out
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        return TorchLayers().gelu_mul(gate_up)
+
     def _isa(self) -> str:
         return chosen_isa() if self.isa is None else checked_isa(self.isa)
+
+
+def _is_wider(weight: Tensor, rows: Tensor) -> bool:
+    return weight.dtype == torch.float32 and rows.dtype != torch.float32
 
 
 def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:

@@ -115,13 +115,18 @@ def _rope_write(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+def _gate_mul(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * size + at, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    if GELU:
+        # (1 + tanh(x)) / 2 == 1 / (1 + exp(-2x)), with x as in the approximation
+        power = tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        power = tl.exp(-gate)
+    value = gate / (1.0 + power) * up
     tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -192,11 +197,18 @@ class TritonLayers:
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        check_halves("the width of gate and up", gate_up.shape[1])
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-        if rows:
-            _silu_mul[(rows, triton.cdiv(size, _GATE_BLOCK))](
-                gate_up, out, size, BLOCK=_GATE_BLOCK, num_warps=4
-            )
-        return out
+        return _gated(gate_up, gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    check_halves("the width of gate and up", gate_up.shape[1])
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _gate_mul[(rows, triton.cdiv(size, _GATE_BLOCK))](
+            gate_up, out, size, GELU=gelu, BLOCK=_GATE_BLOCK, num_warps=4
+        )
+    return out

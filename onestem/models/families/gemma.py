@@ -1,0 +1,123 @@
+"""Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786), of which the text part: a norm before
+and after attention and MLP, windows in most layers, softcaps (2), a RoPE base for layers with a
+window and one for those without (3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onestem.models.description import Description, LayerRotary, Rotary, TensorNames
+from onestem.models.families import llama
+from onestem.models.families.shared import (
+    IMAGE_MODEL,
+    layer_windows,
+    max_positions,
+    nested_rotary,
+    rotary,
+    text_fields,
+)
+from onestem.models.fields import Fields
+
+__all__ = ["names", "read_gemma2", "read_gemma3"]
+
+
+def read_gemma2(fields: Fields, architecture: str) -> Description:
+    """Softcaps are there unless the file says null."""
+    common = _read(fields, architecture, vocab_size=256000, max_position_embeddings=8192, every=2)
+    positions = rotary(fields, common.head_dim, common.max_position_embeddings)
+    return replace(
+        common,
+        positions=positions,
+        max_position_embeddings=max_positions(positions, common.max_position_embeddings),
+        score_softcap=_softcap(fields, "attn_logit_softcapping", 50.0),
+        logit_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def read_gemma3(fields: Fields, architecture: str) -> Description:
+    fields = text_fields(fields)
+    if fields.values.get("attn_logit_softcapping") is not None:
+        # transformers reads it and does not apply it.
+        raise fields.unsupported("attn_logit_softcapping", "None, as in all of Gemma 3")
+    every = fields.positive("sliding_window_pattern", 6)
+    common = _read(
+        fields, architecture, vocab_size=262208, max_position_embeddings=131072, every=every
+    )
+    full, windowed = _rotaries(fields, common.head_dim, common.max_position_embeddings)
+    by_layer = tuple(full if window is None else windowed for window in common.sliding_windows)
+    return replace(
+        common,
+        positions=LayerRotary(by_layer),
+        max_position_embeddings=max_positions(full, common.max_position_embeddings),
+        logit_softcap=_softcap(fields, "final_logit_softcapping", None),
+        qk_norm=True,
+    )
+
+
+def names(description: Description) -> TensorNames:
+    of_llama = replace(
+        llama.names(description),
+        output_norm="post_attention_layernorm",
+        post_norm="pre_feedforward_layernorm",
+        down_norm="post_feedforward_layernorm",
+    )
+    if description.architecture == "Gemma3ForConditionalGeneration":
+        return replace(of_llama, **IMAGE_MODEL)
+    return of_llama
+
+
+def _read(
+    fields: Fields,
+    architecture: str,
+    *,
+    vocab_size: int,
+    max_position_embeddings: int,
+    every: int,
+) -> Description:
+    """With defaults, since the published files of the larger Gemma 3 leave out what equals one;
+    `every`: which layers see all, where the file does not say."""
+    fields.refuse_others(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    hidden_size = fields.positive("hidden_size", 2304)
+    num_layers = fields.positive("num_hidden_layers", 26)
+    head_dim = fields.positive("head_dim", 256)
+    kinds = ["sliding_attention"] * num_layers
+    kinds[every - 1 :: every] = ["full_attention"] * (num_layers // every)
+    bias = fields.boolean("attention_bias", False)
+    return Description(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size", vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size", 9216),
+        num_layers=num_layers,
+        num_q_heads=fields.positive("num_attention_heads", 8),
+        num_kv_heads=fields.positive("num_key_value_heads", 4),
+        head_dim=head_dim,
+        positions=Rotary(head_dim),
+        max_position_embeddings=fields.positive("max_position_embeddings", max_position_embeddings),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_offset=1.0,
+        mlp="gelu_tanh_gated",
+        embedding_scale=hidden_size**0.5,
+        score_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        tie_embeddings=fields.boolean("tie_word_embeddings", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        sliding_windows=layer_windows(fields, fields.positive("sliding_window", 4096), kinds),
+        initializer_range=fields.number("initializer_range", 0.02),
+    )
+
+
+def _rotaries(fields: Fields, head_dim: int, max_positions: int) -> tuple[Rotary, Rotary]:
+    """Of layers that see all, and of those with a window, which nothing stretches."""
+    full = nested_rotary(fields, "full_attention", head_dim, max_positions)
+    windowed = nested_rotary(fields, "sliding_attention", head_dim, max_positions)
+    if full is not None and windowed is not None:
+        return full, windowed
+    full = rotary(fields, head_dim, max_positions, theta=1e6)
+    return full, Rotary(head_dim, fields.number("rope_local_base_freq", 10000.0))
+
+
+def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    if name in fields.values and fields.values[name] is None:
+        return None
+    return default if name not in fields.values else fields.number(name)
