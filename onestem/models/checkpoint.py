@@ -35,6 +35,7 @@ NAMES_SHOWN = 4
 
 # Of weights as they are stored.
 DTYPES = ("BF16", "F16", "F32", "F64")
+PACKED = ("_blocks", "_scales")  # end names of tensors of bytes
 
 
 def checkpoint_source(
@@ -195,7 +196,11 @@ def _check_shapes(
     ]
     if wrong:
         raise WeightsError(f"{directory} holds tensors of other shapes: {_listed(wrong)}")
-    other = [f"{name} is {dtype}" for name, _, dtype in found if dtype not in DTYPES]
+    other = [
+        f"{name} is {dtype}"
+        for name, _, dtype in found
+        if dtype not in (("U8",) if name.endswith(PACKED) else DTYPES)
+    ]
     if other:
         raise WeightsError(
             f"{directory} holds weights that are not floating point: {_listed(other)}; expected "

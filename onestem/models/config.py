@@ -62,9 +62,10 @@ class ModelConfig(Description):
         directory = Path(path)
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(fields)
-        if fields.values.get("quantization_config") is not None:
-            raise fields.unsupported("quantization_config", "weights in " + ", ".join(DTYPES))
         description = FAMILIES[architecture].read(fields, architecture)
+        four_bits = description.experts is not None and description.experts.mxfp4
+        if fields.values.get("quantization_config") is not None and not four_bits:
+            raise fields.unsupported("quantization_config", "weights in " + ", ".join(DTYPES))
         generation = _generation_fields(directory)
         return ModelConfig(
             **vars(description),

@@ -27,7 +27,8 @@ GPU_STEP_ROWS = 8192
 # attend(layer, qkv, heads, angles) -> out
 #   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
 #   out [num_rows, num_q_heads, head_dim].
-# What is done to the scores is `Decoder.scores`, for the caller to hand on.
+# What is done to the scores is `Decoder.scores`, for the caller to hand on; where heads have sinks,
+# the caller gives them their share (`LayerOps.share_sinks`).
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
 
 
@@ -78,7 +79,8 @@ class Layer:
         """Every tensor that is held, to count bytes by."""
         norms = (self.input_norm, self.output_norm, self.post_norm, self.down_norm)
         held = [tensor for norm in norms if norm is not None for tensor in norm.tensors()]
-        held += [norm for norm in (self.heads.q_norm, self.heads.k_norm) if norm is not None]
+        of_heads = (self.heads.q_norm, self.heads.k_norm, self.heads.sinks)
+        held += [tensor for tensor in of_heads if tensor is not None]
         held += self.qk_norms or ()
         return held + self.qkv.tensors() + self.output.tensors() + self.mlp.tensors()
 

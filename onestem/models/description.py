@@ -148,7 +148,8 @@ class Experts:
         shared_size: size of an MLP that every row takes beside; 0: there is none.
         shared_gate: its result is multiplied by the sigmoid of a product of the row.
         bias: the router and the experts' products have biases.
-        activation: None: `silu(gate) * up`.
+        clamp: None: `silu(gate) * up`.
+        mxfp4: files hold experts in four bits.
     """
 
     num: int
@@ -164,7 +165,8 @@ class Experts:
     shared_size: int = 0
     shared_gate: bool = False
     bias: bool = False
-    activation: ClampedSwiglu | None = None
+    clamp: ClampedSwiglu | None = None
+    mxfp4: bool = False
 
     def __post_init__(self) -> None:
         if self.num % self.num_groups:
@@ -200,6 +202,7 @@ class Description:
         qkv_clip: what q, k and v are clamped to, in size.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
         qk_norm_of_all: the same over all query heads at once, and over all key heads.
+        sinks: each query head has a logit more in its softmax, of a key without a value.
         experts: in place of the MLP in some layers.
         max_position_embeddings: position ids are lower.
         sliding_windows: per layer, how many positions back a row sees, itself included
@@ -237,6 +240,7 @@ class Description:
     qkv_clip: float | None = None
     qk_norm: bool = False
     qk_norm_of_all: bool = False
+    sinks: bool = False
     experts: Experts | None = None
     sliding_windows: tuple[int | None, ...]
     initializer_range: float = 0.02
@@ -317,7 +321,9 @@ class ExpertNames:
     Attributes:
         router: a module.
         up, down: tensors of all experts, `[num, 2 * intermediate_size, hidden_size]` (gate, then
-            up) and `[num, hidden_size, intermediate_size]`.
+            up) and `[num, hidden_size, intermediate_size]`; with `_bias`, and for mxfp4 `_blocks`
+            and `_scales` behind.
+        alternating: rows of gate and up alternate, and tensors are transposed but in mxfp4.
         each: a module per expert, with a place for its index; what a file may hold instead, with
             `each_up` (gate and up) and `each_down` behind.
         correction: a tensor.
@@ -330,6 +336,7 @@ class ExpertNames:
     each: str = "mlp.experts.{}."
     each_up: tuple[str, str] = ("gate_proj", "up_proj")
     each_down: str = "down_proj"
+    alternating: bool = False
     correction: str = "mlp.gate.e_score_correction_bias"
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
@@ -349,6 +356,7 @@ class TensorNames:
             residual itself.
         output_norm, down_norm: of what attention and what the MLP give, before it is added.
         positions: of learned positions.
+        sinks: a tensor.
         prefix: a checkpoint of the model without its head leaves it out everywhere.
         renamed: (beginning of a name in some checkpoints, what it is here).
         transposed: weights of linear layers are `[in_features, out_features]`.
@@ -373,6 +381,7 @@ class TensorNames:
     down_norm: str | None = None
     qk_norm: tuple[str, ...] = ()
     positions: str | None = None
+    sinks: str | None = None
     transposed: bool = False
     grouped: bool = False
     renamed: tuple[tuple[str, str], ...] = ()

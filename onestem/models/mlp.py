@@ -20,6 +20,7 @@ __all__ = [
     "ExpertProducts",
     "Mlp",
     "SortedBlocks",
+    "clamped_swiglu",
     "route",
     "route_on_gpu",
 ]
@@ -135,6 +136,13 @@ def _in_top_groups(ranks: Tensor, experts: Experts) -> Tensor:
     best = groups.topk(2, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device)
     return kept.scatter_(1, best, True).repeat_interleave(groups.shape[2], dim=1)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ClampedSwiglu`: `[n, 2 * size]`, gate first -> `[n, size]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * alpha).sigmoid_().mul_(gate).mul_(up.add_(1))
 
 
 @dataclass(frozen=True, eq=False)

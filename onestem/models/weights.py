@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import astuple
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,15 +18,18 @@ from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.description import ExpertNames, Experts
 from onestem.models.linear import Head, Layout, Linear, choose_layout
 from onestem.models.mlp import (
+    Activation,
     ExpertLayer,
     ExpertProducts,
     Mlp,
     SortedBlocks,
+    clamped_swiglu,
     route,
     route_on_gpu,
 )
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads, resolve_layers
+from onestem.ops.experts import MX_BLOCK, GroupedWeight
 
 __all__ = ["expected_shapes", "load_decoder", "random_decoder"]
 
@@ -63,7 +68,7 @@ def _decoder(
     config: ModelConfig, source: Source, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     shapes = expected_shapes(config)
-    builder = _Builder(config, source, choose_layout_of(shapes, dtype, device), device)
+    builder = _Builder(config, source, choose_layout_of(shapes, dtype, device), dtype, device)
     return builder.decoder(_num_parameters(shapes))
 
 
@@ -127,7 +132,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
     heads = (config.num_q_heads, config.num_kv_heads) if config.qk_norm_of_all else (1, 1)
     for name, count in zip(names.qk_norm, heads, strict=False):
         shapes[f"{name}.weight"] = (count * config.head_dim,)
-    return shapes
+    return shapes | ({names.sinks: (config.num_q_heads,)} if names.sinks else {})
 
 
 def _experts_of(config: ModelConfig) -> tuple[Experts, ExpertNames]:
@@ -139,10 +144,15 @@ def _experts_of(config: ModelConfig) -> tuple[Experts, ExpertNames]:
 
 def _expert_shapes(experts: Experts, names: ExpertNames, hidden: int) -> dict[str, tuple[int, ...]]:
     num, inner = experts.num, experts.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        names.up: (num, 2 * inner, hidden),
-        names.down: (num, hidden, inner),
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in ((names.up, 2 * inner, hidden), (names.down, hidden, inner)):
+        if experts.mxfp4:
+            shapes[f"{name}_blocks"] = (num, rows, columns // MX_BLOCK, MX_BLOCK // 2)
+            shapes[f"{name}_scales"] = (num, rows, columns // MX_BLOCK)
+        else:
+            shapes[name] = (num, columns, rows) if names.alternating else (num, rows, columns)
+        if experts.bias:
+            shapes[f"{name}_bias"] = (num, rows)
     return shapes | ({names.correction: (num,)} if experts.correction else {})
 
 
@@ -161,7 +171,7 @@ def expert_parts(config: ModelConfig) -> Parts:
     """The tensors of single experts, as most are published, by those of all experts of a layer."""
     parts: dict[str, list[tuple[str, ...]]] = {}
     for layer in range(config.num_layers):
-        if config.has_experts(layer):
+        if config.has_experts(layer) and not _experts_of(config)[1].alternating:
             experts, names = _experts_of(config)
             at = config.tensor_names.layer.format(layer)
             each = [at + names.each.format(index) for index in range(experts.num)]
@@ -181,7 +191,9 @@ def _qkv_rows(config: ModelConfig) -> dict[str, int]:
 
 
 def _num_parameters(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+    """Two in each byte of mxfp4; scales are none."""
+    counts = {name: math.prod(shape) for name, shape in shapes.items() if name[-7:] != "_scales"}
+    return sum(count * (1 + name.endswith("_blocks")) for name, count in counts.items())
 
 
 # -------------------------------------------------------------------------------- where each goes
@@ -191,12 +203,18 @@ class _Builder:
     """Makes the parts of a decoder from a source of tensors."""
 
     def __init__(
-        self, config: ModelConfig, source: Source, layout: Layout, device: torch.device
+        self,
+        config: ModelConfig,
+        source: Source,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.config = config
         self.names = config.tensor_names
         self.source = source
         self.layout = layout
+        self.dtype = dtype
         self.device = device
         # As `resolve_layers`: without Triton everything runs in PyTorch.
         self.on_gpu = device.type == "cuda" and find_spec("triton") is not None
@@ -223,10 +241,11 @@ class _Builder:
         norms = self.qk_norms(at, config.rotaries[index])
         q_norm, k_norm = (None, None) if config.qk_norm_of_all or norms is None else norms
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+        sinks = self.source(at + names.sinks, torch.float32) if names.sinks else None
         return Layer(
             input_norm=self.layer_norm(at, names.input_norm),
             qkv=self.linear(at, names.qkv, config.qkv_bias, order),
-            heads=Heads(*sizes, q_norm, k_norm, config.norm_eps),
+            heads=Heads(*sizes, q_norm, k_norm, config.norm_eps, sinks),
             output=self.linear(at, (names.output,), config.o_bias),
             post_norm=self.layer_norm(at, names.post_norm),
             mlp=self.experts(at) if config.has_experts(index) else self.mlp(at),
@@ -250,9 +269,10 @@ class _Builder:
         if experts.correction:
             # The published numbers are float32, and differ by less than 16 bits tell apart.
             correction = self.source(at + names.correction, torch.float32)
+        router_bias = self.source(f"{at}{names.router}.bias") if experts.bias else None
         return ExpertLayer(
             experts=experts,
-            router=Head(self.source(f"{at}{names.router}.weight"), self.layout),
+            router=Head(self.source(f"{at}{names.router}.weight"), self.layout, router_bias),
             correction=correction,
             products=self.products(at),
             shared=shared,
@@ -262,17 +282,37 @@ class _Builder:
 
     def products(self, at: str) -> ExpertProducts:
         """Of all experts of a layer, as is fastest where they run."""
-        _, names = _experts_of(self.config)
-        up, down = self.source(at + names.up), self.source(at + names.down)
+        experts, names = _experts_of(self.config)
+        up, down = self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
+        clamp = None if experts.clamp is None else astuple(experts.clamp)
         if self.on_gpu:
-            from onestem.ops.triton.experts import GroupedExperts, GroupedWeight
+            from onestem.ops.triton.experts import GroupedExperts
 
-            return GroupedExperts(GroupedWeight(up), GroupedWeight(down))
-        blocks = [
-            Mlp(Linear(one, None, self.layout), Linear(other, None, self.layout))
-            for one, other in zip(up, down, strict=True)
-        ]
-        return SortedBlocks(blocks, resolve_layers(self.device).silu_mul)
+            return GroupedExperts(up, down, clamp)
+        activation: Activation = resolve_layers(self.device).silu_mul
+        if clamp is not None:
+            activation = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
+        blocks = [Mlp(self.expert(up, i), self.expert(down, i)) for i in range(experts.num)]
+        return SortedBlocks(blocks, activation)
+
+    def grouped(self, name: str, *, halves: bool = False) -> GroupedWeight:
+        """A weight of all experts. `halves`: it is of gate and up, which may alternate in files."""
+        experts, names = _experts_of(self.config)
+        if experts.mxfp4:
+            values = self.source(f"{name}_blocks", torch.uint8).flatten(-2)
+            scales = self.source(f"{name}_scales", torch.uint8)
+        else:
+            values, scales = self.source(name), None
+            values = values.transpose(1, 2).contiguous() if names.alternating else values
+        bias = self.source(f"{name}_bias") if experts.bias else None
+        if halves and names.alternating:
+            values, bias = _gate_first(values), None if bias is None else _gate_first(bias)
+            scales = None if scales is None else _gate_first(scales)
+        return GroupedWeight(values, scales, bias)
+
+    def expert(self, weight: GroupedWeight, index: int) -> Linear:
+        bias = None if weight.bias is None else weight.bias[index]
+        return Linear(weight.dense(index, self.dtype), bias, self.layout)
 
     def qk_norms(self, at: str, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
         """Weights of the norms over q and k, in the order of a head's dimensions here."""
@@ -324,6 +364,11 @@ def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     return None if order == list(range(len(order))) else order
 
 
+def _gate_first(tensor: Tensor) -> Tensor:
+    """`[num, 2 * size, ...]` of gate, up, gate, up, ... -> all of gate, all of up."""
+    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
+
+
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
     return tensor if order is None else tensor[torch.tensor(order, device=tensor.device)]
 
@@ -337,12 +382,18 @@ def _random_source(
 ) -> Source:
     def source(name: str, as_dtype: torch.dtype | None = None) -> Tensor:
         shape, kind = shapes[name], as_dtype or dtype
+        if name.endswith("_scales"):
+            # Values of random bits are 2.9 large in the mean square.
+            power = 127 + round(math.log2(config.initializer_range / 2.9))
+            return torch.full(shape, power, dtype=kind, device=device)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=kind, device=device)
         if len(shape) == 1:
             return torch.full(shape, 1 - config.norm_offset, dtype=kind, device=device)
         generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
         empty = torch.empty(shape, dtype=kind, device=device)
+        if name.endswith("_blocks"):
+            return empty.random_(0, 256, generator=generator)
         return empty.normal_(0.0, config.initializer_range, generator=generator)
 
     return source

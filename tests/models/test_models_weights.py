@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from onestem.errors import WeightsError
+from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.weights import load_decoder
 from tests.models.dense import log_probabilities, prompt
 from tests.models.tiny import make_tiny
@@ -160,6 +160,58 @@ def test_a_correction_stays_float32(tmp_path: Path) -> None:
     decoder = load_decoder(glm, dtype=torch.bfloat16, device="cpu")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(decoder.layers[1].mlp.correction, load_file(glm / "model.safetensors")[name])
+
+
+def _mxfp4(plain: Path, target: Path) -> Path:
+    """A tiny gpt-oss whose experts are random bytes, as it is published."""
+    shutil.copytree(plain, target)
+    held, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "down_proj"))]:
+        num, columns, rows = held.pop(name).shape
+        size = (num, rows, columns // 32)
+        for end, low, high, shape in (
+            ("_blocks", 0, 256, (*size, 16)),
+            ("_scales", 121, 124, size),
+        ):
+            held[name + end] = torch.randint(
+                low, high, shape, generator=generator, dtype=torch.uint8
+            )
+    save_file(held, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_mxfp4_is_read_as_transformers_converts_it(tmp_path: Path) -> None:
+    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    with torch.inference_mode():
+        expected = model(IDS[None]).logits.log_softmax(-1)
+    torch.testing.assert_close(_answers(path), expected, atol=1e-4, rtol=0)
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    plain = load_decoder(tmp_path / "plain", dtype=torch.float32, device="cpu")
+    assert decoder.num_parameters == plain.num_parameters
+
+
+def test_mxfp4_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(path / "model.safetensors")[name]
+    with pytest.raises(WeightsError, match=f"{name} is I8"):
+        _answers(_edited(path, tmp_path / "signed", **{name: scales.to(torch.int8)}))
+    with pytest.raises(WeightsError, match=f"lacks .*{name}"):
+        _answers(_edited(path, tmp_path / "lacking", **{name: None}))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="quant_method is 'gptq', supported: mxfp4"):
+        _answers(path)
 
 
 def test_directories_without_readable_weights(llama: Path, tmp_path: Path) -> None:

@@ -118,6 +118,29 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 4.0},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 32,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -212,7 +235,7 @@ _SCALES = {
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "lm_head"), 0.5),
     "wpe": 0.3,
     # Routers: scores of experts differ clearly, and none is next to nothing.
-    **dict.fromkeys(("mlp.gate", "shared_expert_gate"), 0.1),
+    **dict.fromkeys(("mlp.gate", "mlp.router", "shared_expert_gate"), 0.1),
 }
 
 
@@ -260,7 +283,9 @@ def _scale(model: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         last = module.rpartition(".")[2]
-        if part == "bias" or last == "experts":
+        if part == "sinks":
+            parameter.uniform_(0.0, 2.0, generator=generator)
+        elif part == "bias" or last == "experts":
             parameter.normal_(0.0, 0.1, generator=generator)
         elif "norm" in last or last.startswith("ln_"):
             parameter.uniform_(0.7, 1.3, generator=generator)

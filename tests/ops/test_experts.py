@@ -11,8 +11,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from onestem.models.description import Experts
 from onestem.models.mlp import route as route_in_torch
+from onestem.ops.experts import GroupedWeight
 from onestem.ops.triton import experts as triton_experts
-from onestem.ops.triton.experts import GroupedExperts, GroupedWeight, Tiles, route, sort_rows
+from onestem.ops.triton.experts import GroupedExperts, Tiles, route, sort_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tiles(16, 32, 32, 4, 2)

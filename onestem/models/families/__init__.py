@@ -31,6 +31,8 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(experts.read_mixtral, experts.names),
     "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names),
     "Qwen3MoeForCausalLM": Family(experts.read_qwen, experts.names),
+    "OlmoeForCausalLM": Family(experts.read_olmoe, experts.names),
+    "GptOssForCausalLM": Family(experts.read_gpt_oss, experts.names),
     "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names),
     "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names),
     "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names),

@@ -1,15 +1,23 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and GLM-4.5: decoders as in `llama`, with experts."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5 and gpt-oss: decoders as in `llama`, with
+experts."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from onestem.models.description import Description, ExpertNames, Experts, TensorNames
+from onestem.models.description import (
+    ClampedSwiglu,
+    Description,
+    ExpertNames,
+    Experts,
+    TensorNames,
+)
 from onestem.models.families import llama
-from onestem.models.families.shared import rotary
+from onestem.models.families.shared import layer_windows, rotary
 from onestem.models.fields import Fields
 
-__all__ = ["names", "read_glm4", "read_mixtral", "read_qwen"]
+__all__ = ["names", "read_glm4", "read_gpt_oss", "read_mixtral", "read_olmoe", "read_qwen"]
 
 
 def read_mixtral(fields: Fields, architecture: str) -> Description:
@@ -87,29 +95,85 @@ def read_glm4(fields: Fields, architecture: str) -> Description:
     )
 
 
+def read_olmoe(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    experts = Experts(
+        num=fields.positive("num_experts", 64),
+        top_k=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=fields.positive("intermediate_size"),
+        layers=(True,) * num_layers,
+        normalized=fields.boolean("norm_topk_prob", False),
+    )
+    bias = fields.boolean("attention_bias", False)
+    clip = fields.values.get("clip_qkv")
+    return _description(
+        fields,
+        architecture,
+        experts,
+        eps=1e-5,
+        qkv_bias=bias,
+        o_bias=bias,
+        qkv_clip=None if clip is None else fields.number("clip_qkv"),
+        qk_norm=True,
+        qk_norm_of_all=True,
+    )
+
+
+def read_gpt_oss(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
+        raise fields.wrong("rope_scaling", "an object, which gpt-oss is published with")
+    quantization = Fields(
+        fields.mapping("quantization_config"), f"{fields.source}: quantization_config"
+    )
+    if quantization.values.get("quant_method") not in (None, "mxfp4"):
+        raise quantization.unsupported("quant_method", "mxfp4, or weights as they are")
+    experts = Experts(
+        num=fields.positive("num_local_experts"),
+        top_k=fields.positive("num_experts_per_tok", 4),
+        intermediate_size=fields.positive("intermediate_size"),
+        layers=(True,) * num_layers,
+        bias=True,
+        clamp=ClampedSwiglu(
+            fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        ),
+        mxfp4=bool(quantization.values),
+    )
+    bias = fields.boolean("attention_bias", True)
+    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    return _description(
+        fields,
+        architecture,
+        experts,
+        theta=150000.0,
+        eps=1e-5,
+        head_dim=64,
+        sliding_windows=layer_windows(fields, fields.positive("sliding_window", 128), default),
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+    )
+
+
 def _description(
     fields: Fields,
     architecture: str,
     experts: Experts,
     *,
-    sliding_windows: tuple[int | None, ...] | None = None,
     theta: float = 10000.0,
     eps: float = 1e-6,
     rotary_factor: float | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: bool = False,
+    head_dim: int | None = None,
+    **more: Any,
 ) -> Description:
-    """What all of them have. `theta`, `eps` and `rotary_factor`: where the file does not say."""
+    """What all of them have, and `more` fields of the description. Of `theta`, `eps`,
+    `rotary_factor` and `head_dim` what the file says goes first."""
     num_q_heads = fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
     max_position_embeddings = fields.positive("max_position_embeddings")
-    given = fields.values.get("head_dim") is not None
-    head_dim = (
-        fields.positive("head_dim")
-        if given
-        else fields.head_dim("hidden_size", "num_attention_heads")
-    )
+    if head_dim is None and fields.values.get("head_dim") is None:
+        head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    head_dim = fields.positive("head_dim", head_dim)
     fields.refuse_others(hidden_act="silu")
     return Description(
         architecture=architecture,
@@ -124,12 +188,9 @@ def _description(
         max_position_embeddings=max_position_embeddings,
         norm_eps=fields.number("rms_norm_eps", eps),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        qk_norm=qk_norm,
         experts=experts,
-        sliding_windows=sliding_windows or (None,) * num_layers,
         initializer_range=fields.number("initializer_range", 0.02),
+        **{"sliding_windows": (None,) * num_layers, **more},
     )
 
 
@@ -142,6 +203,8 @@ _NAMES = {
         shared_gate=f"{_SHARED}_gate",
     ),
     "Qwen3MoeForCausalLM": ExpertNames(),
+    "OlmoeForCausalLM": ExpertNames(),
+    "GptOssForCausalLM": ExpertNames(router="mlp.router", alternating=True),
     "Glm4MoeForCausalLM": ExpertNames(
         shared_up=(f"{_SHARED}s.gate_proj", f"{_SHARED}s.up_proj"),
         shared_down=f"{_SHARED}s.down_proj",
@@ -156,6 +219,7 @@ def names(description: Description) -> TensorNames:
     return dataclasses.replace(
         llama.names(description),
         experts=_NAMES[description.architecture],
+        sinks="self_attn.sinks" if description.sinks else None,
         # What predicts the tokens after the next one stands as a layer more.
         beside=(f"model.layers.{description.num_layers}.",) if glm else (),
         renamed=tuple((f"{at}block_sparse_moe.", f"{at}mlp.") for at in layers if mixtral),

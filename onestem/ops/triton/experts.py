@@ -21,31 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["GroupedExperts", "GroupedWeight", "Tiles", "choose_tiles", "route", "sort_rows"]
+from onestem.ops.experts import GroupedWeight
 
-# Values of a scale's block in mxfp4 (OCP Microscaling Formats 1.0, section 5.2).
-MX_BLOCK = 32
+__all__ = ["GroupedExperts", "Tiles", "choose_tiles", "route", "sort_rows"]
 
 _SORT_BLOCK = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class GroupedWeight:
-    """A weight of every expert.
-
-    Attributes:
-        values: `[num, out_features, in_features]`, or uint8 `[num, out_features, in_features / 2]`:
-            two e2m1 values each, the lower four bits first.
-        scales: of those, uint8 `[num, out_features, in_features / 32]`: powers of two, 127 is 1.
-        bias: `[num, out_features]`.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-    bias: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return [one for one in (self.values, self.scales, self.bias) if one is not None]
 
 
 @dataclass(frozen=True)
