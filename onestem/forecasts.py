@@ -79,7 +79,7 @@ class Target:
             known = ", ".join(named_devices())
             raise ConfigError(f"{error}, or for a plan: {known}") from None
         dtype = pick_dtype(options.dtype, config, device)
-        shape = ModelShape.of(config, dtype.itemsize)
+        shape = ModelShape.of(config, dtype.itemsize, on_gpu=device.type == "cuda")
         memory = kv_memory_bytes(options.kv_memory, device)
         find = partial(rates_here, config, dtype, device) if predicts else lambda: None
         return _target(options, shape, memory, find)
@@ -87,7 +87,8 @@ class Target:
     @staticmethod
     def of_llm(llm: LLM) -> Target:
         """Of an engine that is here; without rates where they were never measured."""
-        shape = ModelShape.of(llm.config, llm.dtype.itemsize)
+        on_gpu = llm.device.type == "cuda"
+        shape = ModelShape.of(llm.config, llm.dtype.itemsize, on_gpu=on_gpu)
         find = partial(known_rates, llm.config, llm.dtype, llm.device)
         most, size = llm.engine.scheduler.budget.most, llm.options.page_size
         return Target(shape, llm.kv_tokens, find, size, most)
@@ -136,7 +137,7 @@ def _named(options: EngineOptions, config: ModelConfig, predicts: bool) -> Targe
     itemsize = getattr(torch, dtype).itemsize
     shape = ModelShape.of(config, itemsize)
     table = 0 if config.tie_embeddings else shape.hidden_size * shape.vocab_size
-    weights = (shape.parameters + table) * itemsize
+    weights = shape.weight_bytes + table * itemsize
     left = rates.memory_bytes - weights
     if left <= 0:
         raise ConfigError(

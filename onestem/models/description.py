@@ -294,8 +294,19 @@ class Description:
         positions = self.positions
         if isinstance(positions, LayerRotary):
             positions = LayerRotary(positions.layers[:count])
-        windows = self.sliding_windows[:count]
-        return replace(self, num_layers=count, sliding_windows=windows, positions=positions)
+        windows, experts = self.sliding_windows[:count], self.experts
+        if experts is not None:
+            experts = replace(experts, layers=experts.layers[:count])
+        return replace(
+            self, num_layers=count, sliding_windows=windows, positions=positions, experts=experts
+        )
+
+    def without_experts(self) -> Self:
+        """The same with MLPs as large as what a row takes of experts."""
+        if self.experts is None:
+            return self
+        size = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size
+        return replace(self, experts=None, intermediate_size=size)
 
     def within(self, max_model_len: int | None) -> Self:
         """For sequences of at most so many tokens, where that makes a difference (`LongRope`)."""

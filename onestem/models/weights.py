@@ -31,7 +31,7 @@ from onestem.models.rope import rotary_order
 from onestem.ops import Heads, resolve_layers
 from onestem.ops.experts import MX_BLOCK, GroupedWeight
 
-__all__ = ["expected_shapes", "load_decoder", "random_decoder"]
+__all__ = ["expected_shapes", "load_decoder", "num_parameters", "random_decoder"]
 
 
 def load_decoder(
@@ -69,12 +69,12 @@ def _decoder(
 ) -> Decoder:
     shapes = expected_shapes(config)
     builder = _Builder(config, source, choose_layout_of(shapes, dtype, device), dtype, device)
-    return builder.decoder(_num_parameters(shapes))
+    return builder.decoder(num_parameters(shapes))
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
     """One layout for the whole model, so that all its products are of one kind."""
-    return choose_layout(dtype, device, _num_parameters(shapes) * dtype.itemsize)
+    return choose_layout(dtype, device, num_parameters(shapes) * dtype.itemsize)
 
 
 # ------------------------------------------------------------------------------ what there must be
@@ -190,7 +190,7 @@ def _qkv_rows(config: ModelConfig) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
-def _num_parameters(shapes: Shapes) -> int:
+def num_parameters(shapes: Shapes) -> int:
     """Two in each byte of mxfp4; scales are none."""
     counts = {name: math.prod(shape) for name, shape in shapes.items() if name[-7:] != "_scales"}
     return sum(count * (1 + name.endswith("_blocks")) for name, count in counts.items())
@@ -219,7 +219,7 @@ class _Builder:
         # As `resolve_layers`: without Triton everything runs in PyTorch.
         self.on_gpu = device.type == "cuda" and find_spec("triton") is not None
 
-    def decoder(self, num_parameters: int) -> Decoder:
+    def decoder(self, parameters: int) -> Decoder:
         config, names, source = self.config, self.names, self.source
         embedding = source(f"{names.embedding}.weight")
         layers = [self.layer(index) for index in range(config.num_layers)]
@@ -231,7 +231,7 @@ class _Builder:
             layers,
             self.norm(names.norm),
             Head(weight, self.layout, bias),
-            num_parameters,
+            parameters,
             positions=source(f"{names.positions}.weight") if names.positions else None,
         )
 
