@@ -26,6 +26,7 @@ from onestem.cost.measure import known_rates, rates_here
 from onestem.errors import ConfigError
 from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.config import ModelConfig
+from onestem.models.weights import weight_bytes
 from onestem.options import EngineOptions, ShareMode, parse_memory
 from onestem.request import Request, RequestOutput
 
@@ -80,7 +81,8 @@ class Target:
             raise ConfigError(f"{error}, or for a plan: {known}") from None
         dtype = pick_dtype(options.dtype, config, device)
         shape = ModelShape.of(config, dtype.itemsize, on_gpu=device.type == "cuda")
-        memory = kv_memory_bytes(options.kv_memory, device)
+        loading = weight_bytes(config, dtype, device)
+        memory = kv_memory_bytes(options.kv_memory, device, loading=loading)
         find = partial(rates_here, config, dtype, device) if predicts else lambda: None
         return _target(options, shape, memory, find)
 

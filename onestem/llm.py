@@ -637,10 +637,21 @@ def pages_of(memory: int, page_size: int, page_bytes: int) -> int:
     return memory // page_bytes
 
 
-def kv_memory_bytes(size: str | int, device: torch.device, beside: int = 0) -> int:
-    """Bytes of KV memory to take on a device; `beside`: what must stay free at least."""
+def kv_memory_bytes(
+    size: str | int, device: torch.device, beside: int = 0, *, loading: int = 0
+) -> int:
+    """Bytes of KV memory to take on a device; `beside`: what must stay free at least; `loading`:
+    bytes of weights that are not there yet.
+
+    Raises:
+        ConfigError: there is not so much.
+    """
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram
+    if loading > there:
+        have = f"{device} has {there / GIB:.1f} GiB"
+        raise ConfigError(f"the weights take {loading / GIB:.1f} GiB, {have}: take a smaller model")
+    there -= loading if device.type == "cuda" else 0
     if size != "auto":
         wanted = parse_memory(size)
         if wanted > there:

@@ -12,8 +12,8 @@ import pytest
 
 from onestem.cli import main
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.llm import pick_device, pick_dtype
-from onestem.models.config import ModelConfig
+from onestem.llm import LLM, pick_device, pick_dtype
+from onestem.models.config import ARCHITECTURES, ModelConfig
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import ENVIRONMENT, Command, onestem
@@ -64,7 +64,7 @@ def write_job(path, lines) -> None:
 def test_help_names_every_verb():
     text = typed("--help").stdout
     below = {"bench": "batch", "pml": "show"}
-    for verb in ("batch", "generate", "plan", "env", "bench", "pml"):
+    for verb in ("batch", "generate", "plan", "models", "env", "bench", "pml"):
         assert verb in text
         words = [verb, *([below[verb]] if verb in below else [])]
         assert "--help" in onestem(*words, "--help").stdout
@@ -111,6 +111,35 @@ def test_env():
     assert facts["attention chosen"]["cpu"] == ("cpu" if is_built() else "torch")
     assert set(facts["linear layers on the cpu"]) == {"float32", "bfloat16", "float16"}
     assert facts["versions"]["torch"]
+
+
+def test_models_lists_families():
+    known = json.loads(onestem("models", "--json").stdout)
+    assert tuple(known) == ARCHITECTURES
+    assert "Gemma 3 270M and 1B" in onestem("models").stdout
+
+
+def test_models_says_what_a_directory_needs_before_it_is_loaded(model, tmp_path):
+    found = json.loads(onestem("models", model, "--kv-memory", "1MiB", "--json").stdout)
+    with LLM(model, device="cpu", kv_memory="1MiB") as llm:
+        assert found["weight_bytes"] == llm.decoder.weight_bytes
+        assert found["parameters"] == llm.decoder.num_parameters
+        assert found["kv_bytes_per_token"] == llm.decoder.kv_bytes_per_token
+        assert (found["kv_tokens"], found["max_model_len"]) == (
+            llm.kv_tokens,
+            llm.engine.max_model_len,
+        )
+    assert found["problem"] is None
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = onestem("models", tmp_path, "--kv-memory", "1MiB", code=1)
+    assert "has neither model.safetensors" in done.stdout
+    assert f"tokens in KV memory: {found['kv_tokens']}" in done.stdout
+    config["architectures"] = ["DeepseekV3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = onestem("models", tmp_path, code=2)
+    assert "DeepseekV3ForCausalLM is not supported: it has experts and latent" in done.stderr
+    assert "nearest family that works is LlamaForCausalLM" in done.stderr
 
 
 def plain_lines(count: int) -> list[dict]:

@@ -31,7 +31,7 @@ LAYERS = [
     ("engine",),
     ("batch", "cost"),
     ("llm",),
-    ("forecasts",),
+    ("forecasts", "needs"),
     ("bench", "bench_pml", "bench_serve", "jobs"),
     ("paper",),
     ("server",),

@@ -15,7 +15,7 @@ from torch import Tensor
 from onestem.errors import WeightsError
 from onestem.models.config import ModelConfig
 
-__all__ = ["Parts", "Shapes", "Source", "checkpoint_source"]
+__all__ = ["PACKED", "Parts", "Shapes", "Source", "checkpoint_source", "has_own_head"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -85,6 +85,22 @@ def _shapes_in_files(shapes: Shapes, parts: Parts, files: Mapping[str, Path]) ->
             for expert in experts:
                 found |= dict.fromkeys(expert, (rows // len(expert), *rest))
     return found
+
+
+def has_own_head(directory: Path, config: ModelConfig) -> bool:
+    """The directory holds a head of the embedding's shape that is not the embedding, though its
+    `config.json` says that they are one: Mistral Small's do. As in transformers, it counts."""
+    stored = _tensor_files(directory)
+    names = _names(config, stored)
+    pair = [f"{name}.weight" for name in (config.tensor_names.head, config.tensor_names.embedding)]
+    if not all(name in names for name in pair):
+        return False
+    tensors = []
+    for name in pair:
+        with _opened(stored[names[name]]) as handle:
+            tensors.append(handle.get_tensor(names[name]))
+    head, embedding = tensors
+    return head.shape == embedding.shape and not torch.equal(head, embedding)
 
 
 def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from onestem.errors import ConfigError, RequestError
+from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.description import (
     Alibi,
     Description,
@@ -22,7 +22,7 @@ from onestem.models.description import (
     TensorNames,
     Yarn,
 )
-from onestem.models.families import FAMILIES
+from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
 from onestem.request import SamplingParams
 
@@ -129,9 +129,10 @@ def _architecture(fields: Fields) -> str:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise fields.wrong("architectures", f"a list of one of {', '.join(ARCHITECTURES)}")
-    if names[0] not in ARCHITECTURES:
-        raise fields.unsupported("architectures", ", ".join(ARCHITECTURES))
-    return str(names[0])
+    name = str(names[0])
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(f"{fields.source}: {name} is not supported: {refusal(name)}")
+    return name
 
 
 def _dtype(fields: Fields) -> str:

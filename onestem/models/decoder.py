@@ -137,12 +137,13 @@ class Decoder:
         The result is what `logits` takes: the final norm has been applied.
         """
         angles, add_norm = self.rope.angles(positions), self._add_norm
+        growth = _growth(self.config, positions, self.dtype)
         sequential = self.config.block == "sequential"
         hidden = self._embed(token_ids, positions)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = add_norm(hidden, delta, layer.input_norm)
-            out = attend(index, self._qkv(layer, normed), layer.heads, angles[index])
+            out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
             delta = self._given(layer.output(out.flatten(1)), layer.output_norm)
             if sequential:
                 delta = self.mlp(layer, add_norm(hidden, delta, layer.post_norm))
@@ -169,7 +170,7 @@ class Decoder:
             hidden *= self._embedding_scale
         return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
 
-    def _qkv(self, layer: Layer, normed: Tensor) -> Tensor:
+    def _qkv(self, layer: Layer, normed: Tensor, growth: Tensor | None) -> Tensor:
         qkv, clip = layer.qkv(normed), self.config.qkv_clip
         if layer.qk_norms is not None:
             sizes = [len(weight) for weight in layer.qk_norms]
@@ -177,6 +178,8 @@ class Decoder:
             for part, weight in zip(parts, layer.qk_norms, strict=False):
                 norm = self.ops.add_rms_norm(part.contiguous(), None, weight, self.config.norm_eps)
                 part.copy_(norm)
+        if growth is not None:
+            qkv[:, : layer.heads.num_q_heads * layer.heads.head_dim] *= growth
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
     def mlp(self, layer: Layer, normed: Tensor) -> Tensor:
@@ -229,6 +232,14 @@ def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
         return add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
 
     return add_norm
+
+
+def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What each row's queries are multiplied by, `[num_rows, 1]`."""
+    if config.query_growth is None:
+        return None
+    beta, spans = config.query_growth.beta, positions // config.query_growth.positions
+    return (1 + beta * torch.log(1 + spans.float())).to(dtype)[:, None]
 
 
 def _activation(config: ModelConfig, ops: LayerOps) -> Activation:

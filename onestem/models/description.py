@@ -20,6 +20,7 @@ __all__ = [
     "LayerRotary",
     "Learned",
     "LongRope",
+    "QueryGrowth",
     "RopeScaling",
     "Rotary",
     "TensorNames",
@@ -94,6 +95,15 @@ class LayerRotary:
     """RoPE that differs by layer; None: that layer's heads are not turned."""
 
     layers: tuple[Rotary | None, ...]
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by `1 + beta * ln(1 + floor(p / positions))`, for long
+    contexts (Llama 4, Ministral 3)."""
+
+    beta: float
+    positions: int
 
 
 @dataclass(frozen=True)
@@ -199,6 +209,7 @@ class Description:
         score_scale: of query times key; None: `1 / sqrt(head_dim)`.
         score_softcap, logit_softcap: x becomes `cap * tanh(x / cap)`; None: it stays.
         logit_scale: of logits, before the softcap.
+        query_growth: how queries grow with their position; None: they do not.
         qkv_clip: what q, k and v are clamped to, in size.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
         qk_norm_of_all: the same over all query heads at once, and over all key heads.
@@ -237,6 +248,7 @@ class Description:
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    query_growth: QueryGrowth | None = None
     qkv_clip: float | None = None
     qk_norm: bool = False
     qk_norm_of_all: bool = False
@@ -307,14 +319,6 @@ class Description:
             return self
         size = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size
         return replace(self, experts=None, intermediate_size=size)
-
-    def within(self, max_model_len: int | None) -> Self:
-        """For sequences of at most so many tokens, where that makes a difference (`LongRope`)."""
-        if max_model_len is None or max_model_len >= self.max_position_embeddings:
-            return self
-        if not any(rotary and isinstance(rotary.scaling, LongRope) for rotary in self.rotaries):
-            return self
-        return replace(self, max_position_embeddings=max_model_len)
 
     @property
     def kv_values_per_token(self) -> int:

@@ -96,6 +96,18 @@ class Layout(enum.Enum):
     PACKED_AND_PLAIN = "packed, and plain for many rows"
     PACKED_FLOAT32 = "packed float32 copy"
 
+    def itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes in which a weight's element is kept, in all its copies (`Linear`)."""
+        if self is Layout.PACKED_FLOAT32:
+            return dtype.itemsize + 4
+        return dtype.itemsize * (2 if self is Layout.PACKED_AND_PLAIN else 1)
+
+    def head_itemsize(self, dtype: torch.dtype, *, tied: bool) -> int:
+        """The same of `Head`, without the embedding."""
+        if self is Layout.PLAIN:
+            return 0 if tied else dtype.itemsize
+        return 4 if self is Layout.PACKED_FLOAT32 else dtype.itemsize
+
 
 def choose_layout(dtype: torch.dtype, device: torch.device, weight_bytes: int = 0) -> Layout:
     """The layout for all weights of a model that takes `weight_bytes` in `dtype`."""

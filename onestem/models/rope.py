@@ -87,9 +87,14 @@ def _kept_by_yarn(rotary: Rotary, scaling: Yarn) -> Tensor:
     return 1 - ((pairs - low) / width).clamp(0.0, 1.0)
 
 
-def _attention_factor(rotary: Rotary | None) -> float:
-    scaling = rotary and rotary.scaling
-    return scaling.attention_factor if isinstance(scaling, Yarn | LongRope) else 1.0
+def _attention_factors(config: Description, rotary: Rotary | None) -> Tensor | None:
+    """What each pair's cosine and sine are multiplied by: [head_dim / 2] float32, 1 where it stays;
+    None: all by 1."""
+    if rotary is None or not isinstance(rotary.scaling, Yarn | LongRope):
+        return None
+    factors = torch.ones(config.head_dim // 2)
+    factors[: rotary.dim // 2] = rotary.scaling.attention_factor
+    return factors
 
 
 class Rope:
@@ -101,19 +106,19 @@ class Rope:
 
     def __init__(self, config: Description, device: torch.device) -> None:
         kinds = dict.fromkeys(config.rotaries)
-        # float32 [head_dim / 2], and what cosines and sines are multiplied by
-        self._kinds = [
-            (_inverse_frequencies(config, kind).to(device), _attention_factor(kind))
-            for kind in kinds
-        ]
+        self._frequencies = [_inverse_frequencies(config, kind).to(device) for kind in kinds]
+        factors = [_attention_factors(config, kind) for kind in kinds]
+        self._factors = [None if some is None else some.to(device) for some in factors]
         self._kind_of = [list(kinds).index(rotary) for rotary in config.rotaries]
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Of positions `[num_rows]` int64, for each layer."""
         column = positions.to(torch.float32)[:, None]
         kinds = []
-        for frequencies, factor in self._kinds:
+        for frequencies, factors in zip(self._frequencies, self._factors, strict=True):
             angle = column * frequencies
             cos, sin = angle.cos(), angle.sin()
-            kinds.append(Angles(cos, sin) if factor == 1 else Angles(cos * factor, sin * factor))
+            if factors is not None:
+                cos, sin = cos * factors, sin * factors
+            kinds.append(Angles(cos, sin))
         return [kinds[kind] for kind in self._kind_of]

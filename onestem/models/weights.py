@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onestem.models.checkpoint import Parts, Shapes, Source, checkpoint_source
+from onestem.models.checkpoint import (
+    PACKED,
+    Parts,
+    Shapes,
+    Source,
+    checkpoint_source,
+    has_own_head,
+)
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.description import ExpertNames, Experts
@@ -31,7 +38,14 @@ from onestem.models.rope import rotary_order
 from onestem.ops import Heads, resolve_layers
 from onestem.ops.experts import MX_BLOCK, GroupedWeight
 
-__all__ = ["expected_shapes", "load_decoder", "num_parameters", "random_decoder"]
+__all__ = [
+    "checked_config",
+    "expected_shapes",
+    "load_decoder",
+    "num_parameters",
+    "random_decoder",
+    "weight_bytes",
+]
 
 
 def load_decoder(
@@ -51,9 +65,68 @@ def load_decoder(
     target = torch.device(device)
     if random_weights:
         return random_decoder(config, dtype=dtype, device=target, seed=seed)
+    config = _with_own_head(Path(path), config)
     shapes, parts = expected_shapes(config), expert_parts(config)
     source = checkpoint_source(Path(path), config, shapes, parts, dtype, target)
     return _decoder(config, source, dtype, target)
+
+
+def _with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
+    tied = config.tie_embeddings and not has_own_head(path, config)
+    return replace(config, tie_embeddings=tied)
+
+
+def checked_config(path: str | Path) -> ModelConfig:
+    """The configuration of a directory that holds the model's tensors, by names and shapes.
+
+    Raises:
+        WeightsError: names what is missing, unknown, of another shape or unreadable.
+    """
+    config = _with_own_head(Path(path), ModelConfig.from_directory(path))
+    shapes, parts = expected_shapes(config), expert_parts(config)
+    checkpoint_source(Path(path), config, shapes, parts, torch.float32, torch.device("cpu"))
+    return config
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """What `Decoder.weight_bytes` will be, but for packed copies of biases."""
+    shapes, names = expected_shapes(config), config.tensor_names
+    layout = choose_layout_of(shapes, dtype, device)
+    head = config.vocab_size * config.hidden_size
+    total = head * layout.head_itemsize(dtype, tied=config.tie_embeddings)
+    tables = (f"{names.embedding}.weight", f"{names.positions}.weight")
+    for name, shape in shapes.items():
+        if name in tables:
+            total += math.prod(shape) * dtype.itemsize
+        elif name != f"{names.head}.weight":
+            total += math.prod(shape) * _itemsize(config, name, len(shape), layout, dtype, device)
+    return total
+
+
+def _itemsize(
+    config: ModelConfig,
+    name: str,
+    dims: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes in which an element of a layer's or the last norm's tensor is kept."""
+    experts = config.tensor_names.experts
+    if name.endswith(PACKED):
+        values = 2 * name.endswith("_blocks")  # in a byte
+        return 1 if _has_kernels(device) else values * layout.itemsize(dtype)
+    if dims == 1:
+        wide = ".bias" not in name and config.norm_offset
+        alone = name.endswith((".sinks", ".e_score_correction_bias"))
+        return 4 if wide or alone else dtype.itemsize
+    if name.endswith("bias"):
+        return dtype.itemsize
+    if experts is not None and name.endswith(f".{experts.router}.weight"):
+        return layout.head_itemsize(dtype, tied=False)
+    if experts is not None and name.endswith(f".{experts.shared_gate}.weight"):
+        return dtype.itemsize
+    return layout.itemsize(dtype)
 
 
 def random_decoder(
@@ -70,6 +143,11 @@ def _decoder(
     shapes = expected_shapes(config)
     builder = _Builder(config, source, choose_layout_of(shapes, dtype, device), dtype, device)
     return builder.decoder(num_parameters(shapes))
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """As `resolve_layers`: without Triton everything runs in PyTorch."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -216,8 +294,7 @@ class _Builder:
         self.layout = layout
         self.dtype = dtype
         self.device = device
-        # As `resolve_layers`: without Triton everything runs in PyTorch.
-        self.on_gpu = device.type == "cuda" and find_spec("triton") is not None
+        self.on_gpu = _has_kernels(device)
 
     def decoder(self, parameters: int) -> Decoder:
         config, names, source = self.config, self.names, self.source

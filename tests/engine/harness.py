@@ -16,7 +16,7 @@ from onestem.engine.sequence import Sequence
 from onestem.models.config import GenerationDefaults
 from onestem.models.weights import load_decoder
 from onestem.request import Request, RequestOutput, SamplingParams
-from tests.models.tiny import oracle_attention
+from tests.models.tiny import load_oracle
 
 NO_DEFAULTS = GenerationDefaults()
 TOLERANCE = 1e-4  # of log-probabilities in float32; hiding one key moves them by more than 1e-2
@@ -24,11 +24,9 @@ TOLERANCE = 1e-4  # of log-probabilities in float32; hiding one key moves them b
 
 @lru_cache(maxsize=32)
 def oracle_model(path: Path) -> torch.nn.Module:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=oracle_attention(path)
-    )
+    model = load_oracle(path)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end of sequence
-    return model.eval()
+    return model
 
 
 @torch.inference_mode()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def decoder(directory: Path) -> Decoder:
     return load_decoder(directory, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a family's tiny model. Not to be written to."""
+    root = tmp_path_factory.mktemp("tiny")
+    return cache(lambda family: make_tiny(family, root / family))
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, Heads, TorchLayers
-from tests.models.tiny import oracle_attention
+from tests.models.tiny import load_oracle
 
 __all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
 
@@ -91,8 +90,6 @@ def log_probabilities(
 @torch.inference_mode()
 def oracle(path: Path, token_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same of transformers' model in that directory."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=oracle_attention(path)
-    )
+    model = load_oracle(path, dtype)
     logits: Tensor = model(token_ids[None]).logits[0].float()
     return logits.log_softmax(dim=-1)

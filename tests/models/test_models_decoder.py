@@ -15,7 +15,7 @@ from onestem.models.config import Alibi, Learned, Rotary
 from onestem.models.decoder import Decoder, Layer
 from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope
-from onestem.models.weights import expected_shapes, load_decoder
+from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
 from onestem.ops import Heads, TorchLayers
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
@@ -181,6 +181,7 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
         linears = [linear for layer in decoder.layers for linear in _linears(layer)]
         extra += sum(one.in_features * one.out_features for one in linears)
     assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
+    assert weight_bytes(config, torch.float32, torch.device("cpu")) == decoder.weight_bytes
     heads = config.num_layers * config.num_kv_heads
     assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.weights import load_decoder
-from tests.models.dense import log_probabilities, prompt
+from tests.models.dense import log_probabilities, oracle, prompt
 from tests.models.tiny import make_tiny
 
 IDS = prompt(12, 288)
@@ -87,8 +87,13 @@ def test_old_rotary_buffers_are_ignored(llama: Path, tmp_path: Path) -> None:
 
 def test_a_tied_model_may_carry_a_head_of_the_right_shape(tmp_path: Path) -> None:
     tied = make_tiny("llama_mha_tied", tmp_path / "tied")
-    with_head = _edited(tied, tmp_path / "head", **{"lm_head.weight": torch.zeros(288, 64)})
+    embedding = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    with_head = _edited(tied, tmp_path / "head", **{"lm_head.weight": embedding})
     assert torch.equal(_answers(with_head), _answers(tied))
+    # One of its own counts, whatever config.json says.
+    own = _edited(tied, tmp_path / "own", **{"lm_head.weight": embedding.flip(0).contiguous()})
+    torch.testing.assert_close(_answers(own)[0], oracle(own, IDS), atol=1e-4, rtol=0)
+    assert (_answers(own) - _answers(tied)).abs().max() > 1
     other = _edited(tied, tmp_path / "other", **{"lm_head.weight": torch.zeros(288, 32)})
     with pytest.raises(WeightsError, match=r"lm_head\.weight is"):
         _answers(other)

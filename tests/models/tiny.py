@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "SENSITIVITY", "VOCAB_SIZE", "make_tiny", "oracle_attention"]
+__all__ = ["FAMILIES", "SENSITIVITY", "VOCAB_SIZE", "load_oracle", "make_tiny"]
 
 VOCAB_SIZE = 288
 
@@ -164,22 +164,96 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 20,
     "tie_word_embeddings": True,
 }
+_GEMMA3: dict[str, Any] = {
+    **_GEMMA,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+}
+# One position, so that transformers takes the long factors for every prompt, as we do.
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.0 + 2.0 * i for i in range(6)],
+    "original_max_position_embeddings": 1,
+    "attention_factor": 1.3,
+    "partial_rotary_factor": 0.75,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
+_MINISTRAL3: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_parameters": {
+        **_YARN,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.3,
+    },
+}
 _SPECS |= {
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
+    "phi3": ("Phi3", {"sliding_window": 24}),
+    "phi4_mini": (
+        "Phi3",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 1,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": ("Granite", {**_GRANITE, "num_hidden_layers": 3}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "ministral3": ("Ministral3", _MINISTRAL3),
     "gemma2": (
         "Gemma2",
         {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 6.0},
     ),
-    "gemma3": (
-        "Gemma3",
-        {
-            **_GEMMA,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
+    "gemma3": ("Gemma3", _GEMMA3),
+}
+
+# The text parts of those that read images too, of which all else is as small as it can be.
+_IMAGE_SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3_image": ("Gemma3", "siglip_vision_model", _GEMMA3),
+    "mistral3_image": (
+        "Mistral3",
+        "pixtral",
+        {**_MINISTRAL3, "model_type": "ministral3", "tie_word_embeddings": False},
     ),
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 16,
+    "patch_size": 8,
 }
 
 # Those whose configurations share no names with `_BASE`: (architecture, all of it).
@@ -218,19 +292,19 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-FAMILIES: tuple[str, ...] = (*_SPECS, *_OTHERS)
+FAMILIES: tuple[str, ...] = (*_SPECS, *_IMAGE_SPECS, *_OTHERS)
 
 # Standard deviations by the end of a parameter's module name. Queries and keys are small enough
 # that no key's share of a softmax vanishes, values and outputs large enough that a small share of
 # them is felt, and the head steep enough to show it.
 _QUERY_KEY, _VALUE = 0.09, 0.5
-_FUSED = ("query_key_value", "Wqkv", "c_attn")
+_FUSED = ("query_key_value", "Wqkv", "c_attn", "qkv_proj")
 _OUTPUT = ("o_proj", "dense", "out_proj", "attn.c_proj")
 _SCALES = {
     **dict.fromkeys(("q_proj", "k_proj"), _QUERY_KEY),
     "v_proj": _VALUE,
     **dict.fromkeys(_OUTPUT, 0.3),
-    **dict.fromkeys(("gate_proj", "up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
     **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"), 0.1),
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "lm_head"), 0.5),
     "wpe": 0.3,
@@ -253,16 +327,19 @@ def make_tiny(
     return Path(path)
 
 
-def oracle_attention(path: str | Path) -> str:
-    """The attention of transformers' that computes the model of a directory.
-
-    Its eager attention adds Falcon's ALiBi twice (once more in the mask).
-    """
-    architecture = json.loads((Path(path) / "config.json").read_text())["architectures"][0]
-    return "sdpa" if architecture.startswith("Falcon") else "eager"
+def load_oracle(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a directory."""
+    (architecture,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    images = architecture.endswith("ForConditionalGeneration")
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    # Its eager attention adds Falcon's ALiBi twice (once more in the mask).
+    attention = "sdpa" if architecture.startswith("Falcon") else "eager"
+    return kind.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
 
 
 def _model(family: str, seed: int) -> Any:
+    if family in _IMAGE_SPECS:
+        return _image_model(family, seed)
     if family in _OTHERS:
         architecture, fields = _OTHERS[family]
         fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **fields}
@@ -277,12 +354,27 @@ def _model(family: str, seed: int) -> Any:
         return getattr(transformers, f"{architecture}{suffix}")(config)
 
 
+def _image_model(family: str, seed: int) -> Any:
+    architecture, vision, changes = _IMAGE_SPECS[family]
+    config = getattr(transformers, f"{architecture}Config")(
+        text_config={**_BASE, **changes},
+        vision_config={"model_type": vision, **_VISION},
+        mm_tokens_per_image=1,
+        tie_word_embeddings=changes["tie_word_embeddings"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{architecture}ForConditionalGeneration")(config)
+
+
 @torch.no_grad()
 def _scale(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         last = module.rpartition(".")[2]
+        if "vision_tower." in module or "multi_modal_projector." in name:
+            continue
         if part == "sinks":
             parameter.uniform_(0.0, 2.0, generator=generator)
         elif part == "bias" or last == "experts":
@@ -320,5 +412,6 @@ def _fused_deviations(config: Any) -> torch.Tensor:
         small = heads // groups + 1
         line = [_QUERY_KEY] * small + [_VALUE]
     else:
-        line = [_QUERY_KEY] * 2 * heads + [_VALUE] * heads
+        small = getattr(config, "num_key_value_heads", None) or heads
+        line = [_QUERY_KEY] * (heads + small) + [_VALUE] * small
     return torch.tensor(line * groups).repeat_interleave(config.hidden_size // heads)

@@ -2,44 +2,112 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description, TensorNames
-from onestem.models.families import experts, falcon, gemma, gpt2, llama, mpt, phi
+from onestem.models.families import (
+    experts,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mpt,
+    olmo,
+    phi,
+    phi3,
+    smollm3,
+)
 from onestem.models.fields import Fields
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "Family", "refusal"]
 
 
 @dataclass(frozen=True)
 class Family:
     """`read` takes the fields of `config.json` and raises `ConfigError` or, for what this decoder
-    does not compute, `UnsupportedError`."""
+    does not compute, `UnsupportedError`. `models`: what a person calls them."""
 
     read: Callable[[Fields, str], Description]
     names: Callable[[Description], TensorNames]
+    models: str
 
 
 # CodeLlama and Yi are `LlamaForCausalLM` with other numbers; `MPTForCausalLM` is how the makers of
 # MPT write it.
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(llama.read, llama.names),
-    "MistralForCausalLM": Family(llama.read, llama.names),
-    "Qwen2ForCausalLM": Family(llama.read, llama.names),
-    "Qwen3ForCausalLM": Family(llama.read, llama.names),
-    "MixtralForCausalLM": Family(experts.read_mixtral, experts.names),
-    "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names),
-    "Qwen3MoeForCausalLM": Family(experts.read_qwen, experts.names),
-    "OlmoeForCausalLM": Family(experts.read_olmoe, experts.names),
-    "GptOssForCausalLM": Family(experts.read_gpt_oss, experts.names),
-    "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names),
-    "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names),
-    "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names),
-    "Gemma3ForConditionalGeneration": Family(gemma.read_gemma3, gemma.names),
-    "FalconForCausalLM": Family(falcon.read, falcon.names),
-    "MptForCausalLM": Family(mpt.read, mpt.names),
-    "MPTForCausalLM": Family(mpt.read, mpt.names),
-    "PhiForCausalLM": Family(phi.read, phi.names),
-    "GPT2LMHeadModel": Family(gpt2.read, gpt2.names),
+    "LlamaForCausalLM": Family(llama.read, llama.names, "Llama 2 and 3.x, CodeLlama, Yi"),
+    "MistralForCausalLM": Family(llama.read, llama.names, "Mistral, Mistral Small 3"),
+    "MinistralForCausalLM": Family(llama.read, llama.names, "Ministral 8B"),
+    "Ministral3ForCausalLM": Family(ministral3.read, ministral3.names, "Ministral 3"),
+    "Mistral3ForConditionalGeneration": Family(
+        ministral3.read_image_model,
+        ministral3.names,
+        "Mistral Small 3.1 on, for text",
+    ),
+    "Qwen2ForCausalLM": Family(llama.read, llama.names, "Qwen2, Qwen2.5"),
+    "Qwen3ForCausalLM": Family(llama.read, llama.names, "Qwen3"),
+    "MixtralForCausalLM": Family(experts.read_mixtral, experts.names, "Mixtral"),
+    "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names, "Qwen1.5-MoE, Qwen2-57B-A14B"),
+    "Qwen3MoeForCausalLM": Family(
+        experts.read_qwen, experts.names, "Qwen3-30B-A3B, Qwen3-235B-A22B"
+    ),
+    "OlmoeForCausalLM": Family(experts.read_olmoe, experts.names, "OLMoE"),
+    "GptOssForCausalLM": Family(experts.read_gpt_oss, experts.names, "gpt-oss 20B and 120B"),
+    "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names, "Gemma 2"),
+    "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names, "Gemma 3 270M and 1B"),
+    "Gemma3ForConditionalGeneration": Family(
+        gemma.read_gemma3, gemma.names, "Gemma 3 4B on, for text"
+    ),
+    "Phi3ForCausalLM": Family(phi3.read, phi3.names, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    "Olmo2ForCausalLM": Family(olmo.read_olmo2, olmo.names, "OLMo 2"),
+    "Olmo3ForCausalLM": Family(olmo.read_olmo3, olmo.names, "OLMo 3"),
+    "SmolLM3ForCausalLM": Family(smollm3.read, llama.names, "SmolLM3"),
+    "GraniteForCausalLM": Family(granite.read, llama.names, "Granite 3 and 4 without experts"),
+    "GlmForCausalLM": Family(glm.read, glm.names, "GLM-4 9B of 2024"),
+    "Glm4ForCausalLM": Family(glm.read, glm.names, "GLM-4 9B and 32B of 2025"),
+    "FalconForCausalLM": Family(falcon.read, falcon.names, "Falcon 7B, 40B, 11B, RW"),
+    "MptForCausalLM": Family(mpt.read, mpt.names, "MPT 7B and 30B"),
+    "MPTForCausalLM": Family(mpt.read, mpt.names, "the same, in its makers' files"),
+    "PhiForCausalLM": Family(phi.read, phi.names, "Phi-1, 1.5, 2"),
+    "GPT2LMHeadModel": Family(gpt2.read, gpt2.names, "GPT-2"),
 }
+
+# What others have that no family here has, by a part of their name.
+_REASONS = {
+    "Gemma4": "heads of two sizes, and embeddings for each layer",
+    "Gemma3n": "embeddings for each layer, and several residual streams",
+    "Deepseek": "experts and latent attention",
+    "Kimi": "experts and latent attention",
+    "Llama4": "experts",
+    "Moe": "experts",
+    "Mamba": "recurrent layers",
+    "Jamba": "recurrent layers",
+    "Next": "recurrent layers",
+    "Recurrent": "recurrent layers",
+    "Rwkv": "recurrent layers",
+    "T5": "an encoder",
+    "ConditionalGeneration": "an encoder",
+}
+_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+def refusal(architecture: str) -> str:
+    """Why a name that is not in `FAMILIES` is refused, and which is nearest."""
+    reason = next((has for part, has in _REASONS.items() if part in architecture), None)
+    why = f"it has {reason}" if reason else "no family here computes its layers"
+    stems = {_stem(name): name for name in reversed(FAMILIES)}
+    near = difflib.get_close_matches(_stem(architecture), stems, n=1)
+    nearest = stems[near[0]] if near else "LlamaForCausalLM"
+    return f"{why}; the nearest family that works is {nearest} (onestem models lists all)"
+
+
+def _stem(architecture: str) -> str:
+    for suffix in _SUFFIXES:
+        architecture = architecture.removesuffix(suffix)
+    return architecture.lower()

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, LayerRotary, Rotary, TensorNames
+from onestem.models.description import Description, Rotary, TensorNames
 from onestem.models.families import llama
 from onestem.models.families.shared import (
     IMAGE_MODEL,
     layer_windows,
     max_positions,
-    nested_rotary,
     rotary,
+    rotary_by_window,
     text_fields,
+    window_rotaries,
+    windowed_kinds,
 )
 from onestem.models.fields import Fields
 
@@ -43,11 +45,16 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
     common = _read(
         fields, architecture, vocab_size=262208, max_position_embeddings=131072, every=every
     )
-    full, windowed = _rotaries(fields, common.head_dim, common.max_position_embeddings)
-    by_layer = tuple(full if window is None else windowed for window in common.sliding_windows)
+    full, windowed = window_rotaries(
+        fields,
+        common.head_dim,
+        common.max_position_embeddings,
+        theta=1e6,
+        windowed_theta=fields.number("rope_local_base_freq", 10000.0),
+    )
     return replace(
         common,
-        positions=LayerRotary(by_layer),
+        positions=rotary_by_window(common.sliding_windows, full, windowed),
         max_position_embeddings=max_positions(full, common.max_position_embeddings),
         logit_softcap=_softcap(fields, "final_logit_softcapping", None),
         qk_norm=True,
@@ -80,8 +87,6 @@ def _read(
     hidden_size = fields.positive("hidden_size", 2304)
     num_layers = fields.positive("num_hidden_layers", 26)
     head_dim = fields.positive("head_dim", 256)
-    kinds = ["sliding_attention"] * num_layers
-    kinds[every - 1 :: every] = ["full_attention"] * (num_layers // every)
     bias = fields.boolean("attention_bias", False)
     return Description(
         architecture=architecture,
@@ -102,19 +107,11 @@ def _read(
         tie_embeddings=fields.boolean("tie_word_embeddings", True),
         qkv_bias=bias,
         o_bias=bias,
-        sliding_windows=layer_windows(fields, fields.positive("sliding_window", 4096), kinds),
+        sliding_windows=layer_windows(
+            fields, fields.positive("sliding_window", 4096), windowed_kinds(num_layers, every)
+        ),
         initializer_range=fields.number("initializer_range", 0.02),
     )
-
-
-def _rotaries(fields: Fields, head_dim: int, max_positions: int) -> tuple[Rotary, Rotary]:
-    """Of layers that see all, and of those with a window, which nothing stretches."""
-    full = nested_rotary(fields, "full_attention", head_dim, max_positions)
-    windowed = nested_rotary(fields, "sliding_attention", head_dim, max_positions)
-    if full is not None and windowed is not None:
-        return full, windowed
-    full = rotary(fields, head_dim, max_positions, theta=1e6)
-    return full, Rotary(head_dim, fields.number("rope_local_base_freq", 10000.0))
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:

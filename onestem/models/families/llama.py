@@ -1,21 +1,55 @@
-"""Llama 2 and 3, CodeLlama, Yi, Mistral, Qwen2 and Qwen3: RMSNorm, RoPE, a gated MLP."""
+"""Llama 2 and 3, CodeLlama, Yi, Mistral, Ministral, Qwen2 and Qwen3: RMSNorm, RoPE, a gated MLP."""
 
 from __future__ import annotations
 
-from onestem.models.description import Description, TensorNames
-from onestem.models.families.shared import rotary
+from dataclasses import replace
+
+from onestem.models.description import Description, Rotary, TensorNames
+from onestem.models.families.shared import layer_windows, max_positions, rotary
 from onestem.models.fields import Fields
 
-__all__ = ["names", "read"]
+__all__ = ["names", "plain", "read"]
+
+_MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    qwen3 = architecture == "Qwen3ForCausalLM"
+    common = plain(fields, architecture, head_dim=128 if qwen3 else None)
+    qkv_bias, o_bias = _attention_biases(fields, architecture)
+    return replace(
+        common,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias", False),
+        qk_norm=qwen3,
+        sliding_windows=_sliding_windows(fields, architecture, common.num_layers),
+    )
+
+
+def plain(
+    fields: Fields,
+    architecture: str,
+    *,
+    head_dim: int | None = None,
+    turned: float | None = None,
+    theta: float = 10000.0,
+    norm_eps: float = 1e-6,
+    tied: bool = False,
+    positions: Rotary | None = None,
+) -> Description:
+    """What many families begin with: no biases, no windows. Values are those where the file says
+    nothing; `turned`: see `rotary`. `positions`: RoPE where it has been read already."""
+    fields.refuse_others(hidden_act="silu")
     num_q_heads = fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
-    max_position_embeddings = fields.positive("max_position_embeddings")
-    head_dim = _head_dim(fields, architecture)
-    fields.refuse_others(hidden_act="silu")
-    qkv_bias, o_bias = _attention_biases(fields, architecture)
+    if fields.values.get("head_dim") is not None:
+        head_dim = fields.positive("head_dim")
+    elif head_dim is None:
+        head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    given = fields.positive("max_position_embeddings")
+    if positions is None:
+        positions = rotary(fields, head_dim, given, turned, theta)
     return Description(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size"),
@@ -25,20 +59,17 @@ def read(fields: Fields, architecture: str) -> Description:
         num_q_heads=num_q_heads,
         num_kv_heads=fields.positive("num_key_value_heads", num_q_heads),
         head_dim=head_dim,
-        positions=rotary(fields, head_dim, max_position_embeddings),
-        max_position_embeddings=max_position_embeddings,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_windows=_sliding_windows(fields, architecture, num_layers),
+        positions=positions,
+        max_position_embeddings=max_positions(positions, given),
+        norm_eps=fields.number("rms_norm_eps", norm_eps),
+        tie_embeddings=fields.boolean("tie_word_embeddings", tied),
+        sliding_windows=(None,) * num_layers,
         initializer_range=fields.number("initializer_range", 0.02),
     )
 
 
 def names(description: Description) -> TensorNames:
+    normed = description.qk_norm or description.qk_norm_of_all
     return TensorNames(
         embedding="model.embed_tokens",
         layer="model.layers.{}.",
@@ -50,23 +81,15 @@ def names(description: Description) -> TensorNames:
         down="mlp.down_proj",
         norm="model.norm",
         prefix="model.",
-        qk_norm=("self_attn.q_norm", "self_attn.k_norm") if description.qk_norm else (),
+        qk_norm=("self_attn.q_norm", "self_attn.k_norm") if normed else (),
     )
-
-
-def _head_dim(fields: Fields, architecture: str) -> int:
-    if fields.values.get("head_dim") is not None:
-        return fields.positive("head_dim")
-    if architecture == "Qwen3ForCausalLM":
-        return 128
-    return fields.head_dim("hidden_size", "num_attention_heads")
 
 
 def _attention_biases(fields: Fields, architecture: str) -> tuple[bool, bool]:
     """(QKV has a bias, the output projection has a bias)."""
     if architecture == "Qwen2ForCausalLM":
         return True, False
-    if architecture == "MistralForCausalLM":
+    if architecture in _MISTRALS:
         return False, False
     bias = fields.boolean("attention_bias", False)
     return bias, bias
@@ -75,8 +98,10 @@ def _attention_biases(fields: Fields, architecture: str) -> tuple[bool, bool]:
 def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         windows: tuple[int | None, ...] = (None,) * num_layers
-    elif architecture == "MistralForCausalLM":
-        windows = (_window(fields),) * num_layers
+    elif architecture in _MISTRALS:
+        window = _window(fields)
+        kind = "full_attention" if window is None else "sliding_attention"
+        return layer_windows(fields, window, [kind] * num_layers)
     else:
         windows = _qwen_windows(fields, num_layers)
     _check_layer_types(fields, windows)
@@ -95,11 +120,8 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if not fields.boolean("use_sliding_window", False):
         return (None,) * num_layers
     window = _window(fields)
-    types = fields.values.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list):
-            raise fields.wrong("layer_types", "a list with an entry per layer")
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if fields.values.get("layer_types") is not None:
+        return layer_windows(fields, window, ())
     first = fields.optional_integer("max_window_layers")
     first = 28 if first is None else first
     return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from onestem.models.description import LongRope, RopeScaling, Rotary, Yarn
+from onestem.models.description import LayerRotary, LongRope, RopeScaling, Rotary, Yarn
 from onestem.models.fields import Fields
 
 __all__ = [
@@ -15,9 +15,11 @@ __all__ = [
     "gelu",
     "layer_windows",
     "max_positions",
-    "nested_rotary",
     "rotary",
+    "rotary_by_window",
     "text_fields",
+    "window_rotaries",
+    "windowed_kinds",
 ]
 
 _GELU: dict[str, Literal["gelu", "gelu_tanh"]] = {
@@ -55,7 +57,32 @@ def rotary(
     return _rotary(fields, rope, head_dim, max_position_embeddings, factor, theta)
 
 
-def nested_rotary(
+def window_rotaries(
+    fields: Fields,
+    head_dim: int,
+    max_position_embeddings: int,
+    *,
+    theta: float,
+    windowed_theta: float | None = None,
+) -> tuple[Rotary, Rotary]:
+    """RoPE of layers that see all, and of those with a window: by `rope_parameters` for each kind,
+    or by the older fields, whose scaling is that of the former alone.
+
+    `theta`: where the file does not say; `windowed_theta`: of layers with a window in older files;
+    None: the same."""
+    full = _nested_rotary(fields, "full_attention", head_dim, max_position_embeddings)
+    windowed = _nested_rotary(fields, "sliding_attention", head_dim, max_position_embeddings)
+    if full is not None and windowed is not None:
+        return full, windowed
+    full = rotary(fields, head_dim, max_position_embeddings, theta=theta)
+    return full, Rotary(head_dim, windowed_theta or full.theta)
+
+
+def rotary_by_window(windows: Sequence[int | None], full: Rotary, windowed: Rotary) -> LayerRotary:
+    return LayerRotary(tuple(full if window is None else windowed for window in windows))
+
+
+def _nested_rotary(
     fields: Fields, kind: str, head_dim: int, max_position_embeddings: int
 ) -> Rotary | None:
     """RoPE of one kind of layers (`full_attention`), where `rope_parameters` says it for each."""
@@ -152,13 +179,17 @@ def _yarn_factor(factor: float, scale: float = 1.0) -> float:
 
 
 def _longrope(rope: Fields, trained_positions: int, stretch: float) -> LongRope:
-    factor = rope.number("factor", stretch)
-    inferred = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
+    factor = rope.optional_number("attention_factor")
+    if factor is None and rope.number("factor", stretch) > 1:
+        if trained_positions == 1:
+            raise rope.wrong("original_max_position_embeddings", "at least 2")
+        logs = math.log(rope.number("factor", stretch)) / math.log(trained_positions)
+        factor = math.sqrt(1 + logs)
     return LongRope(
         short=rope.positive_numbers("short_factor"),
         long=rope.positive_numbers("long_factor"),
         original_max_position_embeddings=trained_positions,
-        attention_factor=rope.number("attention_factor", inferred),
+        attention_factor=1.0 if factor is None else factor,
     )
 
 
@@ -176,6 +207,13 @@ def _llama3_scaling(rope: Fields, trained_positions: int) -> RopeScaling:
         low = scaling.low_freq_factor
         raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({low})")
     return scaling
+
+
+def windowed_kinds(num_layers: int, every: int) -> list[str]:
+    """`layer_types` with a window in all layers but each `every`-th."""
+    kinds = ["sliding_attention"] * num_layers
+    kinds[every - 1 :: every] = ["full_attention"] * (num_layers // every)
+    return kinds
 
 
 def layer_windows(

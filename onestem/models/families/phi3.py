@@ -1,0 +1,26 @@
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219): as Llama, with fused projections, RoPE over a part
+of each head (Phi-4-mini) and LongRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onestem.models.description import Description, LongRope, Rotary, TensorNames
+from onestem.models.families import llama
+from onestem.models.fields import Fields
+
+__all__ = ["names", "read"]
+
+
+def read(fields: Fields, architecture: str) -> Description:
+    fields.refuse_others(attention_bias=False)
+    common = llama.plain(fields, architecture, turned=1.0, norm_eps=1e-5)
+    assert isinstance(common.positions, Rotary)
+    if not isinstance(common.positions.scaling, LongRope | None):
+        raise fields.unsupported("rope_scaling", "longrope, or none")
+    window = fields.optional_integer("sliding_window")
+    return replace(common, sliding_windows=(window,) * common.num_layers)
+
+
+def names(description: Description) -> TensorNames:
+    return replace(llama.names(description), qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))

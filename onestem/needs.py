@@ -1,0 +1,96 @@
+"""What a model's directory needs on a device, read off its files before anything is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from onestem.engine.schedule.admission import model_len
+from onestem.errors import ConfigError, WeightsError
+from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
+from onestem.models.config import ModelConfig
+from onestem.models.families import FAMILIES
+from onestem.models.find import find_model
+from onestem.models.weights import checked_config, expected_shapes, num_parameters, weight_bytes
+from onestem.options import EngineOptions
+
+__all__ = ["Needs", "needs_of"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of a model on a device.
+
+    Attributes:
+        models: what a person calls models of this architecture.
+        parameters: numbers in its weights.
+        windows: how many layers have a sliding window, by the window's size.
+        max_positions: tokens that a sequence of the model may have.
+        dtype, device: that would be chosen.
+        weight_bytes: with the copies that a CPU is given.
+        kv_bytes_per_token: keys and values of one token, over all layers.
+        kv_tokens: how many KV memory holds here; 0: the model does not fit.
+        max_model_len: the longest sequence that would be answered here.
+        problem: why it would not run as it is; None: it would.
+    """
+
+    architecture: str
+    models: str
+    path: str
+    parameters: int
+    num_layers: int
+    windows: dict[int, int]
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    max_model_len: int
+    problem: str | None
+
+
+def needs_of(options: EngineOptions) -> Needs:
+    """Of the engine that options describe.
+
+    Raises:
+        ConfigError: there is no such model, or its family is not supported.
+    """
+    set_threads(options.threads)
+    path, problem = find_model(options.model), None
+    config = ModelConfig.from_directory(path)
+    if not options.makes_weights_up:
+        try:
+            config = checked_config(path)
+        except WeightsError as error:
+            problem = str(error)
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, config, device)
+    weights = weight_bytes(config, dtype, device)
+    token = config.kv_values_per_token * dtype.itemsize
+    kv_tokens = longest = 0
+    try:
+        memory = kv_memory_bytes(options.kv_memory, device, loading=weights)
+        kv_tokens = pages_of(memory, options.page_size, token * options.page_size)
+        kv_tokens *= options.page_size
+        longest = model_len(config.max_position_embeddings, kv_tokens, options.max_model_len)
+    except ConfigError as error:
+        problem = problem or str(error)
+    return Needs(
+        architecture=config.architecture,
+        models=FAMILIES[config.architecture].models,
+        path=str(path),
+        parameters=num_parameters(expected_shapes(config)),
+        num_layers=config.num_layers,
+        windows=dict(Counter(size for size in config.sliding_windows if size is not None)),
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        weight_bytes=weights,
+        kv_bytes_per_token=token,
+        kv_tokens=kv_tokens,
+        max_model_len=longest,
+        problem=problem,
+    )
