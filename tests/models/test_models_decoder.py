@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
 from onestem.ops import Heads, TorchLayers
+from onestem.ops.triton.experts import GroupedExperts
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
 
@@ -53,6 +55,21 @@ def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:
         expected = oracle(path, ids)[-20:]
         found = log_probabilities(decoder, ids)[0, -20:]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+def test_a_gpu_s_experts_equal_transformers(
+    family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's kernels, under its interpreter where there is no GPU."""
+    monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: True)
+    decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
+    experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertLayer)]
+    assert experts
+    assert all(isinstance(one.products, GroupedExperts) for one in experts)
+    ids = prompt(12, decoder.config.vocab_size)
+    found = log_probabilities(decoder, ids)[0]
+    torch.testing.assert_close(found, oracle(tiny(family), ids), atol=1e-4, rtol=0)
 
 
 def test_hiding_any_one_key_shows(decoder: Decoder) -> None:
@@ -117,7 +134,20 @@ def test_sixteen_bits_err_no_more_than_transformers(
     assert (log_probabilities(decoder, ids)[0] - exact).square().mean() <= allowed
 
 
-@pytest.mark.parametrize("family", ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        "qwen2_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "falcon_40b",
+        "falcon_rw",
+        "mpt",
+        "phi",
+        "gpt2",
+    ],
+)
 def test_every_kind_of_block_in_sixteen_bits(family: str, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")

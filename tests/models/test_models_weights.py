@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onestem.errors import UnsupportedError, WeightsError
-from onestem.models.weights import load_decoder
+from onestem.models.weights import load_decoder, weight_bytes
 from tests.models.dense import log_probabilities, oracle, prompt
 from tests.models.tiny import make_tiny
 
@@ -188,7 +188,12 @@ def _mxfp4(plain: Path, target: Path) -> Path:
     return target
 
 
-def test_mxfp4_is_read_as_transformers_converts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_mxfp4_is_read_as_transformers_converts_it(
+    tmp_path: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it stays in four bits."""
+    monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: kernels)
     path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path,
@@ -202,6 +207,19 @@ def test_mxfp4_is_read_as_transformers_converts_it(tmp_path: Path) -> None:
     decoder = load_decoder(path, dtype=torch.float32, device="cpu")
     plain = load_decoder(tmp_path / "plain", dtype=torch.float32, device="cpu")
     assert decoder.num_parameters == plain.num_parameters
+    assert decoder.weight_bytes == weight_bytes(decoder.config, torch.float32, decoder.device)
+    assert (decoder.weight_bytes < plain.weight_bytes / 2) == kernels
+
+
+def test_random_weights_of_mxfp4(tmp_path: Path) -> None:
+    """As large as those of other formats."""
+    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    options = {"dtype": torch.float32, "device": "cpu", "random_weights": True}
+    experts = [load_decoder(path, **options).layers[1].mlp.products.experts for _ in range(2)]
+    first, again = (one[2].down.weight for one in experts)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, experts[0][1].down.weight)
+    assert 0.7 < first.std().item() / 0.02 < 1.5
 
 
 def test_mxfp4_of_another_kind_is_refused(tmp_path: Path) -> None:
