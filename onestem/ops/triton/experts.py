@@ -43,9 +43,9 @@ class Tiles:
 # Rows of an expert, on average, up to which tiles of `up` and of `down` serve.
 _TILES = (
     (1, Tiles(16, 32, 128, 4, 4), Tiles(16, 64, 128, 4, 4)),
-    (24, Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 128, 4, 4)),
-    (48, Tiles(32, 64, 128, 4, 3), Tiles(32, 128, 128, 4, 3)),
-    (96, Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
+    (10, Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 128, 4, 4)),
+    (24, Tiles(32, 64, 128, 4, 3), Tiles(32, 128, 128, 4, 3)),
+    (56, Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
     (float("inf"), Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 8, 4)),
 )
 _WIDE_TILES = Tiles(32, 32, 32, 4, 2)  # of float32: they are twice as large, and seldom
