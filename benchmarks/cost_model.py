@@ -33,7 +33,7 @@ from onestem.llm import LLM, planned
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EMBEDDED
-from onestem.planner import JobPlan
+from onestem.planner import JobPlan, RunningOrder
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 
@@ -223,7 +223,7 @@ def run_job(job: Job, device: str, clock: Callable[[], float]) -> tuple[dict[str
         for i, (ids, one) in enumerate(zip(prompts, params, strict=True))
     ]
     began = clock()
-    for _ in llm.engine.run(planned(requests, plan)):
+    for _ in llm.engine.run(planned(requests, RunningOrder(plan))):
         pass
     seconds = clock() - began
     stats = llm.engine.stats

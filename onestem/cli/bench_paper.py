@@ -36,6 +36,13 @@ def paper(
         float,
         typer.Option(help="Factor of lengths, requests, batches and models; 1: the paper's."),
     ] = 1.0,
+    part: Annotated[
+        float,
+        typer.Option(
+            help="Factor of numbers of requests and of a sweep's points alone: lengths, batches "
+            "and models keep their size."
+        ),
+    ] = 1.0,
     against: Annotated[
         str,
         typer.Option(
@@ -66,7 +73,7 @@ def paper(
         _list(EXPERIMENTS.values(), as_json)
         return
     peers = [peer.strip() for peer in against.split(",") if peer.strip()]
-    with Bench(engine, scale=scale, against=peers) as bench:
+    with Bench(engine, scale=scale, part=part, against=peers) as bench:
         run = partial(_run, bench=bench, out=out, as_json=as_json, quiet=quiet)
         if name != "all":
             run(find(name))

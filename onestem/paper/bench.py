@@ -32,6 +32,8 @@ class Bench(AbstractContextManager["Bench"]):
         options: of the engine. A model that is told takes the place of the papers' shapes; `share`
             is what the series `full` runs with.
         scale: factor of lengths, numbers of requests, batches and models; 1 is the paper's size.
+        part: factor of the numbers of requests and of a sweep's points alone: all else keeps its
+            size.
         against: peers, where an experiment knows them.
 
     Attributes:
@@ -40,14 +42,21 @@ class Bench(AbstractContextManager["Bench"]):
     """
 
     def __init__(
-        self, options: EngineOptions, *, scale: float = 1.0, against: Sequence[str] = ()
+        self,
+        options: EngineOptions,
+        *,
+        scale: float = 1.0,
+        part: float = 1.0,
+        against: Sequence[str] = (),
     ) -> None:
-        if not 0 < scale <= 1:
-            raise ConfigError(f"scale is {scale}, expected above 0 and at most 1")
+        for name, value in (("scale", scale), ("part", part)):
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name} is {value}, expected above 0 and at most 1")
         told = "model" in options.model_fields_set
         self.told_model = str(options.model) if told else None
         self.options = options if options.seed is not None else options.replace(seed=0)
         self.scale = scale
+        self.part = part
         self.against = tuple(against)
         self.device = pick_device(options.device)
         self.refused: dict[str, str] = {}
@@ -65,8 +74,8 @@ class Bench(AbstractContextManager["Bench"]):
         return max(least, round(count * self.scale))
 
     def thin(self, values: Sequence[Value]) -> list[Value]:
-        """Of a sweep its ends, and as many between them as the scale says."""
-        count = min(len(values), max(2, round(len(values) * self.scale)))
+        """Of a sweep its ends, and as many between them as scale and part say."""
+        count = min(len(values), max(2, round(len(values) * min(self.scale, self.part))))
         if count < 2:
             return list(values)
         return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ __all__ = ["DecodeSweep", "decode"]
 
 # Prompts take steps, in which the first of a batch decode already: they sample so many tokens more.
 STEP_TOKENS, MOST_STEPS = 256, 4096
+# Of a rate so many seconds of steps are enough, and so many steps are needed.
+ENOUGH_SECONDS, FEWEST_STEPS = 2.0, 4
 MODES: tuple[ShareMode, ...] = ("full", "storage", "off", "no-attention")
 
 
@@ -28,7 +31,7 @@ class DecodeSweep:
     """Thousands of tokens per second, or seconds, of batches that decode behind one prefix.
 
     Attributes:
-        new: tokens sampled by each sequence.
+        new: tokens sampled by each sequence; for a rate fewer, where they take long.
     """
 
     model: str
@@ -58,12 +61,13 @@ class DecodeSweep:
         if ran["batch"] * own_tokens(llm, mode, **ran) > llm.kv_tokens - ran["prefix"]:
             yield Cell(at, mode, None, ran, note="does not fit KV memory")
             return
-        seconds, tokens, counts = decode(llm, **ran)
+        enough = ENOUGH_SECONDS if self.metric == "thousand tokens/s" else math.inf
+        seconds, tokens, counts = decode(llm, **ran, enough=enough)
         if not tokens:
             yield Cell(at, mode, None, ran, counts, "never does the whole batch decode at once")
             return
         value = seconds if self.metric == "seconds" else tokens / seconds / 1000
-        yield Cell(at, mode, value, ran, counts)
+        yield Cell(at, mode, value, ran | {"new": tokens // ran["batch"]}, counts)
 
 
 def own_tokens(llm: LLM, mode: ShareMode, batch: int, prefix: int, new: int) -> int:
@@ -73,9 +77,12 @@ def own_tokens(llm: LLM, mode: ShareMode, batch: int, prefix: int, new: int) -> 
     return (-(-tokens // page) + 1) * page
 
 
-def decode(llm: LLM, batch: int, prefix: int, new: int) -> tuple[float, int, dict[str, float]]:
+def decode(
+    llm: LLM, batch: int, prefix: int, new: int, enough: float = math.inf
+) -> tuple[float, int, dict[str, float]]:
     """Seconds and tokens of `new` steps in which all of a batch decode (no tokens: there are none),
-    and what the engine counted; each sequence has one token of its own behind the prefix."""
+    and what the engine counted; each sequence has one token of its own after the prefix. Steps end
+    after `enough` seconds."""
     engine = llm.engine
     prompts = batch * (prefix + 1) if engine.share == "off" else prefix + batch
     most = new + 2 + min(MOST_STEPS, prompts // STEP_TOKENS)
@@ -85,8 +92,9 @@ def decode(llm: LLM, batch: int, prefix: int, new: int) -> tuple[float, int, dic
     while engine.has_unfinished() and not _all_decode(llm, batch):
         engine.step()
     before, started = engine.stats.to_dict(), time.perf_counter()
-    for _ in range(new):
-        if not _all_decode(llm, batch):
+    for step in range(new):
+        late = step >= FEWEST_STEPS and time.perf_counter() - started > enough
+        if late or not _all_decode(llm, batch):
             break
         engine.step()
     seconds, after = time.perf_counter() - started, engine.stats.to_dict()

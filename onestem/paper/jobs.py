@@ -52,12 +52,12 @@ def scaled_job(case: BatchCase, bench: Bench) -> BatchCase:
         assert not isinstance(lengths, Scaled)
         return lengths if bench.scale == 1 else Scaled(lengths, bench.scale)
 
-    degrees = case.degrees
-    if case.groups * bench.scale < 1:
-        degrees = tuple(bench.size(degree, 2) for degree in degrees)
+    degrees, fewer = case.degrees, bench.scale * bench.part
+    if case.groups * fewer < 1:
+        degrees = tuple(max(2, round(degree * fewer)) for degree in degrees)
     return replace(
         case,
-        groups=bench.size(case.groups),
+        groups=max(1, round(case.groups * fewer)),
         degrees=degrees,
         prefixes=tuple(map(shorter, case.prefixes)),
         distinct=shorter(case.distinct),

@@ -50,6 +50,7 @@ def run_experiment(
         "command": command,
         "date": date.today().isoformat(),
         "scale": bench.scale,
+        "part": bench.part,
         "share": bench.share("full"),
         "model": bench.told_model,
         **device_facts(bench.device),

@@ -152,6 +152,8 @@ def _notes(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
     notes = [f"In {experiment.unit}; cells are ours / the paper's."]
     if experiment.machine:
         scale = "" if result["scale"] == 1 else f" at {result['scale']:g} of its sizes"
+        if result.get("part", 1) < 1:
+            scale += f", with {result['part']:g} of its requests and points"
         notes.append(f"The paper ran it on {experiment.machine}; we on {result['device']}{scale}.")
     if experiment.assumed:
         notes.append(f"Ours to choose: {experiment.assumed}.")

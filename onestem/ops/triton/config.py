@@ -22,6 +22,7 @@ from onestem.ops.work import CostModel, Tile
 __all__ = ["KernelConfig", "config_file", "default_config", "load_config", "memory_ns"]
 
 DIRECTORY = Path(__file__).parent / "configs"
+MERGED_HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ def load_config(
 
 
 def _for_group(config: KernelConfig, group: int) -> KernelConfig:
-    """The configuration with tiles that all hold the queries of a row."""
+    """The configuration with tiles that all hold the queries of a row. What a state costs was
+    measured with 4 query heads on a KV head; with more of them it is as much larger."""
+    merge_tokens = config.merge_tokens * max(group, MERGED_HEADS) // MERGED_HEADS
+    config = replace(config, merge_tokens=merge_tokens)
     narrow, *wider = config.tiles
     if narrow.block_m >= group:
         return config

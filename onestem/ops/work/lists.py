@@ -10,7 +10,7 @@ from onestem.errors import ConfigError
 from onestem.ops import plan as plan_columns
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
-from onestem.ops.work.cuts import Segments, cuts_of, item_times, segments_of, tile_columns
+from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
 from onestem.ops.work.groups import shared_groups
 from onestem.ops.work.model import CostModel
@@ -65,6 +65,7 @@ class WorkList:
         dest: `[num_parts]`: which state the row's part becomes; -1: it is the row's only one.
         merges: `[num_merges, 4]`: row, its first state, how many (0: the row is empty), 0.
         num_states: partial states in all.
+        last_ns: when the last program is done, by the cost model; 0 where nothing is dealt out.
     """
 
     plan: AttentionPlan
@@ -77,6 +78,7 @@ class WorkList:
     dest: np.ndarray
     merges: np.ndarray
     num_states: int
+    last_ns: float
     entries: Entries = field(repr=False)
 
     @property
@@ -193,15 +195,32 @@ def make_work(
     pairs = pairs_of(plan)
     padded = plan.num_rows if num_rows is None else num_rows
     room = None if max_states is None else max_states - plan.num_rows
-    groups = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room if share else -1)
-    blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
-    cuts, split = cuts_of(blocks, cost, num_kv_heads)
-    cost = cost.crowded(2 * split[1]) if cost.together else cost
-    deal = Deal(split, num_kv_heads, cost)
-    work = _listed(plan, cost, blocks, segments_of(blocks, cuts), padded, deal)
-    if max_states is not None and work.num_states > max_states:
-        work = _listed(plan, cost, blocks, segments_of(blocks, cuts[:0]), padded, deal)
-    return work
+
+    def listed(room: int | None) -> tuple[WorkList, float]:
+        """A list, and what the memory takes for all that it walks, in ns."""
+        groups = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
+        blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
+        cuts, split = cuts_of(blocks, cost, num_kv_heads)
+        deal = Deal(split, num_kv_heads, cost.crowded(2 * split[1]) if cost.together else cost)
+        work = _listed(plan, cost, blocks, segments_of(blocks, cuts), padded, deal)
+        if max_states is not None and work.num_states > max_states:
+            work = _listed(plan, cost, blocks, segments_of(blocks, cuts[:0]), padded, deal)
+        return work, float((blocks.hi - blocks.lo).sum()) * num_kv_heads * cost.memory_ns
+
+    if not share:
+        return listed(-1)[0]
+    work, memory = listed(room)
+    if not cost.together or work.num_states == 0:
+        return work
+    # In a small step merging may take longer than sharing saves.
+    heads = num_kv_heads * group
+    end = cost.end_ns(work.last_ns, memory, work.num_states * heads)
+    seen = float((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
+    if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end:
+        return work
+    alone, again = listed(-1)
+    memory = max(memory, cost.cached_share * again)
+    return alone if cost.end_ns(alone.last_ns, memory, alone.num_states * heads) < end else work
 
 
 def _listed(
@@ -217,7 +236,7 @@ def _listed(
     block = blocks.block[parts.entry[head]]
     kind, count = blocks.kind[block], blocks.num_rows[block]
     wide = kind == len(cost.tiles) - 1
-    order, queues = deal.in_order(_item_ns(cost, kind, parts), kind)
+    order, queues = deal.in_order(_item_ns(deal.cost, kind, parts), kind)
     rows = blocks.rows[ragged(blocks.row_start[block], count)]
     entries = _entry_words(plan, blocks, parts)
     more = np.ones(len(parts.item), bool)
@@ -248,6 +267,7 @@ def _listed(
         dest=dest,
         merges=merges,
         num_states=num_states,
+        last_ns=_last_ns(queues, _item_ns(cost, kind, parts)[order]),
         entries=Entries(blocks.span[parts.entry], last, more, place),
     )
 
@@ -270,8 +290,17 @@ def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.nda
 
 def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:
     """float64 `[num_items]`: what each item takes."""
-    tokens = np.bincount(parts.item, parts.hi - parts.lo, len(kind))
-    return item_times(tokens, *tile_columns(cost, kind))
+    block_n, item_ns, token_ns = tile_columns(cost, kind)
+    tiles = -(-(parts.hi - parts.lo) // block_n[parts.item])
+    walked = np.bincount(parts.item, tiles, len(kind)) * block_n * token_ns
+    more = np.bincount(parts.item, minlength=len(kind)) - 1
+    return item_ns + walked + more * cost.entry_ns
+
+
+def _last_ns(queues: np.ndarray, time: np.ndarray) -> float:
+    """When the last of the programs is done, to which items that take so long are dealt."""
+    ends = np.append(0.0, np.cumsum(time))
+    return float((ends[queues[:, 1]] - ends[queues[:, 0]]).max(initial=0.0))
 
 
 def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -43,6 +43,10 @@ class CostModel:
         min_tokens: no item is cut shorter.
         cut_ns: what cutting must save.
         memory_ns: a token's keys and values of one KV head at the memory's full rate.
+        entry_ns: what each further run takes that an item walks, besides its tiles.
+        cached_share: the part of `memory_ns` that a token takes out of the cache.
+        merge_ns, state_ns: what merging takes by itself, and for each state and query head. With
+            the two before it fitted to the times of 35 trees on an H200 (docs/gpu-attention.md).
     """
 
     tiles: tuple[Tile, ...]
@@ -52,10 +56,20 @@ class CostModel:
     min_tokens: int = 128
     cut_ns: float = 6000.0
     memory_ns: float = 0.17
+    entry_ns: float = 600.0
+    cached_share: float = 0.54
+    merge_ns: float = 4500.0
+    state_ns: float = 0.18
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
         return np.array([tile.block_m // group for tile in self.tiles])
+
+    def end_ns(self, last_ns: float, memory_ns: float, num_states: int) -> float:
+        """When a step is done, counted from its start: its programs and the memory take so long,
+        `num_states` are to be merged, one for each query head."""
+        merge = self.merge_ns + self.state_ns * num_states if num_states else 0.0
+        return max(last_ns, memory_ns) + merge
 
     def crowded(self, readers: int) -> CostModel:
         """The model where so many read at a time, who cannot be faster together than the memory."""
