@@ -23,7 +23,7 @@ NEEDED_BY = ("model", "device", "dtype", "kv_memory", "max_model_len", "page_siz
 def models(
     engine: Annotated[EngineOptions, options.Only(*NEEDED_BY)],
     model: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="Model directory, hub name or shape.")
+        str | None, typer.Argument(metavar="DIR", help="Model directory, shape:NAME, or hub name.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:

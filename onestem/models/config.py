@@ -66,12 +66,12 @@ class ModelConfig(Description):
         four_bits = description.experts is not None and description.experts.mxfp4
         if fields.values.get("quantization_config") is not None and not four_bits:
             raise fields.unsupported("quantization_config", "weights in " + ", ".join(DTYPES))
-        generation = _generation_fields(directory)
+        generation, common = _generation_fields(directory), _with_text_fields(fields)
         return ModelConfig(
             **vars(description),
-            torch_dtype=_dtype(fields),
-            bos_token_id=_bos_token_id(fields, generation),
-            eos_token_ids=_eos_token_ids(fields, generation),
+            torch_dtype=_dtype(common),
+            bos_token_id=_bos_token_id(common, generation),
+            eos_token_ids=_eos_token_ids(common, generation),
         )
 
     @property
@@ -106,7 +106,7 @@ class GenerationDefaults:
             top_p=generation.optional_number("top_p"),
             min_p=generation.optional_number("min_p"),
             repetition_penalty=generation.optional_number("repetition_penalty"),
-            eos_token_ids=_eos_token_ids(config, generation),
+            eos_token_ids=_eos_token_ids(_with_text_fields(config), generation),
         )
         defaults.check(generation.source)
         return defaults
@@ -123,6 +123,12 @@ class GenerationDefaults:
 def _generation_fields(directory: Path) -> Fields:
     file = directory / "generation_config.json"
     return Fields(read_json(file) if file.exists() else {}, file)
+
+
+def _with_text_fields(fields: Fields) -> Fields:
+    """Of a model that reads images too, what the file leaves to its text part."""
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    return Fields({**fields.mapping("text_config"), **given}, fields.source)
 
 
 def _architecture(fields: Fields) -> str:

@@ -15,10 +15,9 @@ from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-GPU_FAMILIES = [
-    "llama", "qwen2", "qwen3", "mistral", "falcon_40b", "mpt", "phi", "gpt2",
-    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss",
-]  # fmt: skip
+GPU_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "falcon_40b", "mpt", "phi", "gpt2"]
+GPU_FAMILIES += ["gemma2", "gemma3", "phi4_mini", "olmo2", "granite", "glm4", "ministral3"]
+GPU_FAMILIES += ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])

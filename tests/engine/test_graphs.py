@@ -16,7 +16,15 @@ from onestem.engine.step import graphs
 from onestem.engine.step.inputs import StepInputs
 from onestem.models.weights import load_decoder
 from onestem.ops.triton import Workspace
-from tests.engine.harness import NO_DEFAULTS, make_engine, requests_for
+from tests.engine.harness import (
+    NO_DEFAULTS,
+    TOLERANCE,
+    answer,
+    make_engine,
+    oracle_logprobs,
+    record_logprobs,
+    requests_for,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py has true graphs")
 
@@ -64,12 +72,12 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
     monkeypatch.setattr(engines, "make_runner", Replayed)
 
-    def make(max_words: int) -> Engine:
+    def make(max_words: int, family: str = "llama") -> Engine:
         def workspace(**options) -> Workspace:
             return Workspace(**{**options, "max_words": max_words})
 
         monkeypatch.setattr(graphs, "Workspace", workspace)
-        decoder = load_decoder(tiny("llama"), dtype=torch.float32, device="cpu")
+        decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
         return Engine(decoder, None, NO_DEFAULTS, impl="triton", **OPTIONS)
 
     return make
@@ -96,3 +104,15 @@ def test_a_work_list_that_the_fixed_buffers_do_not_hold(with_graphs, tiny) -> No
     small = with_graphs(max(roomy.launcher.runner.words) - 1)
     assert tokens(small) == want
     assert 0 < len(small.launcher.runner.replays) < len(roomy.launcher.runner.replays)
+
+
+def test_what_is_done_to_scores_reaches_the_kernels(with_graphs, tiny) -> None:
+    """A scale of its own and a softcap, against transformers."""
+    engine = with_graphs(1 << 16, "gemma2")
+    found = record_logprobs(engine)
+    output = answer(engine, requests_for([[7, 8, 9]], max_tokens=2))["0"].outputs[0]
+    assert engine.launcher.runner.replays
+    want = oracle_logprobs(tiny("gemma2"), [7, 8, 9, *output.token_ids])
+    assert len(found) == 2
+    for (_, _, index), values in found.items():
+        assert (values - want[index]).abs().max() < TOLERANCE

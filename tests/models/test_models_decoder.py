@@ -137,19 +137,12 @@ def test_sixteen_bits_err_no_more_than_transformers(
 @pytest.mark.parametrize(
     "family",
     [
-        "mixtral",
-        "qwen2_moe",
-        "glm4_moe",
-        "gpt_oss",
-        "falcon_40b",
-        "falcon_rw",
-        "mpt",
-        "phi",
-        "gpt2",
+        "falcon_40b", "falcon_rw", "mpt", "phi", "gpt2", "gemma2", "gemma3", "olmo2", "granite",
+        "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss",
     ],
-)
-def test_every_kind_of_block_in_sixteen_bits(family: str, tmp_path: Path) -> None:
-    path = make_tiny(family, tmp_path)
+)  # fmt: skip
+def test_every_kind_of_block_in_sixteen_bits(family: str, tiny: Callable[[str], Path]) -> None:
+    path = tiny(family)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
     ids = prompt(LENGTH, decoder.config.vocab_size)
     exact = oracle(path, ids)

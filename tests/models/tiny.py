@@ -229,7 +229,16 @@ _SPECS |= {
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "granite": ("Granite", {**_GRANITE, "num_hidden_layers": 3}),
+    "glm": ("Glm", {"head_dim": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "ministral3": ("Ministral3", _MINISTRAL3),
     "gemma2": (
         "Gemma2",

@@ -53,6 +53,44 @@ def test_add_rms_norm(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
 @pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 7), (4, 1100)])
+def test_gelu_mul(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -> None:
+    fused = drawn(rows, 2 * size, dtype=dtype) * 4
+    if rows == 1:
+        fused[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -0.0])
+    gate, up = fused.double().chunk(2, -1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    exact = 0.5 * gate * (1 + inner.tanh()) * up
+    got = ops.gelu_mul(fused.clone())
+    assert got.shape == (rows, size)
+    # PyTorch rounds the gate before it multiplies: two roundings. Where the gate is far below zero,
+    # 1 + tanh has an error of float32's unit.
+    allowed = exact.abs() * 2 * torch.finfo(dtype).eps + (gate * up).abs() * 1e-6 + 1e-6
+    assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("ops", [*OPS, CpuLayers()] if is_built() else OPS, ids=lambda o: o.name)
+def test_weights_of_norms_may_be_wider_than_rows(ops: LayerOps) -> None:
+    """Of float32 beside 16 bits: one rounding, as if the rows were float32 too."""
+    dtype, weight = torch.float16, drawn(48, dtype=torch.float32, seed=2) + 1
+    hidden, delta = (drawn(5, 48, dtype=dtype, seed=i) for i in range(2))
+    total = hidden + delta
+    normal = ops.add_rms_norm(hidden, delta, weight, 1e-5)
+    assert normal.dtype == dtype
+    assert torch.equal(hidden, total)
+    assert_rounded_once(normal, normed(total, weight, 1e-5))
+    qkv, slots = drawn(5, 4 * 48, dtype=dtype, seed=3), torch.arange(5, device=DEVICE)
+    still = Angles(torch.ones(5, 24, device=DEVICE), torch.zeros(5, 24, device=DEVICE))
+    pages = [torch.zeros(3, 2, 1, 48, dtype=dtype, device=DEVICE) for _ in range(2)]
+    q = ops.rope_write(qkv, Heads(2, 1, 48, weight, weight, 1e-6), still, slots, *pages)
+    split = qkv.view(5, 4, 48)
+    assert_rounded_once(q, normed(split[:, :2], weight, 1e-6))
+    assert_rounded_once(read_kv(pages[0], slots), normed(split[:, 2:3], weight, 1e-6))
+    assert torch.equal(read_kv(pages[1], slots), split[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 7), (4, 1100)])
 def test_silu_mul(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -> None:
     fused = drawn(rows, 2 * size, dtype=dtype)
     gate, up = fused.double().chunk(2, -1)

@@ -18,7 +18,9 @@ def read(fields: Fields, architecture: str) -> Description:
     assert isinstance(common.positions, Rotary)
     if not isinstance(common.positions.scaling, LongRope | None):
         raise fields.unsupported("rope_scaling", "longrope, or none")
-    window = fields.optional_integer("sliding_window")
+    window = fields.positive("sliding_window", common.max_position_embeddings)
+    if window >= common.max_position_embeddings:  # as in the files with 131,072 positions
+        return common
     return replace(common, sliding_windows=(window,) * common.num_layers)
 
 

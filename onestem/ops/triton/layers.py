@@ -123,7 +123,8 @@ def _gate_mul(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up + (row * 2 + 1) * size + at, mask=inside, other=0.0).to(tl.float32)
     if GELU:
         # (1 + tanh(x)) / 2 == 1 / (1 + exp(-2x)), with x as in the approximation
-        power = tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        power = tl.exp(tl.minimum(-twice, 80.0))  # behind, the quotient is 0 in any type
     else:
         power = tl.exp(-gate)
     value = gate / (1.0 + power) * up

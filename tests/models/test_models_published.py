@@ -1,0 +1,297 @@
+"""`config.json` in the forms in which makers publish it, older and newer: what is read is what
+transformers reads. Sizes of layers are the models' own; factors of LongRoPE are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from onestem.models.config import GenerationDefaults, ModelConfig
+from onestem.models.rope import Rope
+
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+GEMMA2_2B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+PHI3_MINI_128K: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.0 + i for i in range(48)],
+        "short_factor": [1.0 + 0.01 * i for i in range(48)],
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+QWEN25_YARN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rope_scaling": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "type": "yarn",
+    },
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+OLMO3_7B: dict[str, Any] = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 32,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0],
+    "num_attention_heads": 16,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+MISTRAL_SMALL_31: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+}
+GRANITE_2B: dict[str, Any] = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
+PUBLISHED = {
+    "gemma-3-4b": (GEMMA3_4B, Gemma3RotaryEmbedding),
+    "gemma-3-1b": (GEMMA3_1B, Gemma3RotaryEmbedding),
+    "gemma-2-2b": (GEMMA2_2B, LlamaRotaryEmbedding),
+    "phi-3-mini-128k": (PHI3_MINI_128K, Phi3RotaryEmbedding),
+    "qwen2.5-7b with YaRN": (QWEN25_YARN, LlamaRotaryEmbedding),
+    "olmo-3-7b": (OLMO3_7B, Olmo3RotaryEmbedding),
+    "smollm3-3b": (SMOLLM3_3B, LlamaRotaryEmbedding),
+    "mistral-small-3.1": (MISTRAL_SMALL_31, LlamaRotaryEmbedding),
+    "granite-3.3-2b": (GRANITE_2B, LlamaRotaryEmbedding),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_files_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
+    values, rotary = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = ModelConfig.from_directory(tmp_path)
+    outer = transformers.AutoConfig.from_pretrained(tmp_path)
+    want = outer.get_text_config()
+    head_dim = getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
+    assert (found.vocab_size, found.hidden_size) == (want.vocab_size, want.hidden_size)
+    assert (found.num_layers, found.intermediate_size) == (
+        want.num_hidden_layers,
+        want.intermediate_size,
+    )
+    heads = (want.num_attention_heads, want.num_key_value_heads, head_dim)
+    assert (found.num_q_heads, found.num_kv_heads, found.head_dim) == heads
+    assert found.norm_eps == want.rms_norm_eps
+    assert found.tie_embeddings == outer.tie_word_embeddings
+    assert list(found.sliding_windows) == _windows(want)
+    _compare_angles(found, want, rotary)
+
+
+def _windows(want: Any) -> list[int | None]:
+    everywhere = want.model_type == "phi3"
+    default = ["sliding_attention" if everywhere else "full_attention"] * want.num_hidden_layers
+    kinds = getattr(want, "layer_types", None) or default
+    size = getattr(want, "sliding_window", None)
+    if size is not None and size >= want.max_position_embeddings:
+        size = None
+    return [size if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _compare_angles(found: ModelConfig, want: Any, rotary: Any) -> None:
+    """Cosines and sines of each layer at positions that scaling changes."""
+    positions = torch.tensor([0, 1, 77, 4097, 30000])
+    theirs, ours = rotary(want), Rope(found, torch.device("cpu")).angles(positions)
+    turning = getattr(want, "no_rope_layers", None) or [1] * found.num_layers
+    kinds = getattr(want, "layer_types", None) if hasattr(theirs, "layer_types") else None
+    for layer, angles in enumerate(ours):
+        kind = [] if kinds is None else [kinds[layer]]
+        if turning[layer]:
+            cos, sin = theirs(torch.zeros(1), positions[None], *kind)
+            half = cos.shape[-1] // 2
+            torch.testing.assert_close(angles.cos, cos[0, :, :half], atol=1e-6, rtol=0)
+            torch.testing.assert_close(angles.sin, sin[0, :, :half], atol=1e-6, rtol=0)
+        else:
+            assert torch.equal(angles.cos, torch.ones_like(angles.cos))
+
+
+def test_what_these_files_mean(tmp_path: Path) -> None:
+    def read(values: dict[str, Any]) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return ModelConfig.from_directory(tmp_path)
+
+    gemma = read(GEMMA3_4B)
+    assert gemma.sliding_windows[:7] == (1024,) * 5 + (None, 1024)
+    assert (gemma.num_q_heads, gemma.num_kv_heads, gemma.head_dim) == (8, 4, 256)
+    assert (gemma.torch_dtype, gemma.eos_token_ids) == ("bfloat16", (1, 106))
+    gemma2 = read(GEMMA2_2B)
+    assert (gemma2.score_softcap, gemma2.logit_softcap) == (50.0, 30.0)
+    without = {k: v for k, v in GEMMA2_2B.items() if k != "final_logit_softcapping"}
+    assert read(without).logit_softcap == 30.0
+    assert read({**GEMMA2_2B, "final_logit_softcapping": None}).logit_softcap is None
+    text = {**MISTRAL_SMALL_31["text_config"], "eos_token_id": 2, "dtype": "bfloat16"}
+    mistral = read({**MISTRAL_SMALL_31, "text_config": text})
+    assert (mistral.torch_dtype, mistral.eos_token_ids) == ("bfloat16", (2,))
+    assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == (2,)
+    # YaRN gives positions that the file's own number leaves out.
+    assert read(QWEN25_YARN).max_position_embeddings == 131072
+    # The first files of Phi-3 had another name for it.
+    older = {**PHI3_MINI_128K["rope_scaling"], "type": "su"}
+    assert read({**PHI3_MINI_128K, "rope_scaling": older}) == read(PHI3_MINI_128K)
+    granite = read(GRANITE_2B)
+    assert (granite.embedding_scale, granite.residual_scale) == (12.0, 0.22)
+    assert (granite.score_scale, granite.logit_scale) == (1 / 64, 1 / 8)
