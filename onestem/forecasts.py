@@ -80,7 +80,7 @@ class Target:
             known = ", ".join(named_devices())
             raise ConfigError(f"{error}, or for a plan: {known}") from None
         dtype = pick_dtype(options.dtype, config, device)
-        shape = ModelShape.of(config, dtype.itemsize)
+        shape = ModelShape.of(config, dtype.itemsize, on_gpu=device.type == "cuda")
         config, form = _formed(options, config)
         loading = weight_bytes(config, dtype, device, formats_of(config, options.quantization))
         memory = kv_memory_bytes(options.kv_memory, device, loading=loading)
@@ -90,7 +90,8 @@ class Target:
     @staticmethod
     def of_llm(llm: LLM) -> Target:
         """Of an engine that is here; without rates where they were never measured."""
-        shape = ModelShape.of(llm.config, llm.dtype.itemsize)
+        on_gpu = llm.device.type == "cuda"
+        shape = ModelShape.of(llm.config, llm.dtype.itemsize, on_gpu=on_gpu)
         _, form = _formed(llm.options, llm.config)
         find = partial(known_rates, llm.config, llm.dtype, llm.device, form)
         most, size = llm.engine.scheduler.budget.most, llm.options.page_size
@@ -155,7 +156,7 @@ def _named(options: EngineOptions, config: ModelConfig, predicts: bool) -> Targe
     itemsize = getattr(torch, dtype).itemsize
     shape = ModelShape.of(config, itemsize)
     table = 0 if config.tie_embeddings else shape.hidden_size * shape.vocab_size
-    weights = (shape.parameters + table) * itemsize
+    weights = shape.weight_bytes + table * itemsize
     left = rates.memory_bytes - weights
     if left <= 0:
         raise ConfigError(

@@ -608,6 +608,9 @@ def activation_bytes(
     token of the vocabulary, and a list of the sampled ones."""
     heads = config.num_q_heads + config.num_kv_heads
     wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
+    if config.experts is not None:
+        size, top_k = config.experts.intermediate_size, config.experts.top_k
+        wide += top_k * (3 * size + 2 * config.hidden_size) + 3 * config.experts.shared_size
     row = 2 * config.vocab_size * 4 + config.vocab_size // 8 + PENALTY_LIST_BYTES
     logit_rows = 0
     if device.type == "cuda":

@@ -137,11 +137,11 @@ def test_models_says_what_a_directory_needs_before_it_is_loaded(model, tmp_path)
     done = onestem("models", tmp_path, "--kv-memory", "1MiB", code=1)
     assert "has neither model.safetensors" in done.stdout
     assert f"tokens in KV memory: {found['kv_tokens']}" in done.stdout
-    config["architectures"] = ["MixtralForCausalLM"]
+    config["architectures"] = ["DeepseekV3ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = onestem("models", tmp_path, code=2)
-    assert "MixtralForCausalLM is not supported: it has experts" in done.stderr
-    assert "nearest family that works is MistralForCausalLM" in done.stderr
+    assert "DeepseekV3ForCausalLM is not supported: it has experts and latent" in done.stderr
+    assert "nearest family that works is LlamaForCausalLM" in done.stderr
 
 
 def test_models_tells_what_a_format_adds(model, tmp_path):

@@ -534,7 +534,9 @@ def test_weights_rounded_at_load_are_another_model(model):
     options = {"model": model, "device": "cpu", "dtype": "bfloat16", "kv_memory": "1MiB"}
     with LLM(**options) as plain, LLM(**options, quantization="int8") as rounded:
         assert rounded.options.quantization == "int8"
-        assert rounded.decoder.layers[0].down.kind.startswith(("int8", "bfloat16, packed, from"))
+        assert rounded.decoder.layers[0].mlp.down.kind.startswith(
+            ("int8", "bfloat16, packed, from")
+        )
         assert rounded.decoder.weight_bytes <= plain.decoder.weight_bytes
         assert rounded.options.identity() != plain.options.identity()
         # What a module's keys and values are kept under.

@@ -1,7 +1,8 @@
 """The rates of this device, measured in a few seconds with the code that engines run, and kept.
 
 Linear layers, attention and sampling are those of a model of the same shape with random weights and
-as many layers as no cache holds. What the host takes is measured on engines of a model of nothing.
+as many layers as no cache holds; where it has experts, with MLPs as large as what a row takes of
+them. What the host takes is measured on engines of a model of nothing.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ def measure(
         clock: what seconds are, on a CPU; `time.process_time` of one thread is what they would be
             on a machine that nobody else uses.
     """
+    config = config.without_experts()
     layer_bytes = ModelShape.of(config, dtype.itemsize).layer_parameters * dtype.itemsize
     layers = -(-CACHE_BYTES * config.num_layers // layer_bytes)
     layers = min(config.num_layers, max(2, layers))

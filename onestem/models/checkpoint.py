@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.config import ModelConfig
-from onestem.models.formats.held import Weight
+from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.stored import (
     FLOATS,
     Expected,
@@ -24,19 +25,33 @@ from onestem.models.formats.stored import (
 )
 from onestem.models.quantization import Scheme
 
-__all__ = ["Checkpoint", "Shapes", "Source", "checkpoint_source", "has_own_head"]
+__all__ = [
+    "PACKED",
+    "Checkpoint",
+    "Parts",
+    "Shapes",
+    "Source",
+    "checkpoint_source",
+    "has_own_head",
+]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+# Name of a tensor of all experts `[num, ...]` -> for each expert, the tensors that a file may hold
+# instead; one expert's stand one below the other.
+Parts = Mapping[str, Sequence[Sequence[str]]]
+
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
+
+PACKED = ("_blocks", "_scales")  # end names of tensors of bytes
 
 
 class Source(Protocol):
     """Where a decoder's tensors are from."""
 
-    def __call__(self, name: str) -> Tensor:
-        """A tensor by its name in the checkpoint, in the decoder's dtype and on its device."""
+    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor by its name in the checkpoint, on the decoder's device; None: in its dtype."""
         ...
 
     def weight(self, module: str) -> Weight:
@@ -66,21 +81,26 @@ class Checkpoint:
         self,
         held: Mapping[str, Held],
         schemes: Mapping[str, tuple[Scheme, int, int]],
+        parts: Parts,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._held = held
         self.schemes = schemes
+        self._parts = parts
+        # One file is open at a time: the pages of a shard that is done with can be dropped.
+        self._opened = functools.lru_cache(maxsize=1)(_opened)
         self._dtype = dtype
         self._device = device
 
-    def __call__(self, name: str) -> Tensor:
-        module = name.removesuffix(".weight")
-        if module in self.schemes:  # of a table that is not multiplied as it is stored
-            weight = self.weight(module)
-            assert not isinstance(weight, Tensor)
-            return weight.dense().to(self._dtype)
-        return self._stored(name).to(device=self._device, dtype=self._dtype, copy=True)
+    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        if name in self._parts:
+            experts = ([self(part, as_dtype) for part in expert] for expert in self._parts[name])
+            return torch.stack([torch.cat(expert) for expert in experts])
+        kind, module = as_dtype or self._dtype, name.removesuffix(".weight")
+        if module in self.schemes:  # of a table or an expert: not multiplied as it is stored
+            return dense(self.weight(module), kind)
+        return self._stored(name).to(device=self._device, dtype=kind, copy=True)
 
     def weight(self, module: str) -> Weight:
         if module not in self.schemes:
@@ -94,31 +114,36 @@ class Checkpoint:
         return stored_weight(scheme, module, get, out, size)
 
     def _stored(self, name: str) -> Tensor:
-        # One file is open at a time: the pages of a shard that is done with can be dropped.
         held = self._held[name]
-        with _opened(held.file) as handle:
-            tensor: Tensor = handle.get_tensor(held.name)
+        tensor: Tensor = self._opened(held.file).get_tensor(held.name)
         return tensor
 
 
 def checkpoint_source(
-    directory: Path, config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: ModelConfig,
+    shapes: Shapes,
+    parts: Parts,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Checkpoint:
-    """Reads tensors of a directory that holds those of `shapes`, and no others. A quantised module
-    has what its format stores instead of its `weight`.
+    """Reads tensors of a directory that holds those of `shapes`, or their `parts`, and no others. A
+    quantised module has what its format stores instead of its `weight`.
 
     Raises:
         UnsupportedError: modules of this family are not read quantised.
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     held = _held(config, _tensor_files(directory))
+    parts = {name: experts for name, experts in parts.items() if name not in held}
+    shapes = _shapes_in_files(shapes, parts, held)
     schemes = _schemes(config, shapes, held)
     if schemes and config.tensor_names.transposed:
         raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
     expected = _expected(shapes, schemes)
     _check_names(directory, config, expected, held)
     _check_shapes(directory, config, expected, held)
-    return Checkpoint(held, schemes, dtype, device)
+    return Checkpoint(held, schemes, parts, dtype, device)
 
 
 def _schemes(
@@ -143,7 +168,7 @@ def _expected(
     shapes: Shapes, schemes: Mapping[str, tuple[Scheme, int, int]]
 ) -> dict[str, Expected]:
     expected = {
-        name: Expected(shape)
+        name: Expected(shape, ("U8",) if name.endswith(PACKED) else FLOATS)
         for name, shape in shapes.items()
         if name.removesuffix(".weight") not in schemes
     }
@@ -151,6 +176,19 @@ def _expected(
         stored = stored_tensors(*scheme)
         expected |= {f"{module}.{part}": one for part, one in stored.items()}
     return expected
+
+
+def _shapes_in_files(shapes: Shapes, parts: Parts, held: Mapping[str, Held]) -> Shapes:
+    """With parts in place of what they make up; where files hold none of them, the whole is what is
+    missing."""
+    found = dict(shapes)
+    modules = {name.rpartition(".")[0] for name in held}
+    for whole, experts in parts.items():
+        if any(part.rpartition(".")[0] in modules for expert in experts for part in expert):
+            _, rows, *rest = found.pop(whole)
+            for expert in experts:
+                found |= dict.fromkeys(expert, (rows // len(expert), *rest))
+    return found
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:

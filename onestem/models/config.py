@@ -51,7 +51,8 @@ class ModelConfig(Description):
 
     Attributes:
         architecture: one of `ARCHITECTURES`.
-        quantization: how the checkpoint's weights are stored; None: as numbers of 16 or 32 bits.
+        quantization: how the checkpoint's linear layers are stored; None: as numbers of 16 or 32
+            bits.
     """
 
     torch_dtype: str
@@ -66,11 +67,12 @@ class ModelConfig(Description):
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(fields)
         description = FAMILIES[architecture].read(fields, architecture)
+        four_bits = description.experts is not None and description.experts.mxfp4
         generation, common = _generation_fields(directory), _with_text_fields(fields)
         return ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
             torch_dtype=_dtype(common),
-            quantization=read_quantization(fields),
+            quantization=None if four_bits else read_quantization(fields),
             bos_token_id=_bos_token_id(common, generation),
             eos_token_ids=_eos_token_ids(common, generation),
         )

@@ -166,7 +166,7 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
             {"architectures": ["Gemma4ForConditionalGeneration"]},
             ["heads of two sizes", "nearest", "Gemma3ForCausalLM"],
         ),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["experts", "Qwen3ForCausalLM"]),
+        ({"architectures": ["GraniteMoeForCausalLM"]}, ["experts", "GraniteForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, ["ntk", "yarn", "shared"]),

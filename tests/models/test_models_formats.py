@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError, WeightsError
-from onestem.models.checkpoint import checkpoint_source
 from onestem.models.config import ModelConfig
 from onestem.models.formats import products
 from onestem.models.formats.errors import FormatError, format_errors
@@ -21,9 +20,9 @@ from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout
 from onestem.models.weights import (
     checked_config,
-    expected_shapes,
     formats_of,
     load_decoder,
+    open_checkpoint,
     weight_bytes,
 )
 from onestem.ops.rounding import rounded_rows
@@ -60,7 +59,7 @@ def test_a_checkpoint_is_what_its_format_says(original: Path, tmp_path: Path, na
     form = FORMATS[name]
     path = quantised(original, tmp_path / "quantised", form)
     config = ModelConfig.from_directory(path)
-    source = checkpoint_source(path, config, expected_shapes(config), torch.float32, CPU)
+    source = open_checkpoint(path, config, torch.float32, CPU)
     found = 0
     for index, (tensor, weight) in enumerate(
         sorted(load_file(original / "model.safetensors").items())
@@ -108,7 +107,7 @@ def test_weights_are_rounded_when_they_are_loaded(llama: Path, form: str) -> Non
     random = load_decoder(
         llama, dtype=torch.float32, device="cpu", random_weights=True, quantization=form
     )
-    assert form in random.layers[0].down.kind
+    assert form in random.layers[0].mlp.down.kind
 
 
 def test_random_weights_do_not_ask_how_a_checkpoint_is_stored(llama: Path, tmp_path: Path) -> None:
@@ -401,3 +400,24 @@ def test_errors_of_formats_are_told(llama: Path, tmp_path: Path) -> None:
     assert len(alone) == len(against) == 12
     assert all(one.weights is None and one.products < 1e-5 for one in alone)
     assert all(1e-4 < one.weights < 1e-2 and one.products > 1e-4 for one in against)
+
+
+def test_quantised_experts_are_widened(tmp_path: Path) -> None:
+    """Experts of a quantised checkpoint are read one by one, in the model's dtype; what stands
+    beside them has its format."""
+    original = make_tiny("mixtral", tmp_path / "mixtral")
+    form = FORMATS["int8 without rounding of rows"]
+    path = quantised(original, tmp_path / "quantised", form)
+    plain = dequantised(original, tmp_path / "plain", form)
+    first, second = (load_decoder(one, dtype=torch.float32, device="cpu") for one in (path, plain))
+    assert "from int8" in first.layers[0].qkv.kind
+    assert sum("experts" in module for module in checked_config(path)[1]) == 2 * 4 * 3
+    off = (log_probabilities(first, IDS) - log_probabilities(second, IDS)).abs().max()
+    assert off < 1e-4
+    assert [one.module for one in format_errors(path, dtype=torch.float32, device=CPU)] == [
+        f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"
+    ]
+    rounded = load_decoder(original, dtype=torch.bfloat16, device="cpu", quantization="int8")
+    config = rounded.config
+    expected = weight_bytes(config, torch.bfloat16, CPU, formats_of(config, "int8"))
+    assert expected == rounded.weight_bytes

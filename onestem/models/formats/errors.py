@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from onestem.errors import ConfigError
-from onestem.models.checkpoint import checkpoint_source
 from onestem.models.formats.held import dense
 from onestem.models.formats.products import projection
 from onestem.models.weights import (
     checked_config,
     expected_shapes,
     linear_modules,
+    open_checkpoint,
     read_weight,
     target_of,
 )
@@ -67,12 +67,12 @@ def format_errors(
     if not schemes and quantization is None:
         raise ConfigError(f"the weights of {path} are not quantised: give --quantization")
     shapes = expected_shapes(config)
-    source = checkpoint_source(path, config, shapes, dtype, device)
+    source = open_checkpoint(path, config, dtype, device)
     target = target_of(shapes, dtype, device)
     truth = source if schemes == {} else None
     if original is not None:
         theirs = checked_config(original)[0]
-        truth = checkpoint_source(original, theirs, expected_shapes(theirs), dtype, device)
+        truth = open_checkpoint(original, theirs, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     for module in linear_modules(config):
         if schemes and module not in schemes:
