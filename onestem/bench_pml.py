@@ -213,11 +213,10 @@ def _linear_rate(llm: LLM, rows: int) -> float:
     hidden = torch.randn(rows, llm.config.hidden_size).to(decoder.device, decoder.dtype)
     layer = decoder.layers[0]
     out = torch.randn(rows, llm.config.num_q_heads * llm.config.head_dim).to(hidden)
-    wide = torch.randn(rows, llm.config.intermediate_size).to(hidden)
 
     def products() -> None:
         for each in decoder.layers:
-            each.qkv(hidden), each.output(out), each.up(hidden), each.down(wide)
+            each.qkv(hidden), each.output(out), decoder.mlp(each, hidden)
 
     with torch.inference_mode():
         layer.qkv(hidden)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,8 @@ from onestem.cost.measure import known_rates, rates_here
 from onestem.errors import ConfigError
 from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.config import ModelConfig
-from onestem.models.weights import weight_bytes
-from onestem.options import EngineOptions, ShareMode, parse_memory
+from onestem.models.weights import formats_of, weight_bytes
+from onestem.options import EngineOptions, Quantize, ShareMode, parse_memory
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -80,17 +80,20 @@ class Target:
             known = ", ".join(named_devices())
             raise ConfigError(f"{error}, or for a plan: {known}") from None
         dtype = pick_dtype(options.dtype, config, device)
-        shape = ModelShape.of(config, dtype.itemsize)
-        loading = weight_bytes(config, dtype, device)
+        shape = ModelShape.of(config, dtype.itemsize, on_gpu=device.type == "cuda")
+        config, form = _formed(options, config)
+        loading = weight_bytes(config, dtype, device, formats_of(config, options.quantization))
         memory = kv_memory_bytes(options.kv_memory, device, loading=loading)
-        find = partial(rates_here, config, dtype, device) if predicts else lambda: None
+        find = partial(rates_here, config, dtype, device, form) if predicts else lambda: None
         return _target(options, shape, memory, find)
 
     @staticmethod
     def of_llm(llm: LLM) -> Target:
         """Of an engine that is here; without rates where they were never measured."""
-        shape = ModelShape.of(llm.config, llm.dtype.itemsize)
-        find = partial(known_rates, llm.config, llm.dtype, llm.device)
+        on_gpu = llm.device.type == "cuda"
+        shape = ModelShape.of(llm.config, llm.dtype.itemsize, on_gpu=on_gpu)
+        _, form = _formed(llm.options, llm.config)
+        find = partial(known_rates, llm.config, llm.dtype, llm.device, form)
         most, size = llm.engine.scheduler.budget.most, llm.options.page_size
         return Target(shape, llm.kv_tokens, find, size, most)
 
@@ -126,9 +129,24 @@ class Target:
         }
 
 
+def _formed(options: EngineOptions, config: ModelConfig) -> tuple[ModelConfig, Quantize | None]:
+    """The configuration of the weights that are there, and the format that their rates are measured
+    in."""
+    if options.makes_weights_up:
+        config = replace(config, quantization=None)
+    stored = config.quantization
+    return config, options.quantization or (None if stored is None else stored.nearest)
+
+
 def _named(options: EngineOptions, config: ModelConfig, predicts: bool) -> Target:
     """On a device that is not here."""
     rates = named_rates(options.device)
+    config, _ = _formed(options, config)
+    if options.quantization is not None or config.quantization is not None:
+        raise ConfigError(
+            f"rates of {options.device} are for weights of {rates.dtype}, and the model's are "
+            "quantised: plan on the device itself"
+        )
     dtype = config.torch_dtype if options.dtype == "auto" else options.dtype
     if dtype != rates.dtype:
         raise ConfigError(
@@ -138,7 +156,7 @@ def _named(options: EngineOptions, config: ModelConfig, predicts: bool) -> Targe
     itemsize = getattr(torch, dtype).itemsize
     shape = ModelShape.of(config, itemsize)
     table = 0 if config.tie_embeddings else shape.hidden_size * shape.vocab_size
-    weights = (shape.parameters + table) * itemsize
+    weights = shape.weight_bytes + table * itemsize
     left = rates.memory_bytes - weights
     if left <= 0:
         raise ConfigError(

@@ -96,16 +96,22 @@ class LLM:
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.random_weights = options.makes_weights_up
+        self.quantization = options.quantization
         self.config = ModelConfig.from_directory(self.path)
         self.device = pick_device(options.device)
         self.dtype = pick_dtype(options.dtype, self.config, self.device)
         trace = None if options.trace is None else StepTrace(options.trace)
         self.decoder = load_decoder(
-            self.path, dtype=self.dtype, device=self.device, random_weights=self.random_weights
+            self.path,
+            dtype=self.dtype,
+            device=self.device,
+            random_weights=self.random_weights,
+            quantization=self.quantization,
         )
         self.tokenizer = Tokenizer.from_directory(self.path)
         max_step_tokens = options.max_step_tokens or self.decoder.step_rows
         beside = activation_bytes(self.config, self.dtype, max_step_tokens, self.device)
+        beside += self.decoder.scratch_bytes
         memory = kv_memory_bytes(options.kv_memory, self.device, beside)
         page_bytes = self.decoder.kv_bytes_per_token * options.page_size
         num_pages = pages_of(memory, options.page_size, page_bytes)
@@ -286,7 +292,8 @@ class LLM:
     def _identity_for_modules(self) -> str:
         """What keys and values depend on beside a module's key."""
         made_up = " random" if self.random_weights else ""
-        return f"{model_identity(self.path)} {self.dtype}{made_up}"
+        rounded = f" {self.quantization}" if self.quantization else ""
+        return f"{model_identity(self.path)} {self.dtype}{made_up}{rounded}"
 
     @property
     def schemas(self) -> Library:
@@ -601,6 +608,9 @@ def activation_bytes(
     token of the vocabulary, and a list of the sampled ones."""
     heads = config.num_q_heads + config.num_kv_heads
     wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
+    if config.experts is not None:
+        size, top_k = config.experts.intermediate_size, config.experts.top_k
+        wide += top_k * (3 * size + 2 * config.hidden_size) + 3 * config.experts.shared_size
     row = 2 * config.vocab_size * 4 + config.vocab_size // 8 + PENALTY_LIST_BYTES
     logit_rows = 0
     if device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onestem.engine.schedule.admission import model_len
@@ -11,8 +12,16 @@ from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_
 from onestem.models.config import ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
-from onestem.models.weights import checked_config, expected_shapes, num_parameters, weight_bytes
-from onestem.options import EngineOptions
+from onestem.models.quantization import Scheme
+from onestem.models.weights import (
+    checked_config,
+    expected_shapes,
+    formats_of,
+    num_parameters,
+    refuse_rounding_twice,
+    weight_bytes,
+)
+from onestem.options import EngineOptions, Quantize
 
 __all__ = ["Needs", "needs_of"]
 
@@ -26,6 +35,8 @@ class Needs:
         parameters: numbers in its weights.
         windows: how many layers have a sliding window, by the window's size.
         max_positions: tokens that a sequence of the model may have.
+        quantization: how the weights are stored, or rounded when they are loaded; None: as numbers
+            of 16 or 32 bits.
         dtype, device: that would be chosen.
         weight_bytes: with the copies that a CPU is given.
         kv_bytes_per_token: keys and values of one token, over all layers.
@@ -42,6 +53,7 @@ class Needs:
     windows: dict[int, int]
     vocab_size: int
     max_positions: int
+    quantization: str | None
     dtype: str
     device: str
     weight_bytes: int
@@ -60,14 +72,19 @@ def needs_of(options: EngineOptions) -> Needs:
     set_threads(options.threads)
     path, problem = find_model(options.model), None
     config = ModelConfig.from_directory(path)
+    formats: dict[str, Scheme | Quantize] = {}
     if not options.makes_weights_up:
         try:
-            config = checked_config(path)
-        except WeightsError as error:
+            config, stored = checked_config(path)
+            formats |= stored
+            refuse_rounding_twice(path, config, options.quantization)
+        except (WeightsError, ConfigError) as error:
             problem = str(error)
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config, device)
-    weights = weight_bytes(config, dtype, device)
+    if options.quantization is not None:
+        formats = formats_of(config, options.quantization)
+    weights = weight_bytes(config, dtype, device, formats)
     token = config.kv_values_per_token * dtype.itemsize
     kv_tokens = longest = 0
     try:
@@ -86,6 +103,7 @@ def needs_of(options: EngineOptions) -> Needs:
         windows=dict(Counter(size for size in config.sliding_windows if size is not None)),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
+        quantization=options.quantization or _stored(config, formats),
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         weight_bytes=weights,
@@ -94,3 +112,7 @@ def needs_of(options: EngineOptions) -> Needs:
         max_model_len=longest,
         problem=problem,
     )
+
+
+def _stored(config: ModelConfig, formats: Mapping[str, object]) -> str | None:
+    return config.quantization.method if config.quantization is not None and formats else None

@@ -44,6 +44,7 @@ __all__ = [
     "Memory",
     "Options",
     "Path_",
+    "Quantize",
     "ShareMode",
     "extra_of",
     "parse_memory",
@@ -66,6 +67,7 @@ MAX_PASSED = 2048
 ShareMode = Literal["full", "storage", "off", "no-attention"]
 Levels = Literal["all", "one", "heuristic", "none"]
 GroupOrder = Literal["r", "input", "sorted"]
+Quantize = Literal["fp8", "int8", "int4"]
 
 P = ParamSpec("P")
 Own = TypeVar("Own")
@@ -171,6 +173,10 @@ class EngineOptions(Options):
     )
     """auto (the model's own; float32 on a CPU without bf16 instructions), float32, bfloat16 or
     float16."""
+
+    quantization: Quantize | None = Field(default=None, json_schema_extra={"identity": True})
+    """Round the layers' weights when they are loaded: fp8 or int8 per channel (products round their
+    rows likewise), int4 in groups of 128 (default: as the checkpoint has them)."""
 
     kv_memory: Memory = "auto"
     """KV memory: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU (less where a step

@@ -17,6 +17,7 @@ from onestem.models.config import ARCHITECTURES, ModelConfig
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import ENVIRONMENT, Command, onestem
+from tests.models.quantised import FORMATS, quantised
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 CPU = {**os.environ, **ENVIRONMENT}
@@ -110,6 +111,7 @@ def test_env():
     facts = json.loads(onestem("env", "--json").stdout)
     assert facts["attention chosen"]["cpu"] == ("cpu" if is_built() else "torch")
     assert set(facts["linear layers on the cpu"]) == {"float32", "bfloat16", "float16"}
+    assert set(facts["quantised weights on cpu"]) == {"fp8", "int8", "int4"}
     assert facts["versions"]["torch"]
 
 
@@ -135,11 +137,25 @@ def test_models_says_what_a_directory_needs_before_it_is_loaded(model, tmp_path)
     done = onestem("models", tmp_path, "--kv-memory", "1MiB", code=1)
     assert "has neither model.safetensors" in done.stdout
     assert f"tokens in KV memory: {found['kv_tokens']}" in done.stdout
-    config["architectures"] = ["MixtralForCausalLM"]
+    config["architectures"] = ["DeepseekV3ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = onestem("models", tmp_path, code=2)
-    assert "MixtralForCausalLM is not supported: it has experts" in done.stderr
-    assert "nearest family that works is MistralForCausalLM" in done.stderr
+    assert "DeepseekV3ForCausalLM is not supported: it has experts and latent" in done.stderr
+    assert "nearest family that works is LlamaForCausalLM" in done.stderr
+
+
+def test_models_tells_what_a_format_adds(model, tmp_path):
+    path = quantised(model, tmp_path / "awq", FORMATS["awq"])
+    found = json.loads(onestem("models", path, "--check", "--original", model, "--json").stdout)
+    assert found["quantization"] == "awq"
+    assert [one["module"] for one in found["errors"]][-1] == "model.layers.1.mlp.down_proj"
+    assert all(0.01 < one["weights"] < 0.2 for one in found["errors"])
+    lines = onestem("models", model, "--quantization", "int8", "--check").stdout.splitlines()
+    assert "quantised: int8" in lines
+    assert sum("int8 per channel" in line and "weights off by 0." in line for line in lines) == 14
+    done = onestem("models", path, "--quantization", "int8", "--check", code=1)
+    assert "problem: quantization is int8, and the weights" in done.stdout
+    assert "are not quantised" in onestem("models", model, "--check", code=2).stderr
 
 
 def plain_lines(count: int) -> list[dict]:

@@ -528,3 +528,22 @@ def test_memory_is_left_for_the_logits_of_the_largest_graph():
     graphs = pytest.importorskip("onestem.engine.step.graphs")
     assert largest_decode(128256, 24 << 30) == graphs.BATCH_SIZES[-1]
     assert largest_decode(128256, 140 << 30) == 4096
+
+
+def test_weights_rounded_at_load_are_another_model(model):
+    options = {"model": model, "device": "cpu", "dtype": "bfloat16", "kv_memory": "1MiB"}
+    with LLM(**options) as plain, LLM(**options, quantization="int8") as rounded:
+        assert rounded.options.quantization == "int8"
+        assert rounded.decoder.layers[0].mlp.down.kind.startswith(
+            ("int8", "bfloat16, packed, from")
+        )
+        assert rounded.decoder.weight_bytes <= plain.decoder.weight_bytes
+        assert rounded.options.identity() != plain.options.identity()
+        # What a module's keys and values are kept under.
+        assert rounded._identity_for_modules() != plain._identity_for_modules()
+        prompts = [[5, 6, 7, 8], [5, 6, 7, 9]]
+        answers = rounded.generate(prompts, SamplingParams(max_tokens=4, temperature=0))
+        again = rounded.generate(prompts[1:], SamplingParams(max_tokens=4, temperature=0))
+        assert answers[1].outputs[0].token_ids == again[0].outputs[0].token_ids
+    with pytest.raises(ConfigError, match=r"quantization is 'fp4', expected fp8, int8"):
+        LLM(**options, quantization="fp4")

@@ -47,6 +47,7 @@ def _facts(defaults: Defaults) -> dict[str, Any]:
 
     from onestem import __version__
     from onestem.llm import kv_memory_bytes, set_threads
+    from onestem.models.formats.products import kinds_of
     from onestem.models.linear import choose_layout
     from onestem.ops import available, resolve
     from onestem.ops.cpu import status
@@ -74,6 +75,9 @@ def _facts(defaults: Defaults) -> dict[str, Any]:
         "linear layers on the cpu": {
             name: choose_layout(getattr(torch, name), devices[0]).value
             for name in ("float32", "bfloat16", "float16")
+        },
+        **{
+            f"quantised weights on {device}": kinds_of(device, torch.bfloat16) for device in devices
         },
         "kv_memory auto": {
             str(d): f"{kv_memory_bytes('auto', d) / 2**30:.2f} GiB" for d in devices

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +14,21 @@ from onestem.cli import options
 from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
+    from onestem.models.formats.errors import FormatError
     from onestem.needs import Needs
 
 __all__ = ["models"]
 
-NEEDED_BY = ("model", "device", "dtype", "kv_memory", "max_model_len", "page_size", "threads")
+NEEDED_BY = (
+    "model",
+    "device",
+    "dtype",
+    "quantization",
+    "kv_memory",
+    "max_model_len",
+    "page_size",
+    "threads",
+)
 
 
 @options.with_options
@@ -25,10 +37,20 @@ def models(
     model: Annotated[
         str | None, typer.Argument(metavar="DIR", help="Model directory, shape:NAME, or hub name.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the weights, and tell what their format adds.")
+    ] = False,
+    original: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The weights that were quantised, to check against."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """List the families of models that are supported, or with a directory: what the model would
     need on this machine, and whether its files are complete. No weights are loaded.
+
+    With --check quantised weights are read, layer by layer: errors of weights (where --quantization
+    rounds them, or --original has what they were) and of products of random rows, as shares.
 
     Exit code: 0 if it would run, 1 if files are missing or memory is too small, 2 if it is not
     supported.
@@ -39,10 +61,16 @@ def models(
     from onestem.needs import needs_of
 
     needs = needs_of(engine)
+    errors: Iterable[FormatError] = ()
+    if (check or original is not None) and needs.problem is None:
+        errors = _errors(engine, needs, original)
     if as_json:
-        typer.echo(json.dumps(asdict(needs)))
+        told = {"errors": [asdict(one) for one in errors]} if check or original else {}
+        typer.echo(json.dumps(asdict(needs) | told))
     else:
         _show(needs)
+        for one in errors:
+            typer.echo(_error_line(one))
     raise typer.Exit(1 if needs.problem else 0)
 
 
@@ -58,6 +86,25 @@ def _list(as_json: bool) -> None:
         typer.echo(f"{name:{width}}  {called}")
 
 
+def _errors(engine: EngineOptions, needs: Needs, original: Path | None) -> Iterator[FormatError]:
+    import torch
+
+    from onestem.models.formats.errors import format_errors
+
+    return format_errors(
+        Path(needs.path),
+        dtype=getattr(torch, needs.dtype),
+        device=torch.device(needs.device),
+        quantization=engine.quantization,
+        original=original,
+    )
+
+
+def _error_line(one: FormatError) -> str:
+    weights = "" if one.weights is None else f"weights off by {one.weights:.2%}, "
+    return f"{one.module}: {one.kind}: {weights}products by {one.products:.2%}"
+
+
 def _show(needs: Needs) -> None:
     gib, kib = 2**30, 2**10
     windows = "".join(
@@ -70,6 +117,7 @@ def _show(needs: Needs) -> None:
         "layers": f"{needs.num_layers}{windows}",
         "vocabulary": needs.vocab_size,
         "positions": needs.max_positions,
+        "quantised": needs.quantization or "no",
         "runs on": f"{needs.device}, in {needs.dtype}",
         "weights": f"{needs.weight_bytes / gib:.2f} GiB",
         "KV memory of a token": f"{needs.kv_bytes_per_token / kib:g} KiB",

@@ -1,7 +1,8 @@
 """The rates of this device, measured in a few seconds with the code that engines run, and kept.
 
 Linear layers, attention and sampling are those of a model of the same shape with random weights and
-as many layers as no cache holds. What the host takes is measured on engines of a model of nothing.
+as many layers as no cache holds; where it has experts, with MLPs as large as what a row takes of
+them. What the host takes is measured on engines of a model of nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from onestem.models.weights import random_decoder
 from onestem.ops import AttentionImpl, PlanBuilder, resolve, resolve_sampling
 from onestem.ops.bench.timing import events_ms, graph_ms
 from onestem.ops.sampling import IDLE, RowTable
+from onestem.options import Quantize
 from onestem.request import Request, SamplingParams
 
 __all__ = ["keep_rates", "known_rates", "measure", "rates_here"]
@@ -58,26 +60,42 @@ HOST_JOBS = ((1, 8, 128), (64, 8, 32), (32, 512, 1), (128, 8, 1))
 Clock = Callable[[], float]
 
 
-def rates_here(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rates:
-    """The rates of this device for a model: those kept, or they are measured and kept."""
-    rates = known_rates(config, dtype, device)
+def rates_here(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantize | None = None,
+) -> Rates:
+    """The rates of this device for a model: those kept, or they are measured and kept.
+
+    Args:
+        quantization: the format of the layers' weights.
+    """
+    rates = known_rates(config, dtype, device, quantization)
     if rates is None:
-        rates = measure(config, dtype, device)
-        keep_rates(config, dtype, device, rates)
+        rates = measure(config, dtype, device, quantization=quantization)
+        keep_rates(config, dtype, device, rates, quantization)
     return rates
 
 
-def keep_rates(config: ModelConfig, dtype: torch.dtype, device: torch.device, rates: Rates) -> None:
+def keep_rates(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rates: Rates,
+    quantization: Quantize | None = None,
+) -> None:
     """Write rates where `known_rates` finds them: in XDG_CACHE_HOME, by all that they depend on.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    file = _file(config, dtype, device)
+    facts = _facts(config, dtype, device, quantization)
+    file = _file(facts)
     fresh = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(_facts(config, dtype, device) | {"rates": rates.to_dict()}))
+        fresh.write_text(json.dumps(facts | {"rates": rates.to_dict()}))
         fresh.replace(file)
     except OSError as error:
         raise ConfigError(
@@ -86,18 +104,26 @@ def keep_rates(config: ModelConfig, dtype: torch.dtype, device: torch.device, ra
         ) from error
 
 
-def known_rates(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rates | None:
+def known_rates(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantize | None = None,
+) -> Rates | None:
     """The rates that were kept; None: there are none."""
     try:
-        kept = json.loads(_file(config, dtype, device).read_text())
+        kept = json.loads(_file(_facts(config, dtype, device, quantization)).read_text())
         return Rates.from_dict(kept["rates"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _facts(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _facts(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: Quantize | None
+) -> dict[str, Any]:
     """What rates depend on."""
-    return {
+    form = {} if quantization is None else {"quantization": quantization}
+    return form | {
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -107,8 +133,8 @@ def _facts(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dic
     }
 
 
-def _file(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Path:
-    text = json.dumps(_facts(config, dtype, device), sort_keys=True)
+def _file(facts: Mapping[str, Any]) -> Path:
+    text = json.dumps(facts, sort_keys=True)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Path(base) / "onestem" / "rates" / f"{name}.json"
@@ -135,19 +161,22 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    quantization: Quantize | None = None,
     clock: Clock = time.perf_counter,
 ) -> Rates:
     """The rates of this device for a model's shape; takes some seconds.
 
     Args:
+        quantization: the format of the layers' weights; rates in bytes are as if they had 16 bits.
         clock: what seconds are, on a CPU; `time.process_time` of one thread is what they would be
             on a machine that nobody else uses.
     """
+    config = config.without_experts()
     layer_bytes = ModelShape.of(config, dtype.itemsize).layer_parameters * dtype.itemsize
     layers = -(-CACHE_BYTES * config.num_layers // layer_bytes)
     layers = min(config.num_layers, max(2, layers))
     some = config.first_layers(layers)
-    decoder = random_decoder(some, dtype=dtype, device=device)
+    decoder = random_decoder(some, dtype=dtype, device=device, quantization=quantization)
     shape = ModelShape.of(some, dtype.itemsize)
     group = config.num_q_heads // config.num_kv_heads
     impl = resolve("auto", device, head_dim=config.head_dim, group=group)

@@ -2,7 +2,8 @@
 
 A step has rows: one of each sequence that decodes, and those of chunks of prompts. Its seconds are
 
-    linear layers   max(2 * parameters * rows / rate(rows), parameter bytes / bandwidth)
+    linear layers   max(2 * parameters * rows / rate(rows), parameter bytes / bandwidth); of experts
+                    likewise those that some row takes, each over its rows
     attention       for each run, its keys and values walked once for all rows that see it:
                     max(FLOPs / rate(rows * query heads per KV head), bytes / bandwidth);
                     for each row, its queries, outputs and states that are merged: bytes / bandwidth
@@ -23,7 +24,7 @@ from onestem.cost.rates import Rates
 if TYPE_CHECKING:
     from onestem.models.config import ModelConfig
 
-__all__ = ["FIRST_MERGED", "UNMERGED", "ModelShape", "StepCost"]
+__all__ = ["FIRST_MERGED", "UNMERGED", "ExpertShape", "ModelShape", "StepCost"]
 
 # Passes over a row's queries or outputs: it reads its queries and writes its output (eq. 8). A run
 # that is walked apart takes the same, and its state is read; the first such also makes the row's
@@ -31,15 +32,46 @@ __all__ = ["FIRST_MERGED", "UNMERGED", "ModelShape", "StepCost"]
 UNMERGED, FIRST_MERGED, MERGED = 2, 5, 3
 
 
+MXFP4_BYTES = 17 / 32  # of a weight: four bits, and eight for 32 of them
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Experts of a model.
+
+    Attributes:
+        layers: that have them.
+        num, top_k: in a layer, and how many a row takes.
+        parameters: of one.
+        weight_bytes: of a parameter.
+    """
+
+    layers: int
+    num: int
+    top_k: int
+    parameters: int
+    weight_bytes: float
+
+    def touched(self, rows: float) -> float:
+        """How many of a layer's some row takes, if each row takes any of them as likely."""
+        return self.num * (1 - (1 - self.top_k / self.num) ** rows)
+
+    @property
+    def num_bytes(self) -> float:
+        """Of all."""
+        return self.layers * self.num * self.parameters * self.weight_bytes
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A model as its costs depend on it.
 
     Attributes:
-        layer_parameters: of all layers' products.
+        layer_parameters: of all layers' products, without experts.
         hidden_size, vocab_size: the head's product.
         num_layers, num_q_heads, num_kv_heads, head_dim: attention.
         itemsize: bytes of a weight, a key's or a value's element.
+        experts: None: there are none.
     """
 
     layer_parameters: int
@@ -50,15 +82,33 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     itemsize: int
+    experts: ExpertShape | None = None
 
     @staticmethod
-    def of(config: ModelConfig, itemsize: int) -> ModelShape:
-        """Biases and norms are left out. Windows are not known here: each layer sees all."""
+    def of(config: ModelConfig, itemsize: int, *, on_gpu: bool = True) -> ModelShape:
+        """Biases and norms are left out. Windows are not known here: each layer sees all.
+
+        Args:
+            on_gpu: weights of four bits stay so.
+        """
         heads = config.num_q_heads + 2 * config.num_kv_heads
-        wide = 3 if config.gated else 2
-        layer = (heads + config.num_q_heads) * config.head_dim + wide * config.intermediate_size
+        wide, experts, shape = 3 if config.gated else 2, config.experts, None
+        columns = config.num_layers * (heads + config.num_q_heads) * config.head_dim
+        dense = config.num_layers
+        if experts is not None:
+            layers = sum(experts.layers)
+            dense -= layers
+            columns += layers * (wide * experts.shared_size + experts.num)
+            shape = ExpertShape(
+                layers=layers,
+                num=experts.num,
+                top_k=experts.top_k,
+                parameters=wide * config.hidden_size * experts.intermediate_size,
+                weight_bytes=MXFP4_BYTES if experts.mxfp4 and on_gpu else itemsize,
+            )
+        columns += dense * wide * config.intermediate_size
         return ModelShape(
-            layer_parameters=config.num_layers * config.hidden_size * layer,
+            layer_parameters=config.hidden_size * columns,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_layers=config.num_layers,
@@ -66,6 +116,7 @@ class ModelShape:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             itemsize=itemsize,
+            experts=shape,
         )
 
     @property
@@ -74,9 +125,10 @@ class ModelShape:
         return self.num_q_heads // self.num_kv_heads
 
     @property
-    def parameters(self) -> int:
+    def weight_bytes(self) -> float:
         """Of the layers and the head."""
-        return self.layer_parameters + self.hidden_size * self.vocab_size
+        dense = (self.layer_parameters + self.hidden_size * self.vocab_size) * self.itemsize
+        return dense + (0 if self.experts is None else self.experts.num_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -112,8 +164,17 @@ class StepCost:
         """The layers' products."""
         if rows <= 0:
             return 0.0
-        parameters = self.shape.layer_parameters
-        return self.rates.linear.seconds(2.0 * parameters, parameters * self.shape.itemsize, rows)
+        parameters, experts = self.shape.layer_parameters, self.shape.experts
+        seconds = self.rates.linear.seconds(
+            2.0 * parameters, parameters * self.shape.itemsize, rows
+        )
+        if experts is not None:
+            touched = experts.touched(rows)
+            some = experts.layers * touched * experts.parameters
+            seconds += self.rates.linear.seconds(
+                2.0 * some, some * experts.weight_bytes, rows * experts.top_k / touched
+            )
+        return seconds
 
     def sampling(self, rows: float) -> float:
         """Logits of so many rows, and their draws."""

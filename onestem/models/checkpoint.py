@@ -2,52 +2,193 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from onestem.errors import WeightsError
+from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.config import ModelConfig
+from onestem.models.formats.held import Weight, dense
+from onestem.models.formats.stored import (
+    FLOATS,
+    Expected,
+    main_tensor,
+    stored_tensors,
+    stored_weight,
+)
+from onestem.models.quantization import Scheme
 
-__all__ = ["Shapes", "Source", "checkpoint_source", "has_own_head"]
+__all__ = [
+    "PACKED",
+    "Checkpoint",
+    "Parts",
+    "Shapes",
+    "Source",
+    "checkpoint_source",
+    "has_own_head",
+]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Gives a tensor by its name in the checkpoint, in the decoder's dtype and on its device.
-Source = Callable[[str], Tensor]
+# Name of a tensor of all experts `[num, ...]` -> for each expert, the tensors that a file may hold
+# instead; one expert's stand one below the other.
+Parts = Mapping[str, Sequence[Sequence[str]]]
 
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
 
-# Of weights as they are stored.
-DTYPES = ("BF16", "F16", "F32", "F64")
+PACKED = ("_blocks", "_scales")  # end names of tensors of bytes
+
+
+class Source(Protocol):
+    """Where a decoder's tensors are from."""
+
+    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor by its name in the checkpoint, on the decoder's device; None: in its dtype."""
+        ...
+
+    def weight(self, module: str) -> Weight:
+        """The weight of a linear layer, on the decoder's device: as it is quantised, or in the
+        decoder's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a file: its name there, and safetensors' name of its dtype."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The `Source` of a directory.
+
+    Attributes:
+        schemes: how each quantised module is stored, with its out_features and in_features.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        schemes: Mapping[str, tuple[Scheme, int, int]],
+        parts: Parts,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._held = held
+        self.schemes = schemes
+        self._parts = parts
+        # One file is open at a time: the pages of a shard that is done with can be dropped.
+        self._opened = functools.lru_cache(maxsize=1)(_opened)
+        self._dtype = dtype
+        self._device = device
+
+    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        if name in self._parts:
+            experts = ([self(part, as_dtype) for part in expert] for expert in self._parts[name])
+            return torch.stack([torch.cat(expert) for expert in experts])
+        kind, module = as_dtype or self._dtype, name.removesuffix(".weight")
+        if module in self.schemes:  # of a table or an expert: not multiplied as it is stored
+            return dense(self.weight(module), kind)
+        return self._stored(name).to(device=self._device, dtype=kind, copy=True)
+
+    def weight(self, module: str) -> Weight:
+        if module not in self.schemes:
+            return self(f"{module}.weight")
+        scheme, out, size = self.schemes[module]
+
+        def get(part: str) -> Tensor | None:
+            name = f"{module}.{part}"
+            return self._stored(name).to(self._device) if name in self._held else None
+
+        return stored_weight(scheme, module, get, out, size)
+
+    def _stored(self, name: str) -> Tensor:
+        held = self._held[name]
+        tensor: Tensor = self._opened(held.file).get_tensor(held.name)
+        return tensor
 
 
 def checkpoint_source(
-    directory: Path, config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device
-) -> Source:
-    """Reads tensors of a directory that holds those of `shapes`, and no others.
+    directory: Path,
+    config: ModelConfig,
+    shapes: Shapes,
+    parts: Parts,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Checkpoint:
+    """Reads tensors of a directory that holds those of `shapes`, or their `parts`, and no others. A
+    quantised module has what its format stores instead of its `weight`.
 
     Raises:
+        UnsupportedError: modules of this family are not read quantised.
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
-    stored = _tensor_files(directory)
-    names = _names(config, stored)
-    files = {name: stored[at] for name, at in names.items()}
-    _check_names(directory, config, shapes, files)
-    _check_shapes(directory, config, shapes, files, names)
+    held = _held(config, _tensor_files(directory))
+    parts = {name: experts for name, experts in parts.items() if name not in held}
+    shapes = _shapes_in_files(shapes, parts, held)
+    schemes = _schemes(config, shapes, held)
+    if schemes and config.tensor_names.transposed:
+        raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
+    expected = _expected(shapes, schemes)
+    _check_names(directory, config, expected, held)
+    _check_shapes(directory, config, expected, held)
+    return Checkpoint(held, schemes, parts, dtype, device)
 
-    def source(name: str) -> Tensor:
-        # One file is open at a time: the pages of a shard that is done with can be dropped.
-        with _opened(files[name]) as handle:
-            tensor: Tensor = handle.get_tensor(names[name])
-        return tensor.to(device=device, dtype=dtype, copy=True)  # not the mapped file itself
 
-    return source
+def _schemes(
+    config: ModelConfig, shapes: Shapes, held: Mapping[str, Held]
+) -> dict[str, tuple[Scheme, int, int]]:
+    """Of the modules that are quantised in the files."""
+    found: dict[str, tuple[Scheme, int, int]] = {}
+    if config.quantization is None:
+        return found
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        scheme = config.quantization.scheme(module)
+        if module == name or len(shape) != 2 or scheme is None:
+            continue
+        main = held.get(f"{module}.{main_tensor(scheme)}")
+        if main is not None and main.dtype not in FLOATS:
+            found[module] = (scheme, *shape)
+    return found
+
+
+def _expected(
+    shapes: Shapes, schemes: Mapping[str, tuple[Scheme, int, int]]
+) -> dict[str, Expected]:
+    expected = {
+        name: Expected(shape, ("U8",) if name.endswith(PACKED) else FLOATS)
+        for name, shape in shapes.items()
+        if name.removesuffix(".weight") not in schemes
+    }
+    for module, scheme in schemes.items():
+        stored = stored_tensors(*scheme)
+        expected |= {f"{module}.{part}": one for part, one in stored.items()}
+    return expected
+
+
+def _shapes_in_files(shapes: Shapes, parts: Parts, held: Mapping[str, Held]) -> Shapes:
+    """With parts in place of what they make up; where files hold none of them, the whole is what is
+    missing."""
+    found = dict(shapes)
+    modules = {name.rpartition(".")[0] for name in held}
+    for whole, experts in parts.items():
+        if any(part.rpartition(".")[0] in modules for expert in experts for part in expert):
+            _, rows, *rest = found.pop(whole)
+            for expert in experts:
+                found |= dict.fromkeys(expert, (rows // len(expert), *rest))
+    return found
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:
@@ -135,10 +276,28 @@ def _opened(file: Path) -> safe_open:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
 
 
+def _held(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, Held]:
+    """Headers of all tensors of the decoder."""
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name, at in _names(config, files).items():
+        by_file.setdefault(files[at], []).append((name, at))
+    held = {}
+    for file, pairs in by_file.items():
+        with _opened(file) as handle:
+            for name, at in pairs:
+                part = handle.get_slice(at)
+                held[name] = Held(file, at, tuple(part.get_shape()), part.get_dtype())
+    return held
+
+
 def _check_names(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path]
+    directory: Path,
+    config: ModelConfig,
+    expected: Mapping[str, Expected],
+    held: Mapping[str, Held],
 ) -> None:
-    missing = sorted(set(shapes) - set(files))
+    needed = {name for name, one in expected.items() if not one.optional}
+    missing = sorted(needed - set(held))
     if missing:
         raise WeightsError(
             f"{directory} lacks tensors that {config.architecture} needs: {_listed(missing)}"
@@ -146,7 +305,7 @@ def _check_names(
     names = config.tensor_names
     unknown = sorted(
         name
-        for name in set(files) - set(shapes)
+        for name in set(held) - set(expected)
         if not name.endswith(names.ignored) and name != f"{names.head}.weight"
     )
     if unknown:
@@ -159,43 +318,32 @@ def _check_names(
 def _check_shapes(
     directory: Path,
     config: ModelConfig,
-    shapes: Shapes,
-    files: Mapping[str, Path],
-    names_there: Mapping[str, str],
+    expected: Mapping[str, Expected],
+    held: Mapping[str, Held],
 ) -> None:
     """And dtypes; also of a head that a tied model carries needlessly: another shape is another
     model."""
     names = config.tensor_names
-    expected = {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
-    found = list(_tensors_in(files, expected, names_there))
+    head = expected.get(f"{names.embedding}.weight")
+    expected = expected if head is None else {f"{names.head}.weight": head, **expected}
+    there = {name: (held[name], one) for name, one in sorted(expected.items()) if name in held}
     wrong = [
-        f"{name} is {list(shape)}, expected {list(expected[name])}"
-        for name, shape, _ in found
-        if shape != expected[name]
+        f"{name} is {list(one.shape)}, expected {list(wanted.shape)}"
+        for name, (one, wanted) in there.items()
+        if wanted.shape is not None and one.shape != wanted.shape
     ]
     if wrong:
         raise WeightsError(f"{directory} holds tensors of other shapes: {_listed(wrong)}")
-    other = [f"{name} is {dtype}" for name, _, dtype in found if dtype not in DTYPES]
-    if other:
-        raise WeightsError(
-            f"{directory} holds weights that are not floating point: {_listed(other)}; expected "
-            f"{', '.join(DTYPES)}: quantized weights are not supported, use the model's original"
-        )
+    for name, (one, wanted) in there.items():
+        if one.dtype not in wanted.dtypes:
+            raise WeightsError(f"{directory}: {name} is {one.dtype}, {_wanted(config, wanted)}")
 
 
-def _tensors_in(
-    files: Mapping[str, Path], names: Iterable[str], names_there: Mapping[str, str]
-) -> Iterable[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype (safetensors' name of it) of each tensor."""
-    present = sorted((name for name in names if name in files), key=lambda name: str(files[name]))
-    by_file: dict[Path, list[str]] = {}
-    for name in present:
-        by_file.setdefault(files[name], []).append(name)
-    for file, held in by_file.items():
-        with _opened(file) as handle:
-            for name in held:
-                part = handle.get_slice(names_there[name])
-                yield name, tuple(part.get_shape()), part.get_dtype()
+def _wanted(config: ModelConfig, wanted: Expected) -> str:
+    said = f"expected {', '.join(wanted.dtypes)}"
+    if config.quantization is None:
+        return f"{said}: config.json says nothing of quantised weights"
+    return said
 
 
 def _listed(names: list[str]) -> str:

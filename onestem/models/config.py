@@ -24,6 +24,7 @@ from onestem.models.description import (
 )
 from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
+from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
 
 __all__ = [
@@ -50,9 +51,12 @@ class ModelConfig(Description):
 
     Attributes:
         architecture: one of `ARCHITECTURES`.
+        quantization: how the checkpoint's linear layers are stored; None: as numbers of 16 or 32
+            bits.
     """
 
     torch_dtype: str
+    quantization: Quantization | None = None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
@@ -62,13 +66,13 @@ class ModelConfig(Description):
         directory = Path(path)
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(fields)
-        if fields.values.get("quantization_config") is not None:
-            raise fields.unsupported("quantization_config", "weights in " + ", ".join(DTYPES))
         description = FAMILIES[architecture].read(fields, architecture)
+        four_bits = description.experts is not None and description.experts.mxfp4
         generation, common = _generation_fields(directory), _with_text_fields(fields)
         return ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
             torch_dtype=_dtype(common),
+            quantization=None if four_bits else read_quantization(fields),
             bos_token_id=_bos_token_id(common, generation),
             eos_token_ids=_eos_token_ids(common, generation),
         )

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
-from onestem.models.linear import Head, Linear, padded_rows, step_rows
+from onestem.models.linear import Head, Projection, padded_rows, step_rows
+from onestem.models.mlp import Activation, ExpertLayer, Mlp
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
@@ -26,7 +27,8 @@ GPU_STEP_ROWS = 8192
 # attend(layer, qkv, heads, angles) -> out
 #   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
 #   out [num_rows, num_q_heads, head_dim].
-# What is done to the scores is `Decoder.scores`, for the caller to hand on.
+# What is done to the scores is `Decoder.scores`, for the caller to hand on; where heads have sinks,
+# the caller gives them their share (`LayerOps.share_sinks`).
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
 
 
@@ -61,16 +63,14 @@ class Layer:
             residual itself.
         output_norm, down_norm: of what attention and what the MLP give, before it is added.
         qk_norms: of all query heads at once, and of all key heads.
-        up: hidden_size -> intermediate_size; a gated MLP's twice that, in the order gate, up.
     """
 
     input_norm: Norm | None
-    qkv: Linear
+    qkv: Projection
     heads: Heads
-    output: Linear
+    output: Projection
     post_norm: Norm | None
-    up: Linear
-    down: Linear
+    mlp: Mlp | ExpertLayer
     output_norm: Norm | None = None
     down_norm: Norm | None = None
     qk_norms: tuple[Tensor, Tensor] | None = None
@@ -79,10 +79,10 @@ class Layer:
         """Every tensor that is held, to count bytes by."""
         norms = (self.input_norm, self.output_norm, self.post_norm, self.down_norm)
         held = [tensor for norm in norms if norm is not None for tensor in norm.tensors()]
-        held += [norm for norm in (self.heads.q_norm, self.heads.k_norm) if norm is not None]
+        of_heads = (self.heads.q_norm, self.heads.k_norm, self.heads.sinks)
+        held += [tensor for tensor in of_heads if tensor is not None]
         held += self.qk_norms or ()
-        linears = (self.qkv, self.output, self.up, self.down)
-        return held + [tensor for linear in linears for tensor in linear.tensors()]
+        return held + self.qkv.tensors() + self.output.tensors() + self.mlp.tensors()
 
 
 class Decoder:
@@ -146,11 +146,11 @@ class Decoder:
             out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
             delta = self._given(layer.output(out.flatten(1)), layer.output_norm)
             if sequential:
-                delta = self._mlp(layer, add_norm(hidden, delta, layer.post_norm))
+                delta = self.mlp(layer, add_norm(hidden, delta, layer.post_norm))
                 delta = self._given(delta, layer.down_norm)
             else:
                 beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
-                delta += self._mlp(layer, beside)
+                delta += self.mlp(layer, beside)
         return add_norm(hidden, delta, self.norm)
 
     def padded_rows(self, rows: int) -> int:
@@ -182,16 +182,16 @@ class Decoder:
             qkv[:, : layer.heads.num_q_heads * layer.heads.head_dim] *= growth
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
+    def mlp(self, layer: Layer, normed: Tensor) -> Tensor:
+        """A layer's MLP or experts: [num_rows, hidden_size] -> the same."""
+        return layer.mlp(normed, self._activation)
+
     def _given(self, delta: Tensor, norm: Norm | None) -> Tensor:
         """What a part of a layer adds to the residual."""
         if norm is not None:
             delta = self._add_norm(delta, None, norm)
         scale = self.config.residual_scale
         return delta if scale == 1 else delta.mul_(scale)
-
-    def _mlp(self, layer: Layer, normed: Tensor) -> Tensor:
-        pieces = [self._activation(layer.up(piece)) for piece in layer.up.pieces(normed)]
-        return layer.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -210,6 +210,12 @@ class Decoder:
         held += [tensor for layer in self.layers for tensor in layer.tensors()]
         distinct = {id(tensor): tensor for tensor in held}
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in distinct.values())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory on a GPU that the largest product takes beside its rows and weights."""
+        linears = ((one.qkv, one.output, *one.mlp.linears) for one in self.layers)
+        return max((one.scratch_bytes for layer in linears for one in layer), default=0)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -242,7 +248,7 @@ def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tenso
     return (1 + beta * torch.log(1 + spans.float())).to(dtype)[:, None]
 
 
-def _activation(config: ModelConfig, ops: LayerOps) -> Callable[[Tensor], Tensor]:
+def _activation(config: ModelConfig, ops: LayerOps) -> Activation:
     if config.mlp == "silu_gated":
         return ops.silu_mul
     if config.mlp == "gelu_tanh_gated":

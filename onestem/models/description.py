@@ -13,7 +13,10 @@ from onestem.errors import ConfigError
 
 __all__ = [
     "Alibi",
+    "ClampedSwiglu",
     "Description",
+    "ExpertNames",
+    "Experts",
     "LayerRotary",
     "Learned",
     "LongRope",
@@ -125,6 +128,70 @@ class Learned:
     """A vector per position, added to the token's embedding."""
 
 
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of `gate` clamped from above to `limit`, and `up`
+    clamped to it in size (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Gated MLPs of which each row takes a few, by scores that a router gives them.
+
+    A row's `top_k` experts are those of the highest scores; its result is the sum of theirs, each
+    times its score.
+
+    Attributes:
+        num: of experts. top_k: how many a row takes.
+        intermediate_size: of an expert.
+        layers: per layer, whether it has experts; others have an MLP of
+            `Description.intermediate_size`.
+        scores: what is made of the router's logits, over all experts.
+        normalized: a row's `top_k` scores are divided by their sum. scale: they are multiplied
+            by this.
+        correction: a number for each expert is added to the scores where experts are chosen.
+        num_groups, top_groups: experts stand in so many groups of equal size; a row chooses among
+            those of the `top_groups` groups whose two best scores have the highest sum.
+        shared_size: size of an MLP that every row takes beside; 0: there is none.
+        shared_gate: its result is multiplied by the sigmoid of a product of the row.
+        bias: the router and the experts' products have biases.
+        clamp: None: `silu(gate) * up`.
+        mxfp4: files hold experts in four bits.
+    """
+
+    num: int
+    top_k: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    correction: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    clamp: ClampedSwiglu | None = None
+    mxfp4: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num % self.num_groups:
+            raise ConfigError(f"{self.num} experts do not divide into {self.num_groups} groups")
+        if not 0 < self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"a row takes experts of {self.top_groups} groups, there are {self.num_groups}"
+            )
+        if self.num_groups > 1 and self.num < 2 * self.num_groups:
+            raise ConfigError("a group has one expert, expected two or more: groups go by two")
+        among = self.num // self.num_groups * self.top_groups
+        if not 0 < self.top_k <= among:
+            raise ConfigError(f"num_experts_per_tok is {self.top_k}, expected 1 to {among}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """A decoder-only transformer.
@@ -146,6 +213,8 @@ class Description:
         qkv_clip: what q, k and v are clamped to, in size.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
         qk_norm_of_all: the same over all query heads at once, and over all key heads.
+        sinks: each query head has a logit more in its softmax, of a key without a value.
+        experts: in place of the MLP in some layers.
         max_position_embeddings: position ids are lower.
         sliding_windows: per layer, how many positions back a row sees, itself included
             (0 <= p_row - p_key < window); `None`: all.
@@ -183,6 +252,8 @@ class Description:
     qkv_clip: float | None = None
     qk_norm: bool = False
     qk_norm_of_all: bool = False
+    sinks: bool = False
+    experts: Experts | None = None
     sliding_windows: tuple[int | None, ...]
     initializer_range: float = 0.02
 
@@ -235,13 +306,56 @@ class Description:
         positions = self.positions
         if isinstance(positions, LayerRotary):
             positions = LayerRotary(positions.layers[:count])
-        windows = self.sliding_windows[:count]
-        return replace(self, num_layers=count, sliding_windows=windows, positions=positions)
+        windows, experts = self.sliding_windows[:count], self.experts
+        if experts is not None:
+            experts = replace(experts, layers=experts.layers[:count])
+        return replace(
+            self, num_layers=count, sliding_windows=windows, positions=positions, experts=experts
+        )
+
+    def without_experts(self) -> Self:
+        """The same with MLPs as large as what a row takes of experts."""
+        if self.experts is None:
+            return self
+        size = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size
+        return replace(self, experts=None, intermediate_size=size)
 
     @property
     def kv_values_per_token(self) -> int:
         """Numbers in one token's keys and values over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of what a layer with experts holds, below the layer's.
+
+    Attributes:
+        router: a module.
+        up, down: tensors of all experts, `[num, 2 * intermediate_size, hidden_size]` (gate, then
+            up) and `[num, hidden_size, intermediate_size]`; with `_bias`, and for mxfp4 `_blocks`
+            and `_scales` behind.
+        alternating: rows of gate and up alternate, and tensors are transposed but in mxfp4.
+        each: a module per expert, with a place for its index; what a file may hold instead, with
+            `each_up` (gate and up) and `each_down` behind.
+        correction: a tensor.
+        shared_up, shared_down, shared_gate: modules.
+    """
+
+    router: str = "mlp.gate"
+    up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+    each: str = "mlp.experts.{}."
+    each_up: tuple[str, str] = ("gate_proj", "up_proj")
+    each_down: str = "down_proj"
+    alternating: bool = False
+    correction: str = "mlp.gate.e_score_correction_bias"
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -257,6 +371,7 @@ class TensorNames:
             residual itself.
         output_norm, down_norm: of what attention and what the MLP give, before it is added.
         positions: of learned positions.
+        sinks: a tensor.
         prefix: a checkpoint of the model without its head leaves it out everywhere.
         renamed: (beginning of a name in some checkpoints, what it is here).
         transposed: weights of linear layers are `[in_features, out_features]`.
@@ -281,8 +396,10 @@ class TensorNames:
     down_norm: str | None = None
     qk_norm: tuple[str, ...] = ()
     positions: str | None = None
+    sinks: str | None = None
     transposed: bool = False
     grouped: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    experts: ExpertNames | None = None
     beside: tuple[str, ...] = ()

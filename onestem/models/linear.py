@@ -52,12 +52,22 @@ from __future__ import annotations
 import enum
 import functools
 import os
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Head", "Layout", "Linear", "choose_layout", "padded_rows", "step_rows"]
+__all__ = [
+    "Head",
+    "Layout",
+    "Linear",
+    "Projection",
+    "choose_layout",
+    "has_room",
+    "padded_rows",
+    "step_rows",
+]
 
 # Rows up to which a 16-bit weight is used as it is although a packed float32 copy stands by.
 NATIVE_ROWS = 1
@@ -114,14 +124,16 @@ def choose_layout(dtype: torch.dtype, device: torch.device, weight_bytes: int = 
     if device.type != "cpu" or not _can_pack(dtype):
         return Layout.PLAIN
     if dtype == torch.float32:
-        both = 2 * weight_bytes <= COPY_MEMORY_SHARE * _memory_bytes()
-        return Layout.PACKED_AND_PLAIN if both else Layout.PACKED
+        return Layout.PACKED_AND_PLAIN if has_room(2 * weight_bytes) else Layout.PACKED
     if _has_native_products(dtype):
         return Layout.PACKED
     with_copies = weight_bytes + 4 * weight_bytes // dtype.itemsize
-    if with_copies > COPY_MEMORY_SHARE * _memory_bytes():
-        return Layout.PLAIN
-    return Layout.PACKED_FLOAT32
+    return Layout.PACKED_FLOAT32 if has_room(with_copies) else Layout.PLAIN
+
+
+def has_room(num_bytes: int) -> bool:
+    """Whether so many bytes of weights, second copies among them, fit a CPU's memory."""
+    return num_bytes <= COPY_MEMORY_SHARE * _memory_bytes()
 
 
 def padded_rows(rows: int, layout: Layout, dtype: torch.dtype) -> int:
@@ -144,8 +156,36 @@ def step_rows(layout: Layout, dtype: torch.dtype) -> int:
     return AMX_STEP_ROWS if _is_amx_product(layout, dtype) else STEP_ROWS
 
 
+class Projection(Protocol):
+    """y = x W^T + b, with W in any format.
+
+    Attributes:
+        kind: its format and product, as a person is told.
+        scratch_bytes: what a product takes on a device beside its result.
+    """
+
+    out_features: int
+    in_features: int
+    kind: str
+    scratch_bytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_rows, in_features] -> [num_rows, out_features] in its dtype."""
+        ...
+
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x in the pieces in which results that are used up at once had better be computed."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        ...
+
+
 class Linear:
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
+
+    scratch_bytes = 0
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, layout: Layout | None = None
@@ -158,6 +198,7 @@ class Linear:
         self.packed = None if self.layout is Layout.PLAIN else _pack(weight, self.layout)
         self.packed_bias = _packed_bias(bias, self.layout)
         self.amx = _is_amx_product(self.layout, weight.dtype)
+        self.kind = f"{str(weight.dtype).removeprefix('torch.')}, {self.layout.value}"
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is None or self._is_plain(x):
@@ -169,7 +210,6 @@ class Linear:
         return self._multiply(x)
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x in the pieces in which results that are used up at once had better be computed."""
         whole = not self.amx or len(x) * self.out_features * x.itemsize <= MAPPED_BYTES
         return (x,) if whole else x.split(PIECE_ROWS)
 
@@ -188,7 +228,6 @@ class Linear:
         return self.layout is Layout.PACKED_FLOAT32 and x.shape[0] <= NATIVE_ROWS
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
         held = (self.weight, self.packed, self.bias, self.packed_bias)
         return [tensor for tensor in held if tensor is not None]
 

@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onestem.models.checkpoint import Shapes, Source, checkpoint_source, has_own_head
+from onestem.errors import ConfigError
+from onestem.models.checkpoint import (
+    PACKED,
+    Checkpoint,
+    Parts,
+    Shapes,
+    Source,
+    checkpoint_source,
+    has_own_head,
+)
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
-from onestem.models.linear import Head, Layout, Linear, choose_layout
+from onestem.models.description import ExpertNames, Experts
+from onestem.models.formats.held import Weight
+from onestem.models.formats.products import Target, projection, row_bytes
+from onestem.models.formats.rounding import rounded_weight
+from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout, has_room
+from onestem.models.mlp import (
+    Activation,
+    ExpertLayer,
+    ExpertProducts,
+    Mlp,
+    SortedBlocks,
+    clamped_swiglu,
+    route,
+    route_on_gpu,
+)
+from onestem.models.quantization import Scheme
 from onestem.models.rope import rotary_order
-from onestem.ops import Heads
+from onestem.ops import Heads, resolve_layers
+from onestem.ops.experts import MX_BLOCK, GroupedWeight
+from onestem.options import Quantize
 
 __all__ = [
     "checked_config",
     "expected_shapes",
+    "formats_of",
+    "linear_modules",
     "load_decoder",
     "num_parameters",
+    "open_checkpoint",
     "random_decoder",
+    "read_weight",
+    "refuse_rounding_twice",
+    "target_of",
     "weight_bytes",
 ]
 
@@ -34,19 +70,46 @@ def load_decoder(
     device: torch.device | str,
     random_weights: bool = False,
     seed: int = 0,
+    quantization: Quantize | None = None,
 ) -> Decoder:
     """Read a Hugging Face model directory; with `random_weights`, only its `config.json`.
 
     Random weights are normal with the configuration's `initializer_range`, biases 0 and norms 1.
-    Each tensor depends on (seed, its name, device) alone.
+    Each tensor depends on (seed, its name, device) alone. With `quantization` weights of layers are
+    rounded to a format (see `onestem.models.formats.rounding`).
+
+    Raises:
+        ConfigError: `quantization` of weights that are quantised already.
     """
     config = ModelConfig.from_directory(path)
     target = torch.device(device)
     if random_weights:
-        return random_decoder(config, dtype=dtype, device=target, seed=seed)
+        return random_decoder(
+            config, dtype=dtype, device=target, seed=seed, quantization=quantization
+        )
+    refuse_rounding_twice(path, config, quantization)
     config = _with_own_head(Path(path), config)
-    source = checkpoint_source(Path(path), config, expected_shapes(config), dtype, target)
-    return _decoder(config, source, dtype, target)
+    source = open_checkpoint(path, config, dtype, target)
+    return _decoder(config, source, dtype, target, quantization)
+
+
+def open_checkpoint(
+    path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Checkpoint:
+    """The tensors of a directory that holds a model's (see `checkpoint_source`)."""
+    shapes, parts = expected_shapes(config), expert_parts(config)
+    return checkpoint_source(Path(path), config, shapes, parts, dtype, device)
+
+
+def refuse_rounding_twice(
+    path: str | Path, config: ModelConfig, quantization: Quantize | None
+) -> None:
+    """Raise `ConfigError` where weights that are quantised are to be rounded."""
+    if quantization is not None and config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {quantization}, and the weights of {path} are quantised "
+            f"({config.quantization.method}): leave it out"
+        )
 
 
 def _with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
@@ -54,48 +117,134 @@ def _with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
     return replace(config, tie_embeddings=tied)
 
 
-def checked_config(path: str | Path) -> ModelConfig:
-    """The configuration of a directory that holds the model's tensors, by names and shapes.
+def checked_config(path: str | Path) -> tuple[ModelConfig, dict[str, Scheme]]:
+    """The configuration of a directory that holds the model's tensors, by names and shapes, and how
+    its quantised modules are stored.
 
     Raises:
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     config = _with_own_head(Path(path), ModelConfig.from_directory(path))
-    shapes = expected_shapes(config)
-    checkpoint_source(Path(path), config, shapes, torch.float32, torch.device("cpu"))
-    return config
+    source = open_checkpoint(path, config, torch.float32, torch.device("cpu"))
+    return config, {module: scheme for module, (scheme, _, _) in source.schemes.items()}
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """What `Decoder.weight_bytes` will be, but for packed copies of biases."""
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    formats: Mapping[str, Scheme | Quantize] | None = None,
+) -> int:
+    """What `Decoder.weight_bytes` will be, but for packed copies of biases and orders of inputs.
+
+    Args:
+        formats: of quantised modules.
+    """
     shapes, names = expected_shapes(config), config.tensor_names
-    layout = choose_layout_of(shapes, dtype, device)
+    target = target_of(shapes, dtype, device)
+    layout, forms = target.layout, formats or {}
+    multiplied = set(linear_modules(config))
+    per_row = functools.cache(lambda form, size: row_bytes(form, size, target))
     head = config.vocab_size * config.hidden_size
     total = head * layout.head_itemsize(dtype, tied=config.tie_embeddings)
     tables = (f"{names.embedding}.weight", f"{names.positions}.weight")
     for name, shape in shapes.items():
-        product = len(shape) == 2 and name not in tables
-        if name != f"{names.head}.weight":
-            size = layout.itemsize(dtype) if product else dtype.itemsize
-            norm = len(shape) == 1 and not name.endswith(".bias") and config.norm_offset
-            total += math.prod(shape) * (4 if norm else size)
+        module = name.removesuffix(".weight")
+        if name in tables:
+            total += math.prod(shape) * dtype.itemsize
+        elif module in multiplied and module in forms:
+            out, size = reversed(shape) if names.transposed else shape
+            total += int(out * per_row(forms[module], size))
+        elif name != f"{names.head}.weight":
+            total += math.prod(shape) * _itemsize(config, name, len(shape), layout, dtype, device)
     return total
 
 
+def formats_of(config: ModelConfig, quantization: Quantize | None) -> dict[str, Scheme | Quantize]:
+    """Formats of a model's modules as far as its configuration tells: which are left out stands in
+    the weights' files."""
+    modules = linear_modules(config)
+    if quantization is not None:
+        return dict.fromkeys(modules, quantization)
+    stored = config.quantization
+    schemes = {} if stored is None else {module: stored.scheme(module) for module in modules}
+    return {module: scheme for module, scheme in schemes.items() if scheme is not None}
+
+
+def linear_modules(config: ModelConfig) -> list[str]:
+    """Names of the layers' linear modules, in the order of layers: those that have formats, so
+    neither routers nor experts."""
+    shapes, names = expected_shapes(config), config.tensor_names
+    experts = names.experts
+    others: tuple[str, ...] = (names.embedding, names.head)
+    others += () if names.positions is None else (names.positions,)
+    others += () if experts is None else (f".{experts.router}", f".{experts.shared_gate}")
+    modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    return [
+        module for module in modules if f"{module}.weight" in shapes and not module.endswith(others)
+    ]
+
+
+def _itemsize(
+    config: ModelConfig,
+    name: str,
+    dims: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes in which an element of a layer's or the last norm's tensor is kept."""
+    experts = config.tensor_names.experts
+    if name.endswith(PACKED):
+        values = 2 * name.endswith("_blocks")  # in a byte
+        return 1 if _has_kernels(device) else values * layout.itemsize(dtype)
+    if dims == 1:
+        wide = ".bias" not in name and config.norm_offset
+        alone = name.endswith((".sinks", ".e_score_correction_bias"))
+        return 4 if wide or alone else dtype.itemsize
+    if name.endswith("bias"):
+        return dtype.itemsize
+    if experts is not None and name.endswith(f".{experts.router}.weight"):
+        return layout.head_itemsize(dtype, tied=False)
+    if experts is not None and name.endswith(f".{experts.shared_gate}.weight"):
+        return dtype.itemsize
+    return layout.itemsize(dtype)
+
+
 def random_decoder(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    quantization: Quantize | None = None,
 ) -> Decoder:
     """A decoder of a configuration with random weights (see `load_decoder`)."""
-    source = _random_source(config, expected_shapes(config), dtype, device, seed)
-    return _decoder(config, source, dtype, device)
+    source = _RandomSource(config, expected_shapes(config), dtype, device, seed)
+    return _decoder(config, source, dtype, device, quantization)
 
 
 def _decoder(
-    config: ModelConfig, source: Source, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantize | None,
 ) -> Decoder:
     shapes = expected_shapes(config)
-    builder = _Builder(config, source, choose_layout_of(shapes, dtype, device))
-    return builder.decoder(num_parameters(shapes))
+    target = target_of(shapes, dtype, device)
+    return _Builder(config, source, target, quantization).decoder(num_parameters(shapes))
+
+
+def target_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Target:
+    """What products of a model are made for, of which these are all weights."""
+    copies = has_room(2 * num_parameters(shapes) * dtype.itemsize)
+    return Target(dtype, device, choose_layout_of(shapes, dtype, device), copies)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """As `resolve_layers`: without Triton everything runs in PyTorch."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -119,7 +268,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.head_bias:
         shapes[f"{names.head}.bias"] = (config.vocab_size,)
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, layer).items():
             shapes[names.layer.format(layer) + name] = shape
     return shapes
 
@@ -129,18 +278,28 @@ def _norm_shapes(config: ModelConfig, module: str) -> dict[str, tuple[int, ...]]
     return {f"{module}.{part}": (config.hidden_size,) for part in parts}
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    names, hidden, inner = config.tensor_names, config.hidden_size, config.intermediate_size
+# (module, out_features, in_features, whether it has a bias)
+_Modules = list[tuple[str, int, int, bool]]
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    names, hidden = config.tensor_names, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
     for norm in (names.input_norm, names.output_norm, names.post_norm, names.down_norm):
         shapes |= {} if norm is None else _norm_shapes(config, norm)
-    up = inner * (1 + config.gated) // len(names.up)
     linears = [
         *((name, rows, hidden, config.qkv_bias) for name, rows in _qkv_rows(config).items()),
         (names.output, hidden, config.num_q_heads * config.head_dim, config.o_bias),
-        *((name, up, hidden, config.mlp_bias) for name in names.up),
-        (names.down, hidden, inner, config.mlp_bias),
     ]
+    if config.has_experts(layer):
+        experts, their = _experts_of(config)
+        shapes |= _expert_shapes(experts, their, hidden)
+        linears += _beside_experts(experts, their, hidden)
+    else:
+        inner = config.intermediate_size
+        up = inner * (1 + config.gated) // len(names.up)
+        linears += [(name, up, hidden, config.mlp_bias) for name in names.up]
+        linears += [(names.down, hidden, inner, config.mlp_bias)]
     for name, rows, columns, bias in linears:
         shapes[f"{name}.weight"] = (columns, rows) if names.transposed else (rows, columns)
         if bias:
@@ -148,7 +307,53 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     heads = (config.num_q_heads, config.num_kv_heads) if config.qk_norm_of_all else (1, 1)
     for name, count in zip(names.qk_norm, heads, strict=False):
         shapes[f"{name}.weight"] = (count * config.head_dim,)
-    return shapes
+    return shapes | ({names.sinks: (config.num_q_heads,)} if names.sinks else {})
+
+
+def _experts_of(config: ModelConfig) -> tuple[Experts, ExpertNames]:
+    names = config.tensor_names.experts
+    assert config.experts is not None
+    assert names is not None
+    return config.experts, names
+
+
+def _expert_shapes(experts: Experts, names: ExpertNames, hidden: int) -> dict[str, tuple[int, ...]]:
+    num, inner = experts.num, experts.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in ((names.up, 2 * inner, hidden), (names.down, hidden, inner)):
+        if experts.mxfp4:
+            shapes[f"{name}_blocks"] = (num, rows, columns // MX_BLOCK, MX_BLOCK // 2)
+            shapes[f"{name}_scales"] = (num, rows, columns // MX_BLOCK)
+        else:
+            shapes[name] = (num, columns, rows) if names.alternating else (num, rows, columns)
+        if experts.bias:
+            shapes[f"{name}_bias"] = (num, rows)
+    return shapes | ({names.correction: (num,)} if experts.correction else {})
+
+
+def _beside_experts(experts: Experts, names: ExpertNames, hidden: int) -> _Modules:
+    """The router, the shared MLP and its gate."""
+    modules = [(names.router, experts.num, hidden, experts.bias)]
+    if experts.shared_size:
+        modules += [(name, experts.shared_size, hidden, False) for name in names.shared_up]
+        modules += [(names.shared_down, hidden, experts.shared_size, False)]
+    if experts.shared_gate:
+        modules += [(names.shared_gate, 1, hidden, False)]
+    return modules
+
+
+def expert_parts(config: ModelConfig) -> Parts:
+    """The tensors of single experts, as most are published, by those of all experts of a layer."""
+    parts: dict[str, list[tuple[str, ...]]] = {}
+    for layer in range(config.num_layers):
+        if config.has_experts(layer) and not _experts_of(config)[1].alternating:
+            experts, names = _experts_of(config)
+            at = config.tensor_names.layer.format(layer)
+            each = [at + names.each.format(index) for index in range(experts.num)]
+            gate, up = names.each_up
+            parts[at + names.up] = [(f"{one}{gate}.weight", f"{one}{up}.weight") for one in each]
+            parts[at + names.down] = [(f"{one}{names.each_down}.weight",) for one in each]
+    return parts
 
 
 def _qkv_rows(config: ModelConfig) -> dict[str, int]:
@@ -161,7 +366,9 @@ def _qkv_rows(config: ModelConfig) -> dict[str, int]:
 
 
 def num_parameters(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+    """Two in each byte of mxfp4; scales are none."""
+    counts = {name: math.prod(shape) for name, shape in shapes.items() if name[-7:] != "_scales"}
+    return sum(count * (1 + name.endswith("_blocks")) for name, count in counts.items())
 
 
 # -------------------------------------------------------------------------------- where each goes
@@ -170,13 +377,21 @@ def num_parameters(shapes: Shapes) -> int:
 class _Builder:
     """Makes the parts of a decoder from a source of tensors."""
 
-    def __init__(self, config: ModelConfig, source: Source, layout: Layout) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        target: Target,
+        quantization: Quantize | None,
+    ) -> None:
         self.config = config
         self.names = config.tensor_names
         self.source = source
-        self.layout = layout
+        self.target = target
+        self.quantization = quantization
+        self.on_gpu = _has_kernels(target.device)
 
-    def decoder(self, num_parameters: int) -> Decoder:
+    def decoder(self, parameters: int) -> Decoder:
         config, names, source = self.config, self.names, self.source
         embedding = source(f"{names.embedding}.weight")
         layers = [self.layer(index) for index in range(config.num_layers)]
@@ -187,8 +402,8 @@ class _Builder:
             embedding,
             layers,
             self.norm(names.norm),
-            Head(weight, self.layout, bias),
-            num_parameters,
+            Head(weight, self.target.layout, bias),
+            parameters,
             positions=source(f"{names.positions}.weight") if names.positions else None,
         )
 
@@ -198,18 +413,78 @@ class _Builder:
         norms = self.qk_norms(at, config.rotaries[index])
         q_norm, k_norm = (None, None) if config.qk_norm_of_all or norms is None else norms
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+        sinks = self.source(at + names.sinks, torch.float32) if names.sinks else None
         return Layer(
             input_norm=self.layer_norm(at, names.input_norm),
             qkv=self.linear(at, names.qkv, config.qkv_bias, order),
-            heads=Heads(*sizes, q_norm, k_norm, config.norm_eps),
+            heads=Heads(*sizes, q_norm, k_norm, config.norm_eps, sinks),
             output=self.linear(at, (names.output,), config.o_bias),
             post_norm=self.layer_norm(at, names.post_norm),
-            up=self.linear(at, names.up, config.mlp_bias),
-            down=self.linear(at, (names.down,), config.mlp_bias),
+            mlp=self.experts(at) if config.has_experts(index) else self.mlp(at),
             output_norm=self.layer_norm(at, names.output_norm),
             down_norm=self.layer_norm(at, names.down_norm),
             qk_norms=norms if config.qk_norm_of_all else None,
         )
+
+    def mlp(self, at: str) -> Mlp:
+        names, bias = self.names, self.config.mlp_bias
+        return Mlp(self.linear(at, names.up, bias), self.linear(at, (names.down,), bias))
+
+    def experts(self, at: str) -> ExpertLayer:
+        experts, names = _experts_of(self.config)
+        shared = shared_gate = correction = None
+        if experts.shared_size:
+            up = self.linear(at, names.shared_up, bias=False)
+            shared = Mlp(up, self.linear(at, (names.shared_down,), bias=False))
+        if experts.shared_gate:
+            shared_gate = Head(self.source(f"{at}{names.shared_gate}.weight"), Layout.PLAIN)
+        if experts.correction:
+            # The published numbers are float32, and differ by less than 16 bits tell apart.
+            correction = self.source(at + names.correction, torch.float32)
+        router_bias = self.source(f"{at}{names.router}.bias") if experts.bias else None
+        return ExpertLayer(
+            experts=experts,
+            router=Head(self.source(f"{at}{names.router}.weight"), self.target.layout, router_bias),
+            correction=correction,
+            products=self.products(at),
+            shared=shared,
+            shared_gate=shared_gate,
+            route=route_on_gpu if self.on_gpu else route,
+        )
+
+    def products(self, at: str) -> ExpertProducts:
+        """Of all experts of a layer, as is fastest where they run."""
+        experts, names = _experts_of(self.config)
+        up, down = self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
+        clamp = None if experts.clamp is None else astuple(experts.clamp)
+        if self.on_gpu:
+            from onestem.ops.triton.experts import GroupedExperts
+
+            return GroupedExperts(up, down, clamp)
+        activation: Activation = resolve_layers(self.target.device).silu_mul
+        if clamp is not None:
+            activation = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
+        blocks = [Mlp(self.expert(up, i), self.expert(down, i)) for i in range(experts.num)]
+        return SortedBlocks(blocks, activation, self.target.layout)
+
+    def grouped(self, name: str, *, halves: bool = False) -> GroupedWeight:
+        """A weight of all experts. `halves`: it is of gate and up, which may alternate in files."""
+        experts, names = _experts_of(self.config)
+        if experts.mxfp4:
+            values = self.source(f"{name}_blocks", torch.uint8).flatten(-2)
+            scales = self.source(f"{name}_scales", torch.uint8)
+        else:
+            values, scales = self.source(name), None
+            values = values.transpose(1, 2).contiguous() if names.alternating else values
+        bias = self.source(f"{name}_bias") if experts.bias else None
+        if halves and names.alternating:
+            values, bias = _gate_first(values), None if bias is None else _gate_first(bias)
+            scales = None if scales is None else _gate_first(scales)
+        return GroupedWeight(values, scales, bias)
+
+    def expert(self, weight: GroupedWeight, index: int) -> Linear:
+        bias = None if weight.bias is None else weight.bias[index]
+        return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
 
     def qk_norms(self, at: str, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
         """Weights of the norms over q and k, in the order of a head's dimensions here."""
@@ -234,14 +509,28 @@ class _Builder:
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
-    ) -> Linear:
+    ) -> Projection:
         """Projections of the same input, fused into one product; its rows in `order`."""
-        weights = [self.source(f"{at}{name}.weight") for name in modules]
-        if self.names.transposed:
-            weights = [weight.t().contiguous() for weight in weights]
-        biases = [self.source(f"{at}{name}.bias") for name in modules] if bias else []
-        joined = _ordered(_concatenated(biases), order) if bias else None
-        return Linear(_ordered(_concatenated(weights), order), joined, self.layout)
+        weights = [
+            read_weight(self.config, self.source, at + name, self.quantization) for name in modules
+        ]
+        places = None if order is None else torch.tensor(order, device=self.target.device)
+        joined = None
+        if bias:
+            joined = torch.cat([self.source(f"{at}{name}.bias") for name in modules])
+            joined = joined if places is None else joined[places]
+        return projection(weights, joined, places, self.target)
+
+
+def read_weight(
+    config: ModelConfig, source: Source, module: str, quantization: Quantize | None
+) -> Weight:
+    """`[out_features, in_features]` of a linear layer, rounded where that is asked for."""
+    weight = source.weight(module)
+    if not isinstance(weight, Tensor):
+        return weight
+    weight = weight.t().contiguous() if config.tensor_names.transposed else weight
+    return weight if quantization is None else rounded_weight(weight, quantization, module)
 
 
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
@@ -261,28 +550,43 @@ def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     return None if order == list(range(len(order))) else order
 
 
-def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
-    return tensor if order is None else tensor[torch.tensor(order, device=tensor.device)]
+def _gate_first(tensor: Tensor) -> Tensor:
+    """`[num, 2 * size, ...]` of gate, up, gate, up, ... -> all of gate, all of up."""
+    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
 
 
-def _concatenated(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+class _RandomSource:
+    """A `Source` that makes tensors up."""
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.spread, self.norm = config.initializer_range, 1 - config.norm_offset
+        self.shapes, self.dtype, self.device, self.seed = shapes, dtype, device, seed
 
-def _random_source(
-    config: ModelConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int
-) -> Source:
-    def source(name: str) -> Tensor:
-        shape = shapes[name]
-        if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        shape, kind = self.shapes[name], as_dtype or self.dtype
+        if name.endswith("_scales"):
+            # Values of random bits are 2.9 large in the mean square.
+            power = 127 + round(math.log2(self.spread / 2.9))
+            return torch.full(shape, power, dtype=kind, device=self.device)
+        if name.endswith("bias"):
+            return torch.zeros(shape, dtype=kind, device=self.device)
         if len(shape) == 1:
-            return torch.full(shape, 1 - config.norm_offset, dtype=dtype, device=device)
-        generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
-        empty = torch.empty(shape, dtype=dtype, device=device)
-        return empty.normal_(0.0, config.initializer_range, generator=generator)
+            return torch.full(shape, self.norm, dtype=kind, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(_tensor_seed(self.seed, name))
+        empty = torch.empty(shape, dtype=kind, device=self.device)
+        if name.endswith("_blocks"):
+            return empty.random_(0, 256, generator=generator)
+        return empty.normal_(0.0, self.spread, generator=generator)
 
-    return source
+    def weight(self, module: str) -> Tensor:
+        return self(f"{module}.weight")
 
 
 def _tensor_seed(seed: int, name: str) -> int:

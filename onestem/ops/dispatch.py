@@ -15,6 +15,7 @@ from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, nati
 from onestem.ops.layers import LayerOps, TorchLayers
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
+from onestem.ops.rounding import RoundRows, rounded_rows
 from onestem.ops.sampling import Sampling, TorchSampling
 from onestem.ops.state import State
 from onestem.ops.torch_impl import TorchAttention
@@ -137,6 +138,15 @@ def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:
     if torch.device(device).type == "cpu" and is_built():
         return CpuSampling()
     return TorchSampling()
+
+
+def resolve_rounding(device: torch.device) -> RoundRows:
+    """What rounds rows to 8 bits on a device: its kernel, or else PyTorch."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from onestem.ops.triton.formats import rounded_rows as by_kernel
+
+        return by_kernel
+    return rounded_rows
 
 
 def attention(

@@ -34,6 +34,8 @@ class Heads:
         q_norm, k_norm: `[head_dim]`, weights of an RMSNorm over each head before the rotation
             (Qwen3), of the rows' dtype or float32; or None.
         eps: of those norms.
+        sinks: float32 `[num_q_heads]`, a logit more in each head's softmax, of a key without a
+            value (gpt-oss), or None.
     """
 
     num_q_heads: int
@@ -42,6 +44,7 @@ class Heads:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    sinks: Tensor | None = None
 
 
 class LayerOps(Protocol):
@@ -77,6 +80,12 @@ class LayerOps(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """The same with GELU, in its approximation with tanh."""
+        ...
+
+    def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        """Attention `out` `[n, num_q_heads, head_dim]` of keys whose scores sum to `lse`, float32
+        `[n, num_q_heads]` -> in place, that of these keys and `sinks` `[num_q_heads]`. A sink adds
+        to the denominator alone, so this is exact behind any implementation."""
         ...
 
 
@@ -126,6 +135,9 @@ class TorchLayers:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = _halves(gate_up)
         return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        out *= torch.sigmoid(lse - sinks)[..., None]
 
 
 def check_halves(name: str, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from fractions import Fraction
 
@@ -9,6 +10,8 @@ import pytest
 
 from onestem.cost import Curve, ModelShape, Rates, StepCost, named_devices, named_rates
 from onestem.errors import ConfigError
+from onestem.models.config import ModelConfig
+from onestem.shapes import find_shape
 
 # The paper counts a token's keys and values as one element for each of a query's: two query heads
 # to a KV head.
@@ -48,6 +51,31 @@ def test_a_curve_is_linear_between_its_points_and_goes_on_at_its_last_rate():
         1.0, 1.0, 0.75, 0.5, 0.75, 1.0, 2.0
     ]  # fmt: skip
     assert curve.seconds(1.0, 50.0, 8) == 5.0  # its bytes take longer
+
+
+def test_experts_cost_what_some_row_takes_of_them():
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a row takes 3.3."""
+    config = ModelConfig.from_directory(find_shape("qwen3-30b-a3b"))
+    shape = ModelShape.of(config, 2)
+    experts = shape.experts
+    assert experts is not None
+    table = 2 * config.vocab_size * config.hidden_size
+    assert (shape.weight_bytes + table) / 2 == pytest.approx(30.53e9, rel=1e-3)
+    curve = Curve((1, 64), (1e12, 64e12), 1e12)
+    cost = StepCost(shape, Rates("", "", "", curve, curve, curve))
+    dense = StepCost(dataclasses.replace(shape, experts=None), cost.rates)
+    each = 2 * experts.layers * experts.parameters / 1e12  # seconds of an expert in all layers
+    assert experts.touched(1) == pytest.approx(8)
+    assert cost.linear(1) - dense.linear(1) == pytest.approx(8 * each)
+    assert experts.touched(1000) == pytest.approx(128)
+    # 1,024 rows: 64 for each expert, which take as long as one.
+    assert cost.linear(1024) - dense.linear(1024) == pytest.approx(128 * each)
+    assert 8 < experts.touched(10) < 80
+    four_bits = ModelShape.of(ModelConfig.from_directory(find_shape("gpt-oss-20b")), 2)
+    assert four_bits.weight_bytes < 14e9 < 40e9
+    assert ModelShape.of(
+        ModelConfig.from_directory(find_shape("gpt-oss-20b")), 2, on_gpu=False
+    ).weight_bytes == pytest.approx(2 * (20.9e9 - 201088 * 2880), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,10 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     num_pages: int = 4096,
+    quantization: str | None = None,
     **options,
 ) -> Engine:
-    decoder = load_decoder(path, dtype=dtype, device=device)
+    decoder = load_decoder(path, dtype=dtype, device=device, quantization=quantization)
     return Engine(decoder, None, NO_DEFAULTS, num_pages=num_pages, **options)
 
 

@@ -36,8 +36,22 @@ def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
     check(tiny(family), expected(family), share=share, page_size=page_size, max_step_tokens=chunk)
 
 
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 1), (16, 4096)])
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_experts_in_small_memory(tiny, expected, family, page_size, chunk, share):
+    """Chunks of prompts, and sequences that are set back."""
+    options = {"page_size": page_size, "num_pages": 96 // page_size, "max_step_tokens": chunk}
+    check(tiny(family), expected(family), share=share, **options)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_sinks_in_other_implementations(tiny, expected, impl):
+    check(tiny("gpt_oss"), expected("gpt_oss"), impl=impl)
+
+
 @pytest.mark.parametrize("share", ["full", "off"])
-@pytest.mark.parametrize("family", ["llama", "qwen2_windows"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_windows", "qwen3_moe"])
 def test_alone_is_as_in_a_batch(tiny, expected, family, share):
     check(tiny(family), expected(family), share=share, alone=True)
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 GPU_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "falcon_40b", "mpt", "phi", "gpt2"]
 GPU_FAMILIES += ["gemma2", "gemma3", "phi4_mini", "olmo2", "granite", "glm4", "ministral3"]
+GPU_FAMILIES += ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])
@@ -53,8 +54,9 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+GREEDY = {"temperature": 0}
 SAMPLING = [
-    {"temperature": 0},
+    GREEDY,
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "logprobs": 0},
     {"temperature": 0.8, "top_k": 20, "logprobs": 3},
@@ -63,14 +65,22 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize("fields", SAMPLING, ids=str)
-def test_decode_steps_wait_for_sampled_ids_alone(tiny, fields: dict) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *(("llama", fields) for fields in SAMPLING),
+        ("gpt_oss", SAMPLING[0]),
+        ("glm4_moe", SAMPLING[0]),
+    ],
+    ids=str,
+)
+def test_decode_steps_wait_for_sampled_ids_alone(tiny, family: str, fields: dict) -> None:
     """Steps of decodes, with the work list made anew and own runs that grow by pages."""
     assert graphs.LIST_STEPS < 24
     prompts = shared_prompts()
     requests = requests_for(prompts, max_tokens=60, seed=5, **fields)
-    want = answer(engine_on("cpu", tiny("llama"), impl="torch", page_size=4), requests)
-    engine, found = engine_on("cuda", tiny("llama"), page_size=4), {}
+    want = answer(engine_on("cpu", tiny(family), impl="torch", page_size=4), requests)
+    engine, found = engine_on("cuda", tiny(family), page_size=4), {}
     engine.tell_ranks()
     for request in requests:
         engine.add_request(request)

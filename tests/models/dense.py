@@ -65,7 +65,11 @@ def dense_attend(
         if config.score_softcap is not None:
             scores = config.score_softcap * torch.tanh(scores / config.score_softcap)
         scores += biases
-        weights = scores.masked_fill(~mask_of(layer), float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~mask_of(layer), float("-inf"))
+        if heads.sinks is not None:
+            sinks = heads.sinks[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :rows]
         return torch.einsum("chrk,ckhd->crhd", weights, values).flatten(0, 1).to(q.dtype)
 
     return attend

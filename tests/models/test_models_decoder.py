@@ -13,10 +13,12 @@ import torch
 
 from onestem.models import linear
 from onestem.models.config import Alibi, Learned, Rotary
-from onestem.models.decoder import Decoder
+from onestem.models.decoder import Decoder, Layer
+from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
 from onestem.ops import Heads, TorchLayers
+from onestem.ops.triton.experts import GroupedExperts
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
 
@@ -53,6 +55,21 @@ def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:
         expected = oracle(path, ids)[-20:]
         found = log_probabilities(decoder, ids)[0, -20:]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+def test_a_gpu_s_experts_equal_transformers(
+    family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's kernels, under its interpreter where there is no GPU."""
+    monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: True)
+    decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
+    experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertLayer)]
+    assert experts
+    assert all(isinstance(one.products, GroupedExperts) for one in experts)
+    ids = prompt(12, decoder.config.vocab_size)
+    found = log_probabilities(decoder, ids)[0]
+    torch.testing.assert_close(found, oracle(tiny(family), ids), atol=1e-4, rtol=0)
 
 
 def test_hiding_any_one_key_shows(decoder: Decoder) -> None:
@@ -119,8 +136,11 @@ def test_sixteen_bits_err_no_more_than_transformers(
 
 @pytest.mark.parametrize(
     "family",
-    ["falcon_40b", "falcon_rw", "mpt", "phi", "gpt2", "gemma2", "gemma3", "olmo2", "granite"],
-)
+    [
+        "falcon_40b", "falcon_rw", "mpt", "phi", "gpt2", "gemma2", "gemma3", "olmo2", "granite",
+        "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss",
+    ],
+)  # fmt: skip
 def test_every_kind_of_block_in_sixteen_bits(family: str, tiny: Callable[[str], Path]) -> None:
     path = tiny(family)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
@@ -181,16 +201,20 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
     copies = config.tie_embeddings and decoder.head.packed is not None
     extra = config.vocab_size * config.hidden_size if copies else 0
     if decoder.layers[0].qkv.layout is linear.Layout.PACKED_AND_PLAIN:
-        products = ("qkv", "output", "up", "down")
-        extra += sum(
-            getattr(layer, name).in_features * getattr(layer, name).out_features
-            for layer in decoder.layers
-            for name in products
-        )
+        linears = [linear for layer in decoder.layers for linear in _linears(layer)]
+        extra += sum(one.in_features * one.out_features for one in linears)
     assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
     assert weight_bytes(config, torch.float32, torch.device("cpu")) == decoder.weight_bytes
     heads = config.num_layers * config.num_kv_heads
     assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4
+
+
+def _linears(layer: Layer) -> list[linear.Linear]:
+    mlps = [layer.mlp]
+    if isinstance(layer.mlp, ExpertLayer):
+        assert isinstance(layer.mlp.products, SortedBlocks)
+        mlps = [*layer.mlp.products.experts, *([layer.mlp.shared] if layer.mlp.shared else [])]
+    return [layer.qkv, layer.output, *(one for mlp in mlps for one in (mlp.up, mlp.down))]
 
 
 def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.config import Alibi, Learned, ModelConfig, Rotary
+from onestem.models.description import ClampedSwiglu, Experts
 from onestem.models.weights import qkv_order
 
 FALCON: dict[str, Any] = {
@@ -46,6 +47,20 @@ GPT2: dict[str, Any] = {
     "n_head": 4,
     "n_layer": 2,
     "n_positions": 1024,
+}
+MIXTRAL: dict[str, Any] = {
+    **{name: PHI[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
+    "architectures": ["MixtralForCausalLM"],
+    "max_position_embeddings": 2048,
+}
+QWEN_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"]}
+GLM_MOE = {**MIXTRAL, "architectures": ["Glm4MoeForCausalLM"]}
+GPT_OSS = {
+    **MIXTRAL,
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096},
 }
 
 
@@ -102,6 +117,24 @@ def test_mpt_phi_and_gpt2(tmp_path: Path) -> None:
     assert _read(tmp_path, GPT2, n_inner=100, activation_function="gelu").intermediate_size == 100
 
 
+def test_experts(tmp_path: Path) -> None:
+    mixtral = _read(tmp_path, MIXTRAL).experts
+    assert mixtral == Experts(num=8, top_k=2, intermediate_size=640, layers=(True, True))
+    qwen = _read(tmp_path, QWEN_MOE, decoder_sparse_step=2, num_experts=16).experts
+    assert (qwen.num, qwen.layers, qwen.normalized) == (16, (False, True), False)
+    assert _read(tmp_path, QWEN_MOE, num_local_experts=16).experts.num == 16
+    assert _read(tmp_path, QWEN_MOE, mlp_only_layers=[1]).experts.layers == (True, False)
+    glm = _read(tmp_path, GLM_MOE, first_k_dense_replace=2, n_shared_experts=3)
+    assert (glm.experts.layers, glm.experts.shared_size) == ((False, False), 3 * 1408)
+    assert (glm.experts.scores, glm.experts.correction) == ("sigmoid", True)
+    assert glm.positions == Rotary(40)
+    oss = _read(tmp_path, GPT_OSS, head_dim=64, quantization_config={"quant_method": "mxfp4"})
+    assert oss.experts.mxfp4
+    assert oss.experts.clamp == ClampedSwiglu(1.702, 7.0)
+    assert (oss.sliding_windows, oss.head_dim, oss.sinks) == ((128, None), 64, True)
+    assert not _read(tmp_path, GPT_OSS).experts.mxfp4
+
+
 @pytest.mark.parametrize(
     ("config", "fields", "words"),
     [
@@ -142,6 +175,14 @@ def test_mpt_phi_and_gpt2(tmp_path: Path) -> None:
         ),
         (GPT2, {"add_cross_attention": True}, ["add_cross_attention", "True", "False"]),
         (GPT2, {"activation_function": "relu"}, ["activation_function", "relu", "gelu_new"]),
+        (MIXTRAL, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        (QWEN_MOE, {"use_sliding_window": True}, ["use_sliding_window", "True", "False"]),
+        (
+            MIXTRAL,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            ["quantization_config", "mxfp4", "gptq"],
+        ),
+        (GPT_OSS, {"layer_types": ["chunked"] * 2}, ["layer_types", "chunked", "full_attention"]),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -166,6 +207,11 @@ def test_what_is_not_computed_is_refused(
         (PHI, {"partial_rotary_factor": 0.44}, ["partial_rotary_factor", "35 of 80", "even"]),
         (PHI, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5", "at most 1"]),
         (GPT2, {"n_positions": 0}, ["n_positions", "0", "positive integer"]),
+        (MIXTRAL, {"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "1 to 8"]),
+        (QWEN_MOE, {"mlp_only_layers": 3}, ["mlp_only_layers", "3", "a list"]),
+        (GLM_MOE, {"n_group": 3}, ["128", "3 groups"]),
+        (GLM_MOE, {"n_group": 2, "topk_group": 3}, ["3 groups", "there are 2"]),
+        (GPT_OSS, {"rope_scaling": None}, ["rope_scaling", "None", "published with"]),
     ],
 )
 def test_what_makes_no_sense_is_named(

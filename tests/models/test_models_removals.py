@@ -5,8 +5,8 @@ So the comparison with transformers (`test_models_decoder.py`) would see it miss
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from dataclasses import fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from onestem.models.config import LayerRotary, ModelConfig, Rotary
-from onestem.models.decoder import Decoder
+from onestem.models.decoder import Decoder, Layer
+from onestem.models.mlp import ExpertLayer, SortedBlocks, clamped_swiglu
 from onestem.models.weights import load_decoder
 from tests.models.dense import log_probabilities, prompt
 from tests.models.tiny import SENSITIVITY
@@ -89,6 +90,10 @@ CONFIGS: list[tuple[str, str, Changes]] = [
     ("glm4", "interleaved pairs", _of_rotary(interleaved=False)),
     ("glm4", "partial RoPE", _of_rotary(dim=32)),
     ("ministral3", "growth of queries", _without(query_growth=None)),
+    ("mixtral", "windows", _windows),
+    ("gpt_oss", "windows", _windows),
+    ("gpt_oss", "ramp", _of_scaling(beta_fast=2.0)),
+    ("olmoe", "clipping", _without(qkv_clip=None)),
 ]
 
 # What is taken out of every layer.
@@ -133,6 +138,70 @@ def test_every_norm_shows(family: str, norm: str, whole: Callable[[str], Decoder
         bare = replace(layer.heads, q_norm=None, k_norm=None) if norm == "heads" else None
         assert bare is None or layer.heads.q_norm is not None
         layers.append(replace(layer, **{norm: bare}))
+    parts = (decoder.embedding, layers, decoder.norm, decoder.head, decoder.num_parameters)
+    assert _moved(Decoder(decoder.config, *parts), decoder) > SENSITIVITY
+
+
+def _without_sinks(layer: Layer) -> Layer:
+    assert layer.heads.sinks is not None
+    return replace(layer, heads=replace(layer.heads, sinks=None))
+
+
+def _experts(**changes: Any) -> Callable[[Layer], Layer]:
+    """Of a layer that has them: fields of `ExpertLayer`, or else of `Experts`."""
+
+    def change(layer: Layer) -> Layer:
+        if not isinstance(layer.mlp, ExpertLayer):
+            return layer
+        own = {field.name for field in fields(ExpertLayer)}
+        routing = {name: value for name, value in changes.items() if name not in own}
+        others = {name: value for name, value in changes.items() if name not in routing}
+        experts = replace(layer.mlp.experts, **routing)
+        assert experts != layer.mlp.experts or others
+        assert all(getattr(layer.mlp, name) is not None for name in others)
+        return replace(layer, mlp=replace(layer.mlp, experts=experts, **others))
+
+    return change
+
+
+def _without_clamp(layer: Layer) -> Layer:
+    assert isinstance(layer.mlp, ExpertLayer)
+    assert isinstance(layer.mlp.products, SortedBlocks)
+    loose = partial(clamped_swiglu, alpha=1.702, limit=1e9)
+    return replace(
+        layer, mlp=replace(layer.mlp, products=replace(layer.mlp.products, activation=loose))
+    )
+
+
+# What is taken out of every layer that has it.
+PARTS: list[tuple[str, str, Callable[[Layer], Layer]]] = [
+    ("gpt_oss", "sinks", _without_sinks),
+    ("gpt_oss", "clamp", _without_clamp),
+    ("gpt_oss", "normalisation", _experts(normalized=False)),
+    ("mixtral", "normalisation", _experts(normalized=False)),
+    ("qwen3_moe", "normalisation", _experts(normalized=False)),
+    ("olmoe", "scores as they are", _experts(normalized=True)),
+    ("qwen2_moe", "shared expert", _experts(shared=None)),
+    ("qwen2_moe", "its gate", _experts(shared_gate=None)),
+    ("glm4_moe", "shared expert", _experts(shared=None)),
+    ("glm4_moe", "correction", _experts(correction=None)),
+    ("glm4_moe", "groups", _experts(num_groups=1, top_groups=1)),
+    ("glm4_moe", "scale", _experts(scale=1.0)),
+    ("glm4_moe", "sigmoid", _experts(scores="softmax")),
+    ("glm4_moe", "normalisation", _experts(normalized=False)),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [(family, change) for family, _, change in PARTS],
+    ids=[f"{family}: {part}" for family, part, _ in PARTS],
+)
+def test_every_part_of_experts_shows(
+    family: str, change: Callable[[Layer], Layer], whole: Callable[[str], Decoder]
+) -> None:
+    decoder = whole(family)
+    layers = [change(layer) for layer in decoder.layers]
     parts = (decoder.embedding, layers, decoder.norm, decoder.head, decoder.num_parameters)
     assert _moved(Decoder(decoder.config, *parts), decoder) > SENSITIVITY
 

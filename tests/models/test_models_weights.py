@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from onestem.errors import WeightsError
-from onestem.models.weights import load_decoder
+from onestem.errors import UnsupportedError, WeightsError
+from onestem.models.weights import load_decoder, weight_bytes
 from tests.models.dense import log_probabilities, oracle, prompt
 from tests.models.tiny import make_tiny
 
@@ -75,7 +76,7 @@ def test_quantized_weights_without_a_word_of_it_are_refused(
 ) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     weight = load_file(llama / "model.safetensors")[name].to(dtype)
-    with pytest.raises(WeightsError, match=f"{name} is .*expected BF16, F16.*not supported"):
+    with pytest.raises(WeightsError, match=f"{name} is .*expected BF16, F16.*says nothing of"):
         _answers(_edited(llama, tmp_path / "one", **{name: weight}))
 
 
@@ -126,6 +127,114 @@ def test_a_checkpoint_without_its_head_has_no_prefix(tmp_path: Path) -> None:
     assert torch.equal(_answers(base), _answers(gpt2))
     with pytest.raises(WeightsError, match=r"lacks .*transformer\.wpe\.weight$"):
         _answers(_edited(base, tmp_path / "lacking", **{"wpe.weight": None}))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"])
+def test_experts_in_one_tensor_are_those_in_many(family: str, tmp_path: Path) -> None:
+    """As they are published, and as transformers holds them."""
+    each = make_tiny(family, tmp_path / "each")
+    model = transformers.AutoModelForCausalLM.from_pretrained(each)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    held = load_file(tmp_path / "fused" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.down_proj" in held or family == "qwen3_moe"
+    assert torch.equal(_answers(tmp_path / "fused"), _answers(each))
+
+
+def test_experts_are_checked_one_by_one(tmp_path: Path) -> None:
+    mixtral = make_tiny("mixtral", tmp_path / "mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    ours = name.replace("block_sparse_moe", "mlp")
+    with pytest.raises(WeightsError, match=f"lacks .*MixtralForCausalLM.*{ours}$"):
+        _answers(_edited(mixtral, tmp_path / "lacking", **{name: None}))
+    with pytest.raises(WeightsError, match=rf"{ours} is \[96, 63\], expected \[96, 64\]"):
+        _answers(_edited(mixtral, tmp_path / "wrong", **{name: torch.zeros(96, 63)}))
+    more = {name.replace("experts.2", "experts.4"): torch.zeros(96, 64)}
+    with pytest.raises(WeightsError, match=r"no place for: .*experts\.4\.w3"):
+        _answers(_edited(mixtral, tmp_path / "more", **more))
+
+
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
+    """GLM-4.5 is published with one behind the last layer."""
+    glm = make_tiny("glm4_moe", tmp_path / "glm")
+    more = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    assert torch.equal(_answers(_edited(glm, tmp_path / "more", **more)), _answers(glm))
+
+
+def test_a_correction_stays_float32(tmp_path: Path) -> None:
+    glm = make_tiny("glm4_moe", tmp_path / "glm")
+    decoder = load_decoder(glm, dtype=torch.bfloat16, device="cpu")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(decoder.layers[1].mlp.correction, load_file(glm / "model.safetensors")[name])
+
+
+def _mxfp4(plain: Path, target: Path) -> Path:
+    """A tiny gpt-oss whose experts are random bytes, as it is published."""
+    shutil.copytree(plain, target)
+    held, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "down_proj"))]:
+        num, columns, rows = held.pop(name).shape
+        size = (num, rows, columns // 32)
+        for end, low, high, shape in (
+            ("_blocks", 0, 256, (*size, 16)),
+            ("_scales", 121, 124, size),
+        ):
+            held[name + end] = torch.randint(
+                low, high, shape, generator=generator, dtype=torch.uint8
+            )
+    save_file(held, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_mxfp4_is_read_as_transformers_converts_it(
+    tmp_path: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it stays in four bits."""
+    monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: kernels)
+    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    with torch.inference_mode():
+        expected = model(IDS[None]).logits.log_softmax(-1)
+    torch.testing.assert_close(_answers(path), expected, atol=1e-4, rtol=0)
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    plain = load_decoder(tmp_path / "plain", dtype=torch.float32, device="cpu")
+    assert decoder.num_parameters == plain.num_parameters
+    assert decoder.weight_bytes == weight_bytes(decoder.config, torch.float32, decoder.device)
+    assert (decoder.weight_bytes < plain.weight_bytes / 2) == kernels
+
+
+def test_random_weights_of_mxfp4(tmp_path: Path) -> None:
+    """As large as those of other formats."""
+    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    options = {"dtype": torch.float32, "device": "cpu", "random_weights": True}
+    experts = [load_decoder(path, **options).layers[1].mlp.products.experts for _ in range(2)]
+    first, again = (one[2].down.weight for one in experts)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, experts[0][1].down.weight)
+    assert 0.7 < first.std().item() / 0.02 < 1.5
+
+
+def test_mxfp4_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(path / "model.safetensors")[name]
+    with pytest.raises(WeightsError, match=f"{name} is I8"):
+        _answers(_edited(path, tmp_path / "signed", **{name: scales.to(torch.int8)}))
+    with pytest.raises(WeightsError, match=f"lacks .*{name}"):
+        _answers(_edited(path, tmp_path / "lacking", **{name: None}))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="quant_method is 'gptq', supported: mxfp4"):
+        _answers(path)
 
 
 def test_directories_without_readable_weights(llama: Path, tmp_path: Path) -> None:

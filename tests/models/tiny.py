@@ -53,6 +53,8 @@ _FALCON: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+# Of which each row takes two; in some layers, where a family has that.
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "head_dim": 16}
 _MPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_heads": 4, "n_layers": 2}
 
 # family -> (architecture, what differs from `_BASE`)
@@ -101,6 +103,58 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 128, "num_key_value_heads": 4, "partial_rotary_factor": 0.4},
     ),
     "phi_tied": ("Phi", {"hidden_act": "gelu", "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 40}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 4.0},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 32,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
 }
 
 _GEMMA: dict[str, Any] = {
@@ -263,6 +317,8 @@ _SCALES = {
     **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"), 0.1),
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "lm_head"), 0.5),
     "wpe": 0.3,
+    # Routers: scores of experts differ clearly, and none is next to nothing.
+    **dict.fromkeys(("mlp.gate", "mlp.router", "shared_expert_gate"), 0.1),
 }
 
 
@@ -328,7 +384,9 @@ def _scale(model: Any, seed: int) -> None:
         last = module.rpartition(".")[2]
         if "vision_tower." in module or "multi_modal_projector." in name:
             continue
-        if part == "bias":
+        if part == "sinks":
+            parameter.uniform_(0.0, 2.0, generator=generator)
+        elif part == "bias" or last == "experts":
             parameter.normal_(0.0, 0.1, generator=generator)
         elif "norm" in last or last.startswith("ln_"):
             parameter.uniform_(0.7, 1.3, generator=generator)
@@ -342,6 +400,9 @@ def _scale(model: Any, seed: int) -> None:
             parameter *= rows if last == "c_attn" else rows[:, None]
         else:
             parameter.normal_(0.0, _deviation(module), generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.1, generator=generator)
 
 
 def _deviation(module: str) -> float:

@@ -150,6 +150,27 @@ def test_rope_write(
         assert int(page.isnan().all(-1).all(-1).sum()) == 12 - rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(("rows", "heads", "head_dim"), [(0, 4, 8), (3, 5, 24), (2, 40, 64)])
+def test_share_sinks(
+    ops: LayerOps, dtype: torch.dtype, rows: int, heads: int, head_dim: int
+) -> None:
+    """Softmax over some keys and one without a value; a row that sees nothing stays 0."""
+    scores = drawn(rows, heads, 7, dtype=torch.float32) * 3
+    values = drawn(rows, heads, 7, head_dim, dtype=torch.float32, seed=1)
+    sinks = drawn(heads, dtype=torch.float32, seed=2) * 3
+    if rows:
+        scores[-1, -1] = -math.inf
+    out = (scores.softmax(-1).nan_to_num()[..., None] * values).sum(2).to(dtype)
+    before, lse = out.double(), scores.logsumexp(-1)
+    ops.share_sinks(out, lse, sinks)
+    beside = torch.cat((scores, sinks.expand(rows, heads)[..., None]), -1).double()
+    share = beside.softmax(-1)[..., :-1].sum(-1, keepdim=True)
+    if rows:
+        assert_rounded_once(out, before * share)
+
+
 @pytest.mark.parametrize("ops", [*OPS, CpuLayers()] if is_built() else OPS, ids=lambda o: o.name)
 def test_what_has_no_halves_is_refused(ops: LayerOps) -> None:
     with pytest.raises(ConfigError, match="width of gate and up is 7, expected an even number"):

@@ -226,6 +226,8 @@ class GraphRunner(Runner):
             out = torch.empty_like(q)
             workspace = self._workspaces[self.windows[layer]]
             workspace.launch(q, k_pages, v_pages, out, scores=scores, num_rows=len(q))
+            if heads.sinks is not None:
+                ops.share_sinks(out, workspace.lse, heads.sinks)
             return out
 
         return attend

@@ -113,7 +113,10 @@ class Runner:
             if not prepared:
                 return q
             plan = prepared[self.windows[layer]]
-            out = plan.attend(q[:rows], k_pages, v_pages, **scores).out.to(q.dtype)
+            state = plan.attend(q[:rows], k_pages, v_pages, **scores)
+            out = state.out.to(q.dtype)
+            if heads.sinks is not None:
+                ops.share_sinks(out, state.lse.float(), heads.sinks)
             if rows == len(q):
                 return out
             q[:rows] = out

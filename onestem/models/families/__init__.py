@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from onestem.models.description import Description, TensorNames
 from onestem.models.families import (
+    experts,
     falcon,
     gemma,
     glm,
@@ -50,6 +51,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(llama.read, llama.names, "Qwen2, Qwen2.5"),
     "Qwen3ForCausalLM": Family(llama.read, llama.names, "Qwen3"),
+    "MixtralForCausalLM": Family(experts.read_mixtral, experts.names, "Mixtral"),
+    "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names, "Qwen1.5-MoE, Qwen2-57B-A14B"),
+    "Qwen3MoeForCausalLM": Family(
+        experts.read_qwen, experts.names, "Qwen3-30B-A3B, Qwen3-235B-A22B"
+    ),
+    "OlmoeForCausalLM": Family(experts.read_olmoe, experts.names, "OLMoE"),
+    "GptOssForCausalLM": Family(experts.read_gpt_oss, experts.names, "gpt-oss 20B and 120B"),
+    "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names, "Gemma 2"),
     "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names, "Gemma 3 270M and 1B"),
     "Gemma3ForConditionalGeneration": Family(
@@ -75,9 +84,7 @@ _REASONS = {
     "Gemma3n": "embeddings for each layer, and several residual streams",
     "Deepseek": "experts and latent attention",
     "Kimi": "experts and latent attention",
-    "GptOss": "experts and attention sinks",
     "Llama4": "experts",
-    "Mixtral": "experts",
     "Moe": "experts",
     "Mamba": "recurrent layers",
     "Jamba": "recurrent layers",

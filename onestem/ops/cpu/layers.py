@@ -18,7 +18,7 @@ __all__ = ["CpuLayers"]
 @dataclass(frozen=True)
 class CpuLayers:
     """C++ implementation of `LayerOps`, with as many threads as torch uses. PyTorch has the
-    GELU, and norms whose weights are float32 beside 16-bit rows.
+    GELU, sinks, and norms whose weights are float32 beside 16-bit rows.
 
     Args:
         isa: instruction set, by default the one in use.
@@ -112,6 +112,10 @@ class CpuLayers:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `LayerOps`."""
         return TorchLayers().gelu_mul(gate_up)
+
+    def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        """See `LayerOps`."""
+        TorchLayers().share_sinks(out, lse, sinks)
 
     def _isa(self) -> str:
         return chosen_isa() if self.isa is None else checked_isa(self.isa)

@@ -131,6 +131,19 @@ def _gate_mul(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _share_sinks(out, lse, sinks, num_heads, head_dim, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_heads * head_dim
+    head = at // head_dim
+    less = tl.load(sinks + head, mask=inside, other=0.0)
+    less -= tl.load(lse + row * num_heads + head, mask=inside, other=0.0)
+    to = out + row * num_heads * head_dim + at
+    value = tl.load(to, mask=inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(less))
+    tl.store(to, value.to(out.dtype.element_ty), mask=inside)
+
+
 @dataclass(frozen=True)
 class TritonLayers:
     """`LayerOps` with one kernel each."""
@@ -202,6 +215,14 @@ class TritonLayers:
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return _gated(gate_up, gelu=True)
+
+    def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        rows, num_heads, head_dim = out.shape
+        if rows:
+            blocks = triton.cdiv(num_heads * head_dim, _GATE_BLOCK)
+            _share_sinks[(rows, blocks)](
+                out, lse, sinks, num_heads, head_dim, BLOCK=_GATE_BLOCK, num_warps=4
+            )
 
 
 def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:

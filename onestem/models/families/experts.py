@@ -1,0 +1,226 @@
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5 and gpt-oss: decoders as in `llama`, with
+experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from onestem.models.description import (
+    ClampedSwiglu,
+    Description,
+    ExpertNames,
+    Experts,
+    TensorNames,
+)
+from onestem.models.families import llama
+from onestem.models.families.shared import layer_windows, rotary
+from onestem.models.fields import Fields
+
+__all__ = ["names", "read_glm4", "read_gpt_oss", "read_mixtral", "read_olmoe", "read_qwen"]
+
+
+def read_mixtral(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    experts = Experts(
+        num=fields.positive("num_local_experts", 8),
+        top_k=fields.positive("num_experts_per_tok", 2),
+        intermediate_size=fields.positive("intermediate_size"),
+        layers=(True,) * num_layers,
+    )
+    window = None
+    if fields.values.get("sliding_window") is not None:
+        window = fields.positive("sliding_window")
+    return _description(
+        fields, architecture, experts, theta=1e6, sliding_windows=(window,) * num_layers
+    )
+
+
+def read_qwen(fields: Fields, architecture: str) -> Description:
+    """Qwen2-MoE has a shared expert and biases of q, k and v; Qwen3-MoE has norms over heads."""
+    fields.refuse_others(use_sliding_window=False)
+    newer = architecture == "Qwen3MoeForCausalLM"
+    # `num_local_experts` is what transformers writes.
+    num = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    experts = Experts(
+        num=fields.positive(num, 128 if newer else 60),
+        top_k=fields.positive("num_experts_per_tok", 8 if newer else 4),
+        intermediate_size=fields.positive("moe_intermediate_size", 768 if newer else 1408),
+        layers=_sparse_layers(fields),
+        normalized=fields.boolean("norm_topk_prob", False),
+        shared_size=0 if newer else fields.positive("shared_expert_intermediate_size", 5632),
+        shared_gate=not newer,
+    )
+    bias = fields.boolean("attention_bias" if newer else "qkv_bias", not newer)
+    return _description(
+        fields, architecture, experts, qkv_bias=bias, o_bias=newer and bias, qk_norm=newer
+    )
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise fields.wrong("mlp_only_layers", "a list of layers")
+    step = fields.positive("decoder_sparse_step", 1)
+    layers = range(fields.positive("num_hidden_layers"))
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
+def read_glm4(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    dense = fields.optional_integer("first_k_dense_replace")
+    dense = 1 if dense is None else dense
+    size = fields.positive("moe_intermediate_size", 1408)
+    experts = Experts(
+        num=fields.positive("n_routed_experts", 128),
+        top_k=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=size,
+        layers=tuple(layer >= dense for layer in range(num_layers)),
+        scores="sigmoid",
+        normalized=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        num_groups=fields.positive("n_group", 1),
+        top_groups=fields.positive("topk_group", 1),
+        shared_size=size * fields.positive("n_shared_experts", 1),
+    )
+    return _description(
+        fields,
+        architecture,
+        experts,
+        eps=1e-5,
+        rotary_factor=0.5,
+        qkv_bias=fields.boolean("attention_bias", False),
+        qk_norm=fields.boolean("use_qk_norm", False),
+    )
+
+
+def read_olmoe(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    experts = Experts(
+        num=fields.positive("num_experts", 64),
+        top_k=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=fields.positive("intermediate_size"),
+        layers=(True,) * num_layers,
+        normalized=fields.boolean("norm_topk_prob", False),
+    )
+    bias = fields.boolean("attention_bias", False)
+    clip = fields.values.get("clip_qkv")
+    return _description(
+        fields,
+        architecture,
+        experts,
+        eps=1e-5,
+        qkv_bias=bias,
+        o_bias=bias,
+        qkv_clip=None if clip is None else fields.number("clip_qkv"),
+        qk_norm=True,
+        qk_norm_of_all=True,
+    )
+
+
+def read_gpt_oss(fields: Fields, architecture: str) -> Description:
+    num_layers = fields.positive("num_hidden_layers")
+    if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
+        raise fields.wrong("rope_scaling", "an object, which gpt-oss is published with")
+    quantization = Fields(
+        fields.mapping("quantization_config"), f"{fields.source}: quantization_config"
+    )
+    if quantization.values.get("quant_method") not in (None, "mxfp4"):
+        raise quantization.unsupported("quant_method", "mxfp4, or weights as they are")
+    experts = Experts(
+        num=fields.positive("num_local_experts"),
+        top_k=fields.positive("num_experts_per_tok", 4),
+        intermediate_size=fields.positive("intermediate_size"),
+        layers=(True,) * num_layers,
+        bias=True,
+        clamp=ClampedSwiglu(
+            fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        ),
+        mxfp4=bool(quantization.values),
+    )
+    bias = fields.boolean("attention_bias", True)
+    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    return _description(
+        fields,
+        architecture,
+        experts,
+        theta=150000.0,
+        eps=1e-5,
+        head_dim=64,
+        sliding_windows=layer_windows(fields, fields.positive("sliding_window", 128), default),
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+    )
+
+
+def _description(
+    fields: Fields,
+    architecture: str,
+    experts: Experts,
+    *,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+    rotary_factor: float | None = None,
+    head_dim: int | None = None,
+    **more: Any,
+) -> Description:
+    """What all of them have, and `more` fields of the description. Of `theta`, `eps`,
+    `rotary_factor` and `head_dim` what the file says goes first."""
+    num_q_heads = fields.positive("num_attention_heads")
+    num_layers = fields.positive("num_hidden_layers")
+    max_position_embeddings = fields.positive("max_position_embeddings")
+    if head_dim is None and fields.values.get("head_dim") is None:
+        head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    head_dim = fields.positive("head_dim", head_dim)
+    fields.refuse_others(hidden_act="silu")
+    return Description(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=fields.positive("hidden_size"),
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=fields.positive("num_key_value_heads", num_q_heads),
+        head_dim=head_dim,
+        positions=rotary(fields, head_dim, max_position_embeddings, rotary_factor, theta=theta),
+        max_position_embeddings=max_position_embeddings,
+        norm_eps=fields.number("rms_norm_eps", eps),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        experts=experts,
+        initializer_range=fields.number("initializer_range", 0.02),
+        **{"sliding_windows": (None,) * num_layers, **more},
+    )
+
+
+_SHARED = "mlp.shared_expert"
+_NAMES = {
+    "MixtralForCausalLM": ExpertNames(each_up=("w1", "w3"), each_down="w2"),
+    "Qwen2MoeForCausalLM": ExpertNames(
+        shared_up=(f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
+        shared_down=f"{_SHARED}.down_proj",
+        shared_gate=f"{_SHARED}_gate",
+    ),
+    "Qwen3MoeForCausalLM": ExpertNames(),
+    "OlmoeForCausalLM": ExpertNames(),
+    "GptOssForCausalLM": ExpertNames(router="mlp.router", alternating=True),
+    "Glm4MoeForCausalLM": ExpertNames(
+        shared_up=(f"{_SHARED}s.gate_proj", f"{_SHARED}s.up_proj"),
+        shared_down=f"{_SHARED}s.down_proj",
+    ),
+}
+
+
+def names(description: Description) -> TensorNames:
+    glm = description.architecture == "Glm4MoeForCausalLM"
+    mixtral = description.architecture == "MixtralForCausalLM"
+    layers = [f"model.layers.{layer}." for layer in range(description.num_layers)]
+    return dataclasses.replace(
+        llama.names(description),
+        experts=_NAMES[description.architecture],
+        sinks="self_attn.sinks" if description.sinks else None,
+        # What predicts the tokens after the next one stands as a layer more.
+        beside=(f"model.layers.{description.num_layers}.",) if glm else (),
+        renamed=tuple((f"{at}block_sparse_moe.", f"{at}mlp.") for at in layers if mixtral),
+    )

@@ -1,0 +1,46 @@
+"""Weights of 16 or 32 bits rounded to a format when they are loaded, each to the nearest code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onestem.errors import UnsupportedError
+from onestem.models.formats.held import Channels, Groups
+from onestem.ops.rounding import rounded_rows
+from onestem.options import Quantize
+
+__all__ = ["rounded_weight"]
+
+INT4_GROUPS = (128, 64, 32)
+
+
+def rounded_weight(weight: Tensor, form: Quantize, name: str) -> Channels | Groups:
+    """weight `[out_features, in_features]` of the module `name`.
+
+    fp8 and int8 have a scale per channel, and products round their rows likewise. int4 is
+    symmetric, in groups of 128 columns (64 or 32 where the width is no multiple).
+
+    Raises:
+        UnsupportedError: int4 of a width that is no multiple of 32.
+    """
+    if form == "int4":
+        return _int4(weight, name)
+    codes, scales = rounded_rows(weight, torch.int8 if form == "int8" else torch.float8_e4m3fn)
+    return Channels(codes, scales[:, 0].contiguous())
+
+
+def _int4(weight: Tensor, name: str) -> Groups:
+    size = weight.shape[1]
+    group = next((group for group in INT4_GROUPS if size % group == 0), None)
+    if group is None:
+        raise UnsupportedError(
+            f"{name} has {size} inputs, int4 takes multiples of {INT4_GROUPS[-1]}: choose fp8 or "
+            "int8"
+        )
+    values = weight.float().unflatten(1, (-1, group))
+    # From -8 to 7, with the largest value half a step beside its code.
+    scales = values.abs().amax(2) / 7.5
+    scales = torch.where(scales == 0, 1.0, scales)
+    codes = (values / scales[..., None]).round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(1)
+    return Groups(codes, scales, torch.full_like(scales, 8, dtype=torch.int16), group, 4)

@@ -1,0 +1,189 @@
+"""What a layer does with its normed rows beside attention: one MLP, or experts of which each row
+takes a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onestem.models.description import Experts
+from onestem.models.linear import Head, Layout, Projection, padded_rows
+
+__all__ = [
+    "Activation",
+    "ExpertLayer",
+    "ExpertProducts",
+    "Mlp",
+    "SortedBlocks",
+    "clamped_swiglu",
+    "route",
+    "route_on_gpu",
+]
+
+# up's result -> down's input: [n, 2 * size] (gate, up) or [n, size] -> [n, size].
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Mlp:
+    """down(activation(up(x))).
+
+    Attributes:
+        up: hidden_size -> intermediate_size; a gated MLP's twice that, in the order gate, up.
+    """
+
+    up: Projection
+    down: Projection
+
+    def __call__(self, x: Tensor, activation: Activation) -> Tensor:
+        pieces = [activation(self.up(piece)) for piece in self.up.pieces(x)]
+        return self.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        return self.up.tensors() + self.down.tensors()
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        return self.up, self.down
+
+
+class ExpertProducts(Protocol):
+    """The products of all experts of a layer, in the format that their weights are held in."""
+
+    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
+        chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
+        ...
+
+    def tensors(self) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLayer:
+    """Experts, their router, and the MLP that every row takes beside them.
+
+    Attributes:
+        router: its logits `[n, num]` are float32.
+        correction: float32 `[num]`.
+        shared_gate: gives one logit.
+        route: gives scores and numbers of each row's experts.
+    """
+
+    experts: Experts
+    router: Head
+    correction: Tensor | None
+    products: ExpertProducts
+    shared: Mlp | None
+    shared_gate: Head | None
+    route: Callable[[Tensor, Experts, Tensor | None], tuple[Tensor, Tensor]]
+
+    def __call__(self, x: Tensor, activation: Activation) -> Tensor:
+        """`activation` is the shared MLP's."""
+        scores, chosen = self.route(self.router(x), self.experts, self.correction)
+        routed = self.products(x, scores, chosen)
+        if self.shared is None:
+            return routed
+        shared = self.shared(x, activation)
+        if self.shared_gate is not None:
+            shared = shared.mul_(self.shared_gate(x).sigmoid_().to(shared.dtype))
+        return shared.add_(routed)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        held = self.router.tensors() + self.products.tensors()
+        held += [] if self.correction is None else [self.correction]
+        held += [] if self.shared is None else self.shared.tensors()
+        return held + ([] if self.shared_gate is None else self.shared_gate.tensors())
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """Those beside the experts."""
+        return () if self.shared is None else self.shared.linears
+
+
+def route(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits float32 `[n, num]` -> the scores of each row's experts, float32, and which they are,
+    int64: `[n, top_k]` each. A GPU is not waited for."""
+    scores = logits.softmax(-1) if experts.scores == "softmax" else logits.sigmoid()
+    ranks = scores if correction is None else scores + correction
+    if experts.num_groups > 1:
+        ranks = ranks.masked_fill(~_in_top_groups(ranks, experts), float("-inf"))
+    chosen = ranks.topk(experts.top_k, dim=-1).indices
+    taken = scores.gather(1, chosen)
+    if experts.normalized:
+        taken = taken / taken.sum(-1, keepdim=True)
+    return taken * experts.scale, chosen
+
+
+def route_on_gpu(
+    logits: Tensor, experts: Experts, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same in one kernel where there are no groups."""
+    from onestem.ops.triton.experts import route as kernel
+
+    if experts.num_groups > 1:
+        return route(logits, experts, correction)
+    return kernel(
+        logits,
+        correction,
+        top_k=experts.top_k,
+        sigmoid=experts.scores == "sigmoid",
+        normalized=experts.normalized,
+        scale=experts.scale,
+    )
+
+
+def _in_top_groups(ranks: Tensor, experts: Experts) -> Tensor:
+    """[n, num] bool: the expert's group is one of the row's best (DeepSeek-V3, section 2.1.2)."""
+    groups = ranks.unflatten(1, (experts.num_groups, -1))
+    best = groups.topk(2, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device)
+    return kept.scatter_(1, best, True).repeat_interleave(groups.shape[2], dim=1)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ClampedSwiglu`: `[n, 2 * size]`, gate first -> `[n, size]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * alpha).sigmoid_().mul_(gate).mul_(up.add_(1))
+
+
+@dataclass(frozen=True, eq=False)
+class SortedBlocks:
+    """Experts one after the other, each over the rows that take it. `layout` is their weights'."""
+
+    experts: Sequence[Mlp]
+    activation: Activation
+    layout: Layout
+
+    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertProducts`. A row's results are added in the order of its experts' numbers, in
+        float32."""
+        order = chosen.flatten().argsort(stable=True)
+        rows, scores = order // chosen.shape[1], scores.flatten()[order]
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                at = slice(begin, begin + count)
+                result = self._block(expert, x[rows[at]])
+                out.index_add_(0, rows[at], result * scores[at, None])
+                begin += count
+        return out.to(x.dtype)
+
+    def _block(self, expert: Mlp, x: Tensor) -> Tensor:
+        """Of rows `[count, hidden_size]`: padded, lest oneDNN makes products for every count."""
+        rows = padded_rows(len(x), self.layout, x.dtype)
+        if rows > len(x):
+            return expert(F.pad(x, (0, 0, 0, rows - len(x))), self.activation)[: len(x)]
+        return expert(x, self.activation)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for expert in self.experts for tensor in expert.tensors()]

@@ -1,0 +1,262 @@
+"""What a `config.json` says of quantised weights: values, no torch.
+
+Which modules are quantised stands in the weights' files: a module whose `weight` is a 16-bit one
+was left out (`ignore`, `modules_to_not_convert`, ...), whatever the list is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onestem.models.fields import Fields, is_integer
+from onestem.options import Quantize
+
+__all__ = ["Quantization", "Scheme", "Storage", "read_quantization"]
+
+Storage = Literal["float8", "int8", "packed", "gptq", "awq"]
+
+BITS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How some modules' weights are stored.
+
+    Attributes:
+        storage: names and layouts of tensors (`onestem.models.formats.stored`).
+        bits: of a weight.
+        rows, columns: of the part of a weight that has a scale of its own; None: all.
+        symmetric: no zero points.
+        rounds_rows: products round what they multiply to the weights' type, each row by its own
+            maximum.
+        zero_offset: what is added to zero points as they are stored.
+    """
+
+    storage: Storage
+    bits: int = 8
+    rows: int | None = 1
+    columns: int | None = None
+    symmetric: bool = True
+    rounds_rows: bool = False
+    zero_offset: int = 0
+
+    @property
+    def nearest(self) -> Quantize | None:
+        if self.bits == 4:
+            return "int4"
+        if not self.rounds_rows or self.columns is not None:
+            return None
+        return "fp8" if self.storage == "float8" else "int8"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The schemes of a checkpoint.
+
+    Attributes:
+        method: its name in `config.json`.
+        schemes: each with the modules that it is for: names, `re:` and a pattern of names, or
+            `Linear` for all.
+    """
+
+    method: str
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+
+    @property
+    def nearest(self) -> Quantize | None:
+        """Of the formats that weights can be rounded to the one whose products take as long; None:
+        there is none, or there are several."""
+        kinds = {scheme.nearest for _, scheme in self.schemes}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The first that names a module, else the first that is for all."""
+        for targets, scheme in self.schemes:
+            if any(_names(target, module) for target in targets):
+                return scheme
+        return next((scheme for targets, scheme in self.schemes if "Linear" in targets), None)
+
+
+def _names(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module
+
+
+def read_quantization(config: Fields) -> Quantization | None:
+    """Of a whole `config.json`; None: weights are not quantised.
+
+    Raises:
+        UnsupportedError: names the field, its value and what is supported.
+    """
+    values = config.mapping("quantization_config")
+    if not values:
+        return None
+    fields = Fields(values, f"{config.source}: quantization_config")
+    method = str(values.get("quant_method"))
+    if method not in _METHODS:
+        raise fields.unsupported("quant_method", ", ".join(_METHODS))
+    if values.get("kv_cache_scheme") is not None:
+        raise fields.unsupported("kv_cache_scheme", "null: keys and values are not quantised")
+    return Quantization(method, _METHODS[method](fields))
+
+
+Schemes = tuple[tuple[tuple[str, ...], Scheme], ...]
+
+
+def _for_all(scheme: Scheme) -> Schemes:
+    return ((("Linear",), scheme),)
+
+
+def _float8(fields: Fields) -> Schemes:
+    """As models' authors write it: blocks, or a scale per tensor."""
+    _one_of(fields, "activation_scheme", "dynamic", "static")
+    fields.refuse_others(fmt="e4m3")
+    _one_of(fields, "scale_fmt", "float", "ue8m0")
+    block = fields.values.get("weight_block_size")
+    if block is None:
+        return _for_all(Scheme(storage="float8", rows=None, rounds_rows=True))
+    rows, columns = _block(fields, "weight_block_size")
+    return _for_all(Scheme(storage="float8", rows=rows, columns=columns, rounds_rows=True))
+
+
+def _gptq(fields: Fields) -> Schemes:
+    _one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
+    fields.refuse_others(is_marlin_format=False)
+    if fields.values.get("dynamic"):
+        raise fields.unsupported("dynamic", "one number of bits for all modules")
+    offset = 0 if fields.values.get("checkpoint_format") == "gptq_v2" else 1
+    bits, group = _bits(fields, "bits"), _group(fields, "group_size")
+    return _for_all(
+        Scheme(storage="gptq", bits=bits, columns=group, symmetric=False, zero_offset=offset)
+    )
+
+
+def _awq(fields: Fields) -> Schemes:
+    for name in ("version", "format"):
+        version = fields.values.get(name)
+        if version is not None and str(version).lower() != "gemm":
+            raise fields.unsupported(name, "gemm")
+    bits = "bits" if "bits" in fields.values else "w_bit"
+    if fields.positive(bits) != 4:
+        raise fields.unsupported(bits, "4")
+    group = _group(fields, "group_size" if "group_size" in fields.values else "q_group_size")
+    return _for_all(Scheme(storage="awq", bits=4, columns=group, symmetric=False))
+
+
+def _compressed_tensors(fields: Fields) -> Schemes:
+    sparsity = fields.mapping("sparsity_config")
+    if sparsity.get("format", "dense") != "dense":
+        raise fields.unsupported("sparsity_config", "none")
+    if fields.mapping("transform_config"):
+        raise fields.unsupported("transform_config", "none")
+    groups = fields.mapping("config_groups")
+    if not groups:
+        raise fields.wrong("config_groups", "an object of groups")
+    schemes = []
+    for name in groups:
+        source = f"{fields.source}: config_groups.{name}"
+        group = Fields(fields.mapping("config_groups")[name], source)
+        targets = group.values.get("targets")
+        if not isinstance(targets, list) or not targets:
+            raise group.wrong("targets", "a list of names")
+        stored = group if group.values.get("format") is not None else fields
+        schemes.append((tuple(map(str, targets)), _group_scheme(group, stored)))
+    return tuple(schemes)
+
+
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+
+def _group_scheme(group: Fields, stored: Fields) -> Scheme:
+    """Of one of `config_groups`; `stored` has its `format`."""
+    name = stored.values.get("format")
+    if name not in FORMATS:
+        raise stored.unsupported("format", ", ".join(FORMATS))
+    weights = Fields(group.mapping("weights"), f"{group.source}.weights")
+    _one_of(weights, "type", "int", "float")
+    packed, floats = name == "pack-quantized", weights.values.get("type") == "float"
+    bits = _bits(weights, "num_bits", BITS if packed else (8,))
+    if floats and packed:
+        raise weights.unsupported("type", "int where the format is pack-quantized")
+    symmetric = weights.boolean("symmetric", True)
+    if not symmetric and not packed:
+        raise weights.unsupported("symmetric", "true")
+    rows, columns = _strategy(weights)
+    return Scheme(
+        storage="packed" if packed else "float8" if floats else "int8",
+        bits=bits,
+        rows=rows,
+        columns=columns,
+        symmetric=symmetric,
+        rounds_rows=_rounds_rows(group, packed, floats),
+    )
+
+
+def _strategy(weights: Fields) -> tuple[int | None, int | None]:
+    """Rows and columns of what a scale is for."""
+    strategy = weights.values.get("strategy")
+    if strategy == "tensor":
+        return None, None
+    if strategy == "channel":
+        return 1, None
+    if strategy == "group":
+        return 1, weights.positive("group_size")
+    if strategy == "block":
+        return _block(weights, "block_structure")
+    raise weights.unsupported("strategy", "tensor, channel, group, block")
+
+
+def _rounds_rows(group: Fields, packed: bool, floats: bool) -> bool:
+    if group.values.get("output_activations") is not None:
+        raise group.unsupported("output_activations", "null")
+    given = group.values.get("input_activations")
+    if given is None:
+        return False
+    if packed:
+        raise group.unsupported("input_activations", "null where the format is pack-quantized")
+    inputs = Fields(group.mapping("input_activations"), f"{group.source}.input_activations")
+    _bits(inputs, "num_bits", (8,))
+    if (inputs.values.get("type") == "float") != floats:
+        raise inputs.unsupported("type", "that of the weights")
+    inputs.refuse_others(symmetric=True)
+    return True
+
+
+def _one_of(fields: Fields, name: str, *known: str) -> None:
+    value = fields.values.get(name)
+    if value is not None and value not in known:
+        raise fields.unsupported(name, ", ".join(known))
+
+
+def _bits(fields: Fields, name: str, known: tuple[int, ...] = BITS) -> int:
+    bits = fields.positive(name)
+    if bits not in known:
+        raise fields.unsupported(name, " or ".join(map(str, known)))
+    return bits
+
+
+def _group(fields: Fields, name: str) -> int | None:
+    return None if fields.values.get(name) == -1 else fields.positive(name)
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int]:
+    value: Any = fields.values.get(name)
+    if not (isinstance(value, list) and len(value) == 2 and all(map(_is_size, value))):
+        raise fields.wrong(name, "two positive integers, rows and columns")
+    return value[0], value[1]
+
+
+def _is_size(value: object) -> bool:
+    return is_integer(value) and value > 0  # type: ignore[operator]
+
+
+_METHODS: Mapping[str, Callable[[Fields], Schemes]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _float8,
+    "gptq": _gptq,
+    "awq": _awq,
+}

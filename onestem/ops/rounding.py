@@ -1,0 +1,41 @@
+"""Rows rounded to 8 bits, each by its own maximum: what products of two 8-bit factors multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["LARGEST", "RoundRows", "RoundedRows", "rounded_rows"]
+
+# The largest code of each type.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+class RoundedRows(NamedTuple):
+    """`x[n, i]` is about `codes[n, i] * scales[n]`.
+
+    Attributes:
+        codes: float8_e4m3fn or int8 `[n, size]`.
+        scales: float32 `[n, 1]`, the row's maximum by the type's; 1 where a row is all zeros.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+# (x, dtype of codes) -> codes and scales, as `rounded_rows`.
+RoundRows: TypeAlias = Callable[[Tensor, torch.dtype], RoundedRows]
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
+    """x `[n, size]` as codes of `dtype`, rounded to the nearest (halves to even). A row's codes
+    depend on nothing else. In PyTorch."""
+    values = x.float()
+    scales = values.abs().amax(1, keepdim=True) if x.shape[1] else values.new_zeros(len(x), 1)
+    scales = torch.where(scales == 0, 1.0, scales / LARGEST[dtype])
+    values = values / scales
+    codes = values.round_() if dtype == torch.int8 else values
+    return RoundedRows(codes.to(dtype), scales)

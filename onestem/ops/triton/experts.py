@@ -1,0 +1,346 @@
+"""Mixture of experts in Triton: routing, the order of rows by expert, and the experts' products.
+
+Nothing here asks the device for a number: launches depend on the number of rows alone, so all of it
+stands in a CUDA graph. No row is dropped and no expert has a capacity.
+
+    route      a program per row: scores, and the highest of them
+    sort_rows  a program per expert: counts who comes before, then lists its own rows in order
+    up         tiles of an expert's rows, gathered where they stand: activation(gate, up)
+    down       tiles of what comes of it; results times scores go where the rows stand, `top_k`
+               for each, which are summed
+
+Tiles are not listed anywhere: each program finds its own from the number of rows of each expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onestem.ops.experts import GroupedWeight
+
+__all__ = ["GroupedExperts", "Tiles", "choose_tiles", "route", "sort_rows"]
+
+_SORT_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a product's tiles: rows, columns, and elements of a row that are summed at a time.
+    `up` has two weights, so twice the columns."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+# Rows of an expert, on average, up to which tiles of `up` and of `down` serve.
+_TILES = (
+    (1, Tiles(16, 32, 128, 4, 4), Tiles(16, 64, 128, 4, 4)),
+    (10, Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 128, 4, 4)),
+    (24, Tiles(32, 64, 128, 4, 3), Tiles(32, 128, 128, 4, 3)),
+    (56, Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
+    (float("inf"), Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 8, 4)),
+)
+_WIDE_TILES = Tiles(32, 32, 32, 4, 2)  # of float32: they are twice as large, and seldom
+
+
+def choose_tiles(rows: int, num: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """For `up` and `down`, where `num` experts have `rows` rows in all."""
+    if dtype == torch.float32:
+        return _WIDE_TILES, _WIDE_TILES
+    return next((up, down) for most, up, down in _TILES if rows <= most * num)
+
+
+# ------------------------------------------------------------------------------------- which rows
+
+
+@triton.jit
+def _route_kernel(
+    logits, correction, scores, chosen, num, scale,
+    SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    e, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = e < num
+    x = tl.load(logits + row * num + e, mask=inside, other=float("-inf"))
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        score = tl.exp(x - tl.max(x, 0))
+        score = score / tl.sum(score, 0)
+    rank = score
+    if CORRECTED:
+        rank += tl.load(correction + e, mask=inside, other=0.0)
+    rank = tl.where(inside, rank, float("-inf"))
+    taken = tl.zeros([BLOCK_K], tl.float32)
+    experts = tl.zeros([BLOCK_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        # A row of NaN takes some experts as well: what is listed below must be experts.
+        best = tl.minimum(tl.argmax(rank, 0), num - 1)
+        taken = tl.where(place == i, tl.sum(tl.where(e == best, score, 0.0), 0), taken)
+        experts = tl.where(place == i, best, experts)
+        rank = tl.where(e == best, float("-inf"), rank)
+    if NORMALIZED:
+        taken = taken / tl.sum(taken, 0)
+    to = row * TOP_K + place
+    tl.store(scores + to, taken * scale, mask=place < TOP_K)
+    tl.store(chosen + to, experts, mask=place < TOP_K)
+
+
+def route(
+    logits: Tensor,
+    correction: Tensor | None,
+    *,
+    top_k: int,
+    sigmoid: bool,
+    normalized: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """logits float32 `[n, num]` -> scores float32 and experts int32, `[n, top_k]` each, highest
+    first; see `Experts`."""
+    rows, num = logits.shape
+    scores = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    if rows:
+        _route_kernel[(rows,)](
+            logits, logits if correction is None else correction, scores, chosen, num, scale,
+            SIGMOID=sigmoid, NORMALIZED=normalized, CORRECTED=correction is not None, TOP_K=top_k,
+            BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=triton.next_power_of_2(num),
+            num_warps=1,
+        )  # fmt: skip
+    return scores, chosen
+
+
+@triton.jit
+def _sort_kernel(chosen, order, ends, total, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    block = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, total, BLOCK):
+        at = start + block
+        before += (tl.load(chosen + at, mask=at < total, other=expert) < expert).to(tl.int32)
+    place = tl.sum(before, 0)
+    for start in range(0, total, BLOCK):
+        at = start + block
+        mine = (tl.load(chosen + at, mask=at < total, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+        place += tl.sum(mine, 0)
+    tl.store(ends + expert, place)
+
+
+def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """chosen `[n, top_k]`, 0 to num - 1 -> order int32 `[n * top_k]`: places in it by expert, those
+    of one expert rising; ends int32 `[num]`: where each expert's places end in it."""
+    total = chosen.numel()
+    order = torch.empty(total, dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(num, dtype=torch.int32, device=chosen.device)
+    block = min(_SORT_BLOCK, max(16, triton.next_power_of_2(total)))
+    _sort_kernel[(num,)](chosen, order, ends, total, BLOCK=block, num_warps=4)
+    return order, ends
+
+
+# --------------------------------------------------------------------------------------- products
+
+
+@triton.jit
+def _tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, its tile's first place, its end); `num` and more: there are no so many tiles."""
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(ends + e, mask=e < num, other=0)
+    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < num), other=0)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    own = e == expert
+    first = tl.sum(tl.where(own, begin + (tile - last + tiles) * BLOCK_M, 0), 0)
+    return expert, first, tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit
+def _e2m1(bits):
+    """Four bits (sign, two of exponent, one of mantissa) as 2 ** -14 of their value."""
+    half = ((bits & 7).to(tl.int16) << 9) | ((bits & 8).to(tl.int16) << 12)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_weight(
+    values, scales, line, inside, k, size, dtype: tl.constexpr,
+    MXFP4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]."""
+    if MXFP4:
+        pair = k // 2 + tl.arange(0, BLOCK_K // 2)
+        at = line[:, None] * (size // 2) + pair[None, :]
+        byte = tl.load(values + at, mask=inside[:, None] & (pair < size // 2)[None, :], other=0)
+        block = k // 32 + tl.arange(0, BLOCK_K // 32)
+        at = line[:, None] * (size // 32) + block[None, :]
+        power = tl.load(scales + at, mask=inside[:, None] & (block < size // 32)[None, :], other=0)
+        scale = (power.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+        value = tl.join(_e2m1(byte & 15), _e2m1(byte >> 4))  # [BLOCK_N, BLOCK_K / 2, 2]
+        value = tl.reshape(value, (BLOCK_N, BLOCK_K // 32, 32)) * scale[:, :, None]
+        weight = tl.trans(tl.reshape(value, (BLOCK_N, BLOCK_K))).to(dtype)
+    else:
+        column = k + tl.arange(0, BLOCK_K)
+        at = line[None, :] * size + column[:, None]
+        weight = tl.load(values + at, mask=(column < size)[:, None] & inside[None, :], other=0.0)
+    return weight
+
+
+@triton.jit
+def _load_rows(x, row, inside, k, size, BLOCK_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_K]"""
+    column = k + tl.arange(0, BLOCK_K)
+    mask = inside[:, None] & (column < size)[None, :]
+    return tl.load(x + row.to(tl.int64)[:, None] * size + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _up_kernel(
+    x, order, ends, values, scales, bias, out, num, top_k, hidden, inner, alpha, limit,
+    MXFP4: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
+    if expert < num:
+        place = first + tl.arange(0, BLOCK_M)
+        inside = place < end
+        row = tl.load(order + place, mask=inside, other=0) // top_k
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_n = n < inner
+        line = expert.to(tl.int64) * 2 * inner + n
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        dtype = x.dtype.element_ty
+        for k in range(0, hidden, BLOCK_K):
+            a = _load_rows(x, row, inside, k, hidden, BLOCK_K)
+            w = _load_weight(values, scales, line, in_n, k, hidden, dtype, MXFP4, BLOCK_N, BLOCK_K)
+            gate = tl.dot(a, w, gate, input_precision=PRECISION)
+            w = _load_weight(
+                values, scales, line + inner, in_n, k, hidden, dtype, MXFP4, BLOCK_N, BLOCK_K
+            )
+            up = tl.dot(a, w, up, input_precision=PRECISION)
+        if BIAS:
+            gate += tl.load(bias + line, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + line + inner, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        if CLAMPED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        value = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        to = out + place.to(tl.int64)[:, None] * inner + n[None, :]
+        tl.store(to, value.to(out.dtype.element_ty), mask=inside[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    x, order, ends, values, scales, bias, factors, out, num, inner, hidden,
+    MXFP4: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
+    if expert < num:
+        place = first + tl.arange(0, BLOCK_M)
+        inside = place < end
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_n = n < hidden
+        line = expert.to(tl.int64) * hidden + n
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, inner, BLOCK_K):
+            a = _load_rows(x, place, inside, k, inner, BLOCK_K)
+            w = _load_weight(
+                values, scales, line, in_n, k, inner, x.dtype.element_ty, MXFP4, BLOCK_N, BLOCK_K
+            )
+            total = tl.dot(a, w, total, input_precision=PRECISION)
+        if BIAS:
+            total += tl.load(bias + line, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        row = tl.load(order + place, mask=inside, other=0)
+        total *= tl.load(factors + row, mask=inside, other=0.0)[:, None]
+        to = out + row.to(tl.int64)[:, None] * hidden + n[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & in_n[None, :])
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedExperts:
+    """All experts of a layer as grouped products.
+
+    Attributes:
+        up: hidden_size -> 2 * intermediate_size, gate first.
+        down: intermediate_size -> hidden_size.
+        clamp: alpha and limit of a clamped SwiGLU; None: `silu(gate) * up`.
+    """
+
+    up: GroupedWeight
+    down: GroupedWeight
+    clamp: tuple[float, float] | None = None
+
+    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
+        chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
+        order, ends = sort_rows(chosen, len(self.up.values))
+        tiles = choose_tiles(chosen.numel(), len(ends), x.dtype)
+        inner = self.gated(x, order, ends, chosen.shape[1], tiles[0])
+        return self.summed(inner, order, ends, scores, tiles[1])
+
+    def gated(self, x: Tensor, order: Tensor, ends: Tensor, top_k: int, tiles: Tiles) -> Tensor:
+        """x `[n, hidden_size]` -> `[n * top_k, intermediate_size]`, in `order`."""
+        weight, num, total = self.up, len(ends), len(order)
+        hidden, inner = x.shape[1], weight.values.shape[1] // 2
+        out = torch.empty(total, inner, dtype=x.dtype, device=x.device)
+        alpha, limit = self.clamp or (1.0, 0.0)
+        if total:
+            _up_kernel[_grid(total, num, inner, tiles)](
+                x.contiguous(), order, ends, *_pointers(weight), out, num, top_k, hidden, inner,
+                alpha, limit, CLAMPED=self.clamp is not None, **_constants(weight, x, num, tiles),
+            )  # fmt: skip
+        return out
+
+    def summed(
+        self, x: Tensor, order: Tensor, ends: Tensor, scores: Tensor, tiles: Tiles
+    ) -> Tensor:
+        """x `[n * top_k, intermediate_size]` in `order` -> `[n, hidden_size]`."""
+        weight, num, total = self.down, len(ends), len(order)
+        hidden, inner = weight.values.shape[1], x.shape[1]
+        out = torch.empty(*scores.shape, hidden, dtype=x.dtype, device=x.device)
+        if total:
+            _down_kernel[_grid(total, num, hidden, tiles)](
+                x, order, ends, *_pointers(weight), scores, out, num, inner, hidden,
+                **_constants(weight, x, num, tiles),
+            )  # fmt: skip
+        return out.sum(1)
+
+    def tensors(self) -> list[Tensor]:
+        return self.up.tensors() + self.down.tensors()
+
+
+def _grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, int]:
+    """Programs by columns and by tiles of rows: as many as `total` rows of `num` experts have at
+    most, however they are dealt."""
+    return triton.cdiv(columns, tiles.n), min(total, total // tiles.m + num)
+
+
+def _pointers(weight: GroupedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """What is not used is something of the right type."""
+    scales = weight.values if weight.scales is None else weight.scales
+    return weight.values, scales, scales if weight.bias is None else weight.bias
+
+
+def _constants(weight: GroupedWeight, x: Tensor, num: int, tiles: Tiles) -> dict[str, object]:
+    return {
+        "MXFP4": weight.scales is not None,
+        "BIAS": weight.bias is not None,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "BLOCK_E": triton.next_power_of_2(num),
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "BLOCK_K": tiles.k,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }

@@ -1,0 +1,423 @@
+"""Quantised checkpoints are what their formats say, alone and fused, in every mode of sharing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onestem.errors import ConfigError, UnsupportedError, WeightsError
+from onestem.models.config import ModelConfig
+from onestem.models.formats import products
+from onestem.models.formats.errors import FormatError, format_errors
+from onestem.models.formats.held import Channels, Groups, Weight, dense
+from onestem.models.formats.products import Target, projection
+from onestem.models.formats.rounding import rounded_weight
+from onestem.models.linear import Layout
+from onestem.models.weights import (
+    checked_config,
+    formats_of,
+    load_decoder,
+    open_checkpoint,
+    weight_bytes,
+)
+from onestem.ops.rounding import rounded_rows
+from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
+from tests.models.dense import log_probabilities, prompt
+from tests.models.quantised import FORMATS, dequantised, quantised, unchanged
+from tests.models.tiny import make_tiny
+
+CPU = torch.device("cpu")
+IDS = prompt(24, 270)
+MODES = ("full", "storage", "off")
+PLAIN = Target(torch.float32, CPU, Layout.PLAIN)
+
+
+@pytest.fixture(scope="module", params=["llama_biases", "phi"])
+def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Phi's rows are brought into another order, and its linear layers have biases."""
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("phi", tmp_path_factory.mktemp("phi"))
+
+
+def _tokens(path: Path, **options: object) -> list[list[int]]:
+    engine = make_engine(path, **options)
+    outputs = answer(engine, requests_for(shared_prompts()))
+    return [outputs[str(i)].outputs[0].token_ids for i in range(len(outputs))]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_is_what_its_format_says(original: Path, tmp_path: Path, name: str) -> None:
+    form = FORMATS[name]
+    path = quantised(original, tmp_path / "quantised", form)
+    config = ModelConfig.from_directory(path)
+    source = open_checkpoint(path, config, torch.float32, CPU)
+    found = 0
+    for index, (tensor, weight) in enumerate(
+        sorted(load_file(original / "model.safetensors").items())
+    ):
+        if unchanged(tensor, form):
+            continue
+        meant = form.write(weight.double(), index)[1]
+        # Of one rounding to float32.
+        read = dense(source.weight(tensor.removesuffix(".weight")), torch.float32)
+        torch.testing.assert_close(read.double(), meant, rtol=2**-23, atol=0)
+        found += 1
+    assert found >= 10
+    plain = dequantised(original, tmp_path / "plain", form)
+    answers = [
+        log_probabilities(load_decoder(one, dtype=torch.float32, device="cpu"), IDS)
+        for one in (path, plain)
+    ]
+    off = (answers[0] - answers[1]).abs().max()
+    rounds = form.rounds and products._sums_int8_exactly()
+    assert off > 1e-3 if rounds else off < 1e-4
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "int8", "gptq, act-order", "awq"])
+def test_answers_do_not_depend_on_sharing(llama: Path, tmp_path: Path, name: str) -> None:
+    """And are those of the weights' values, where products round no rows."""
+    form = FORMATS[name]
+    path = quantised(llama, tmp_path / "quantised", form)
+    tokens = [_tokens(path, share=mode) for mode in MODES]
+    tokens.append(_tokens(path, max_step_tokens=16, num_pages=64))
+    assert all(other == tokens[0] for other in tokens[1:])
+    plain = _tokens(dequantised(llama, tmp_path / "plain", form))
+    assert form.rounds or plain == tokens[0]
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_weights_are_rounded_when_they_are_loaded(llama: Path, form: str) -> None:
+    whole = load_decoder(llama, dtype=torch.bfloat16, device="cpu")
+    decoder = load_decoder(llama, dtype=torch.bfloat16, device="cpu", quantization=form)
+    assert form in decoder.layers[0].qkv.kind
+    assert decoder.num_parameters == whole.num_parameters
+    engines = [make_engine(llama, quantization=form, share=mode) for mode in ("full", "off")]
+    outputs = [answer(engine, requests_for(shared_prompts())) for engine in engines]
+    for number, output in outputs[0].items():
+        assert output.outputs[0].token_ids == outputs[1][number].outputs[0].token_ids
+    random = load_decoder(
+        llama, dtype=torch.float32, device="cpu", random_weights=True, quantization=form
+    )
+    assert form in random.layers[0].mlp.down.kind
+
+
+def test_random_weights_do_not_ask_how_a_checkpoint_is_stored(llama: Path, tmp_path: Path) -> None:
+    path = quantised(llama, tmp_path / "awq", FORMATS["awq"])
+    options = {"dtype": torch.float32, "device": "cpu", "random_weights": True}
+    decoders = [load_decoder(one, **options) for one in (path, llama)]
+    assert torch.equal(*(log_probabilities(decoder, IDS) for decoder in decoders))
+
+
+def test_what_is_quantised_is_not_rounded_again(llama: Path, tmp_path: Path) -> None:
+    path = quantised(llama, tmp_path / "awq", FORMATS["awq"])
+    with pytest.raises(ConfigError, match=r"quantization is fp8.*quantised \(awq\): leave it out"):
+        load_decoder(path, dtype=torch.float32, device="cpu", quantization="fp8")
+
+
+def test_a_quantised_head_and_table_are_read(llama: Path, tmp_path: Path) -> None:
+    form = FORMATS["gptq"]
+    path = quantised(llama, tmp_path / "quantised", form)
+    plain = dequantised(llama, tmp_path / "plain", form)
+    held = {one: load_file(one / "model.safetensors") for one in (path, plain)}
+    for name in ("lm_head", "model.embed_tokens"):
+        stored, meant = form.write(held[plain][f"{name}.weight"].double(), 0)
+        held[plain][f"{name}.weight"] = meant.float()
+        del held[path][f"{name}.weight"]
+        held[path] |= {f"{name}.{part}": one.contiguous() for part, one in stored.items()}
+    for one, tensors in held.items():
+        save_file(tensors, one / "model.safetensors")
+    first, second = (
+        log_probabilities(load_decoder(one, dtype=torch.float32, device="cpu"), IDS)
+        for one in (path, plain)
+    )
+    assert (first - second).abs().max() < 1e-4
+
+
+def _edited(path: Path, **tensors: Tensor | None) -> None:
+    held = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, path / "model.safetensors")
+
+
+AT = "model.layers.1.self_attn.k_proj"
+WRONG = {
+    "lacks": ("gptq", {f"{AT}.qzeros": None}, rf"lacks tensors .*{AT}\.qzeros$"),
+    "unknown": ("awq", {f"{AT}.g_idx": torch.zeros(64)}, rf"no place for: {AT}\.g_idx$"),
+    "shape": ("awq", {f"{AT}.scales": torch.zeros(3, 32)}, r"\[3, 32\], expected \[2, 32\]"),
+    "dtype": ("awq", {f"{AT}.qweight": torch.zeros(64, 4).long()}, r"qweight is I64, expected I32"),
+    "scales": ("fp8 in blocks", {f"{AT}.weight_scale_inv": torch.zeros(2, 3)}, "are .2, 3."),
+    "no scale": ("int8", {f"{AT}.weight_scale": None}, rf"{AT} lacks weight_scale"),
+    "zeros": ("int8", {f"{AT}.weight_zero_point": torch.ones(32, 1)}, "is not 0, expected"),
+    "groups": ("gptq", {f"{AT}.g_idx": torch.zeros(64, dtype=torch.int32)}, "are not of 32 each"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named(llama: Path, tmp_path: Path, case: str) -> None:
+    name, tensors, words = WRONG[case]
+    path = quantised(llama, tmp_path / "x", FORMATS[name])
+    _edited(path, **tensors)
+    with pytest.raises(WeightsError, match=words):
+        load_decoder(path, dtype=torch.float32, device="cpu")
+
+
+def test_families_with_turned_weights_are_refused(tmp_path: Path) -> None:
+    path = make_tiny("gpt2", tmp_path / "gpt2")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps({**config, "quantization_config": FORMATS["int8"].config})
+    )
+    name = "transformer.h.0.attn.c_attn.weight"
+    _edited(path, **{name: load_file(path / "model.safetensors")[name].to(torch.int8)})
+    with pytest.raises(UnsupportedError, match="quantised weights of GPT2LMHeadModel"):
+        load_decoder(path, dtype=torch.float32, device="cpu")
+
+
+# ------------------------------------------------------------------------------------ products
+
+
+def _random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _channels(out: int, size: int, dtype: torch.dtype, seed: int = 0) -> Channels:
+    codes, scales = rounded_rows(_random((out, size), seed), dtype)
+    return Channels(codes, scales[:, 0])
+
+
+def _groups(out: int, size: int, group: int, seed: int = 0, *, order: bool = False) -> Groups:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (out, size), generator=generator).to(torch.uint8)
+    shape = (out, size // group)
+    zeros = torch.randint(0, 17, shape, generator=generator).to(torch.int16)
+    scales = torch.rand(shape, generator=generator) + 0.5
+    at = torch.randperm(size, generator=generator) if order else None
+    return Groups(codes, scales, zeros, group, 4, at)
+
+
+def _meant(weight: Weight) -> Tensor:
+    """float64."""
+    if isinstance(weight, Tensor):
+        return weight.double()
+    if isinstance(weight, Channels):
+        return weight.codes.double() * weight.scales.double()[:, None]
+    wide = [t.double().repeat_interleave(weight.group, 1) for t in (weight.zeros, weight.scales)]
+    value = (weight.codes.double() - wide[0]) * wide[1]
+    if weight.order is None:
+        return value
+    turned = torch.empty_like(value)
+    turned[:, weight.order] = value
+    return turned
+
+
+def _rounded(x: Tensor, largest: float) -> Tensor:
+    """What a product of int8 rows multiplies, in float64: each row by its own maximum, in
+    float32."""
+    scales = (x.float().abs().amax(1, keepdim=True) / largest).clamp_min(1e-30)
+    return (x.float() / scales).round().double() * scales.double()
+
+
+def _close(y: Tensor, exact: Tensor, eps: float) -> None:
+    """One rounding of results and float32 sums beside the largest result."""
+    assert y.shape == exact.shape
+    off = (y.double() - exact).abs()
+    assert (off <= eps * exact.abs() + 2**-18 * exact.abs().max()).all()
+
+
+@pytest.mark.skipif(not products._sums_int8_exactly(), reason="a CPU without VNNI")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
+    parts = [_channels(48, 96, torch.int8, 0), _channels(16, 96, torch.int8, 1)]
+    bias, x = _random((64,), 2).to(dtype), _random((40, 96), 3).to(dtype)
+    x[5] = 0
+    x[6] *= 1000
+    exact = _rounded(x, 127) @ torch.cat([_meant(part) for part in parts]).t() + bias.double()
+    layer = projection(parts, bias, None, Target(dtype, CPU, Layout.PLAIN))
+    assert layer.kind == "int8 per channel, rows in int8"
+    y = layer(x)
+    assert y.dtype == dtype
+    _close(y, exact, torch.finfo(dtype).eps)
+    for rows in (0, 1, 7):
+        assert torch.equal(layer(x[:rows]), y[:rows])
+    whole = products._Int8Gpu(Channels(*map(torch.cat, zip(*map(_fields, parts)))), bias)
+    for rows in (0, 1, 40):
+        assert torch.equal(whole(x[:rows]), y[:rows])
+
+
+def _fields(channels: Channels) -> tuple[Tensor, Tensor]:
+    return channels.codes, channels.scales
+
+
+def test_without_exact_int8_sums_weights_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_sums_int8_exactly", lambda: False)
+    weight, x = _channels(16, 32, torch.int8), _random((3, 32), 1)
+    layer = projection([weight], None, None, PLAIN)
+    assert layer.kind == "float32, plain, from int8 per channel"
+    _close(layer(x), x.double() @ _meant(weight).t(), 2**-20)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("order", [False, True])
+def test_4_bits_on_a_cpu(copies: bool, order: bool) -> None:
+    weight, bias = _groups(32, 256, 64, order=order), _random((32,), 1).bfloat16()
+    layer = projection([weight], bias, None, Target(torch.bfloat16, CPU, Layout.PLAIN, copies))
+    assert layer.kind.startswith("int4 in groups of 64")
+    held = sum({id(tensor): tensor.nbytes for tensor in layer.tensors()}.values())
+    assert held == 32 * 128 + 2 * 2 * 32 * 4 + 64 + 8 * 256 * order + copies * 2 * 32 * 256
+    for rows in (0, 1, products.FEW_ROWS, products.FEW_ROWS + 1, 40):
+        x = _random((rows, 256), rows).bfloat16()
+        exact = x.double() @ _meant(weight).t() + bias.double()
+        off = (layer(x).double() - exact).abs()
+        # Scales and zero points are rounded to bfloat16 (or weights are), then results.
+        size = x.double().abs() @ (_meant(weight).abs() + 8 * 1.5).t() + bias.double().abs()
+        assert (off <= 2**-8 * size).all()
+
+
+def test_a_group_as_wide_as_the_weight_is_cut_for_the_cpu() -> None:
+    weight = _groups(16, 192, 192)
+    layer = projection([weight], None, None, Target(torch.bfloat16, CPU, Layout.PLAIN))
+    x = _random((2, 192)).bfloat16()
+    size = x.double().abs() @ (_meant(weight).abs() + 12).t()
+    assert ((layer(x).double() - x.double() @ _meant(weight).t()).abs() <= 2**-8 * size).all()
+
+
+def test_parts_of_different_kinds_are_products_of_their_own() -> None:
+    parts: list[Weight] = [
+        _groups(16, 64, 32, 0, order=True),
+        _random((24, 64), 1),
+        _groups(8, 64, 32, 2, order=True),
+        _channels(8, 64, torch.float8_e4m3fn, 3),
+    ]
+    bias, at = _random((56,), 4), torch.randperm(56, generator=torch.Generator().manual_seed(5))
+    x = _random((9, 64), 6)
+    exact = x.double() @ torch.cat([_meant(part) for part in parts]).t()[:, at] + bias.double()
+    layer = projection(parts, bias, at, PLAIN)
+    assert layer.kind.count(";") == 2  # those in groups are told once
+    assert (layer.out_features, layer.in_features) == (56, 64)
+    _close(layer(x), exact, 2**-20)
+    assert layer.pieces(x) == (x,)
+
+
+def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Triton's interpreter: their rows' order, bias, and both ways."""
+    weight, bias = _groups(48, 128, 32, order=True), _random((48,), 1).half()
+    layer = products._PackedGpu(weight, bias)
+    assert layer.scratch_bytes == 2 * 48 * 128
+    assert sum(one.nbytes for one in layer.tensors()) == 48 * (64 + 4 * 4 + 4 * 2 + 2) + 8 * 128
+    x = _random((9, 128), 2).half() / 16
+    exact = x.double() @ _meant(weight).t() + bias.double()
+    for most in (9, 8):
+        monkeypatch.setattr(products, "MANY_ROWS", most)
+        y = layer(x)
+        assert (y.double() - exact).abs().max() < 2**-9 * exact.abs().max()
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_rounding_is_to_the_nearest(form: str) -> None:
+    weight = _random((16, 192))
+    weight[3] = 0
+    value = dense(rounded_weight(weight, form, "x"), torch.float32)
+    largest = weight.abs().amax(1, keepdim=True)
+    off = (value - weight).abs()
+    assert torch.equal(value[3], weight[3])
+    if form == "fp8":  # three bits behind the first, and a smallest step
+        assert (off <= weight.abs() * 2**-4 * 1.001 + largest / 448 * 2**-10 * 1.001).all()
+    elif form == "int8":
+        assert (off <= largest / 127 / 2 * 1.001).all()
+    else:
+        most = weight.unflatten(1, (-1, 64)).abs().amax(2).repeat_interleave(64, 1)
+        assert (off <= most / 7.5 / 2 * 1.001).all()
+
+
+def test_int4_of_odd_widths_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="x has 48 inputs, int4 takes multiples of 32"):
+        rounded_weight(_random((16, 48)), "int4", "x")
+
+
+# ------------------------------------------------------------------------------------ accounts
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_known_before(llama: Path, form: str, dtype: torch.dtype) -> None:
+    config = ModelConfig.from_directory(llama)
+    decoder = load_decoder(llama, dtype=dtype, device="cpu", quantization=form)
+    assert weight_bytes(config, dtype, CPU, formats_of(config, form)) == decoder.weight_bytes
+    assert decoder.scratch_bytes == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_of_a_checkpoint_are_known_before(
+    llama: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onestem.models.weights.has_room", lambda _: False)
+    path = quantised(llama, tmp_path / "x", FORMATS[name])
+    config, schemes = checked_config(path)
+    decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
+    found = weight_bytes(config, torch.bfloat16, CPU, schemes)
+    orders = {
+        id(tensor): tensor.nbytes
+        for layer in decoder.layers
+        for tensor in layer.tensors()
+        if tensor.dtype == torch.int64
+    }
+    assert found == decoder.weight_bytes - sum(orders.values())
+
+
+def test_errors_of_formats_are_told(llama: Path, tmp_path: Path) -> None:
+    def errors(path: Path, **options: object) -> list[FormatError]:
+        return list(format_errors(path, dtype=torch.float32, device=CPU, **options))
+
+    with pytest.raises(ConfigError, match="are not quantised: give --quantization"):
+        errors(llama)
+    rounded = errors(llama, quantization="int8")
+    assert [one.module for one in rounded][:2] == [
+        f"model.layers.0.self_attn.{name}_proj" for name in "qk"
+    ]
+    assert len(rounded) == 14
+    weights = load_file(llama / "model.safetensors")[f"{rounded[0].module}.weight"]
+    value = dense(rounded_weight(weights, "int8", ""), torch.float32)
+    off = ((value - weights).double().norm() / weights.double().norm()).item()
+    assert rounded[0].weights == pytest.approx(off, rel=1e-5)
+    # Rows' rounding comes on top: two errors of a like size.
+    if products._sums_int8_exactly():
+        assert 1.2 * off < rounded[0].products < 2.5 * off
+    form = FORMATS["gptq_v2 of 8 bits, act-order, k left out"]
+    path = quantised(llama, tmp_path / "x", form)
+    alone, against = errors(path), errors(path, original=llama)
+    assert len(alone) == len(against) == 12
+    assert all(one.weights is None and one.products < 1e-5 for one in alone)
+    assert all(1e-4 < one.weights < 1e-2 and one.products > 1e-4 for one in against)
+
+
+def test_quantised_experts_are_widened(tmp_path: Path) -> None:
+    """Experts of a quantised checkpoint are read one by one, in the model's dtype; what stands
+    beside them has its format."""
+    original = make_tiny("mixtral", tmp_path / "mixtral")
+    form = FORMATS["int8 without rounding of rows"]
+    path = quantised(original, tmp_path / "quantised", form)
+    plain = dequantised(original, tmp_path / "plain", form)
+    first, second = (load_decoder(one, dtype=torch.float32, device="cpu") for one in (path, plain))
+    assert "from int8" in first.layers[0].qkv.kind
+    assert sum("experts" in module for module in checked_config(path)[1]) == 2 * 4 * 3
+    off = (log_probabilities(first, IDS) - log_probabilities(second, IDS)).abs().max()
+    assert off < 1e-4
+    assert [one.module for one in format_errors(path, dtype=torch.float32, device=CPU)] == [
+        f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"
+    ]
+    rounded = load_decoder(original, dtype=torch.bfloat16, device="cpu", quantization="int8")
+    config = rounded.config
+    expected = weight_bytes(config, torch.bfloat16, CPU, formats_of(config, "int8"))
+    assert expected == rounded.weight_bytes

@@ -1,0 +1,162 @@
+"""Triton's experts against products written out for each row and each of its experts."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from onestem.models.description import Experts
+from onestem.models.mlp import route as route_in_torch
+from onestem.ops.experts import GroupedWeight
+from onestem.ops.triton import experts as triton_experts
+from onestem.ops.triton.experts import GroupedExperts, Tiles, route, sort_rows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Tiles(16, 32, 32, 4, 2)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(("rows", "num", "top_k"), [(0, 4, 2), (1, 5, 3), (9, 60, 4), (40, 8, 8)])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_route(rows: int, num: int, top_k: int, sigmoid: bool, normalized: bool) -> None:
+    logits = drawn(rows, num)
+    correction = drawn(num, seed=1) if sigmoid else None
+    experts = Experts(
+        num=num,
+        top_k=top_k,
+        intermediate_size=8,
+        layers=(True,),
+        scores="sigmoid" if sigmoid else "softmax",
+        normalized=normalized,
+        scale=1.5,
+        correction=sigmoid,
+    )
+    scores, chosen = route(
+        logits, correction, top_k=top_k, sigmoid=sigmoid, normalized=normalized, scale=1.5
+    )
+    want_scores, want = route_in_torch(logits, experts, correction)
+    assert torch.equal(chosen.long(), want)
+    torch.testing.assert_close(scores, want_scores, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_rows_of_nan_take_experts_that_there_are() -> None:
+    logits = torch.full((2, 5), float("nan"), device=DEVICE)
+    _, chosen = route(logits, None, top_k=3, sigmoid=False, normalized=True, scale=1.0)
+    assert bool(((chosen >= 0) & (chosen < 5)).all())
+
+
+@pytest.mark.parametrize(("rows", "num", "top_k"), [(0, 3, 2), (1, 3, 2), (70, 7, 3), (300, 4, 1)])
+def test_sort_rows(rows: int, num: int, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_experts, "_SORT_BLOCK", 64)
+    chosen = drawn(rows, num).topk(top_k).indices.to(torch.int32)
+    order, ends = sort_rows(chosen, num)
+    flat = chosen.flatten().long()
+    assert torch.equal(order.long(), flat.argsort(stable=True))
+    assert torch.equal(ends.long(), flat.bincount(minlength=num).cumsum(0))
+
+
+def written_out(
+    x: Tensor, scores: Tensor, chosen: Tensor, up: Tensor, down: Tensor, bias: tuple[Tensor, ...]
+) -> Tensor:
+    """In float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for row in range(len(x)):
+        for score, expert in zip(scores[row], chosen[row].tolist(), strict=True):
+            gate, value = (up[expert].double() @ x[row].double()).chunk(2)
+            if bias:
+                first, second = bias[0][expert].double().chunk(2)
+                gate = (gate + first).clamp(max=1.5)
+                value = (value + second).clamp(-1.5, 1.5) + 1
+                inner = gate * torch.sigmoid(1.7 * gate) * value
+                result = down[expert].double() @ inner + bias[1][expert].double()
+            else:
+                result = down[expert].double() @ (gate * torch.sigmoid(gate) * value)
+            out[row] += score.double() * result
+    return out
+
+
+@pytest.mark.parametrize(
+    ("rows", "num", "top_k", "hidden", "inner"),
+    [
+        (0, 3, 2, 32, 16),
+        (1, 5, 4, 48, 40),
+        (7, 3, 2, 40, 72),
+        (90, 4, 2, 32, 24),
+        (33, 40, 1, 32, 8),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_grouped_experts(
+    rows: int,
+    num: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, SMALL))
+    x = drawn(rows, hidden)
+    up, down = drawn(num, 2 * inner, hidden, seed=1) / 6, drawn(num, hidden, inner, seed=2) / 6
+    biases = (drawn(num, 2 * inner, seed=3), drawn(num, hidden, seed=4)) if bias else (None, None)
+    clamp = (1.7, 1.5) if bias else None
+    experts = GroupedExperts(
+        GroupedWeight(up, None, biases[0]), GroupedWeight(down, None, biases[1]), clamp
+    )
+    scores, chosen = drawn(rows, num, seed=5).topk(top_k)
+    got = experts(x, scores.contiguous(), chosen)
+    exact = written_out(x, scores, chosen, up, down, biases if bias else ())
+    torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-5)
+    if rows > 1:
+        alone = experts(x[1:2], scores[1:2].contiguous(), chosen[1:2])
+        assert torch.equal(alone, got[1:2])
+
+
+def test_no_expert_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows take one expert, the last."""
+    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, SMALL))
+    x, up, down = drawn(50, 32), drawn(6, 32, 32, seed=1), drawn(6, 32, 16, seed=2) / 6
+    scores = torch.ones(50, 1, device=DEVICE)
+    chosen = torch.full((50, 1), 5, device=DEVICE)
+    got = GroupedExperts(GroupedWeight(up), GroupedWeight(down))(x, scores, chosen)
+    exact = written_out(x, scores, chosen, up, down, ())
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (20, 96, 64)])
+def test_mxfp4_is_multiplied_as_transformers_converts_it(
+    rows: int, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, Tiles(16, 32, 64, 4, 2)))
+    num, top_k = 5, 2
+    up, down = mxfp4(num, 2 * inner, hidden), mxfp4(num, hidden, inner)
+    x, logits = drawn(rows, hidden), drawn(rows, num, seed=1)
+    scores, chosen = logits.softmax(-1).topk(top_k)
+    got = GroupedExperts(up, down)(x, scores.contiguous(), chosen)
+    exact = written_out(x, scores, chosen, converted(up), converted(down), ())
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+def mxfp4(num: int, rows: int, columns: int) -> GroupedWeight:
+    """Random bytes: every value of four bits, scales of 1/32 to 1/4."""
+    generator = torch.Generator().manual_seed(rows)
+    draw = functools.partial(torch.randint, generator=generator, dtype=torch.uint8)
+    values = draw(0, 256, (num, rows, columns // 2))
+    return GroupedWeight(values.to(DEVICE), draw(122, 126, (num, rows, columns // 32)).to(DEVICE))
+
+
+def converted(weight: GroupedWeight) -> Tensor:
+    """[num, out_features, in_features] float32, by transformers."""
+    assert weight.scales is not None
+    blocks = weight.values.unflatten(-1, (-1, 16))
+    return convert_moe_packed_tensors(blocks, weight.scales, dtype=torch.float32).transpose(1, 2)
