@@ -215,7 +215,7 @@ def _linear(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clo
 def _runs(runner: Runner, rows: int, sampled: int) -> Callable[[], object]:
     """A step of so many rows that see nothing."""
     zeros, wanted = np.zeros(rows, np.int64), np.arange(sampled)
-    inputs = StepInputs(zeros, zeros, np.arange(rows), {}, wanted, [], [], 0)
+    inputs = StepInputs(zeros, zeros, np.arange(rows), {}, wanted, [], zeros[:0], [], 0)
     prepared = runner.prepare(inputs, None)
     return lambda: runner.run(inputs, prepared, None)
 
