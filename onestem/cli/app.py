@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from onestem import __version__
-from onestem.cli import batch, bench, env, generate, plan, pml, serve, tune
+from onestem.cli import batch, bench, env, evaluate, generate, plan, pml, serve, tune
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
@@ -27,6 +27,7 @@ app.command("batch")(batch.batch)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
+app.command("eval")(evaluate.evaluate)
 app.command("env")(env.env)
 app.command("tune")(tune.tune)
 app.add_typer(pml.app, name="pml")
