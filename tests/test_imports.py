@@ -144,7 +144,11 @@ def test_all_names_exist():
         name = ".".join(("onestem", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
             ".__init__"
         )
-        module = importlib.import_module(name)
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            assert (name, error.name) == ("onestem.evals.lm_eval", "lm_eval")  # an extra
+            continue
         for exported in getattr(module, "__all__", ()):
             assert hasattr(module, exported), f"{name}.{exported}"
 
