@@ -16,6 +16,7 @@ __all__ = [
     "OnestemError",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "__version__",
 ]
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from onestem.options import EngineOptions
     from onestem.request import Answer as RequestOutput
     from onestem.request import Logprob, SamplingParams
+    from onestem.scores import Score
 
 _HOMES = {
     "EngineOptions": "onestem.options",
@@ -33,6 +35,7 @@ _HOMES = {
     "OnestemError": "onestem.errors",
     "RequestOutput": "onestem.request",
     "SamplingParams": "onestem.request",
+    "Score": "onestem.scores",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from onestem.engine.engine import Engine
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
-from onestem.errors import ConfigError, RequestError
+from onestem.errors import ConfigError, OnestemError, RequestError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.models.weights import load_decoder
@@ -44,6 +44,14 @@ from onestem.request import (
     RequestOutput,
     SamplingParams,
 )
+from onestem.scores import (
+    PathScores,
+    Score,
+    ScoreTree,
+    completion_tree,
+    encode_pairs,
+    rolling_windows,
+)
 from onestem.threads import usable_cores
 
 __all__ = [
@@ -51,6 +59,7 @@ __all__ = [
     "LLM",
     "kv_memory_bytes",
     "largest_decode",
+    "path_scores",
     "pages_of",
     "pick_device",
     "pick_dtype",
@@ -287,6 +296,171 @@ class LLM:
         message: dict[str, Any] = told["message"]
         return message
 
+    # ----------------------------------------------------------------------------- scores
+
+    @overload
+    def score(self, prompts: Sequence[Prompt]) -> list[Score]: ...
+    @overload
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Prompt]]
+    ) -> list[list[Score]]: ...
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Prompt]] | None = None,
+    ) -> list[Score] | list[list[Score]]:
+        """Log-probabilities of completions of prompts (text or token ids), planned together. What
+        several of them begin with is computed once, and so is what is cached (docs/scores.md).
+
+        Args:
+            completions: of each prompt some. A prompt and its completions are all text, or all ids.
+                None: the prompts are texts that are scored whole, behind the BOS token (or EOS,
+                of a model without one). A text longer than the model is cut into windows: each
+                token is scored once, behind as much of the text as lm-eval gives it.
+
+        Returns:
+            of each prompt a list with a score for each completion, or of each text a score.
+
+        Raises:
+            RequestError: something cannot be scored; it says which. Nothing is computed then.
+        """
+        _check_list("prompts", prompts)
+        if completions is None:
+            return self._score_texts(prompts)
+        _check_list("completions", completions)
+        if len(completions) != len(prompts):
+            raise RequestError(
+                f"{len(completions)} lists of completions for {len(prompts)} prompts: give one each"
+            )
+        items, starts, whose = [], [], []
+        for i, (prompt, some) in enumerate(zip(prompts, completions, strict=True)):
+            with _named("prompt", i, len(prompts)):
+                context, given = self._pair_ids(prompt, some)
+                items += [np.concatenate((context, one)) for one in given]
+                starts += [len(context)] * len(given)
+                whose += [i] * len(given)
+        scores: list[list[Score]] = [[] for _ in prompts]
+        for i, score in zip(whose, self._score_items(items, starts, whose), strict=True):
+            scores[i].append(score)
+        return scores
+
+    def _pair_ids(
+        self, prompt: Prompt, completions: Sequence[Prompt]
+    ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        _check_list("completions", completions)
+        if isinstance(prompt, str) and all(isinstance(one, str) for one in completions):
+            tokenizer = self._need_tokenizer("text")
+            texts = cast(Sequence[str], completions)
+            ids, given = encode_pairs(prompt, texts, tokenizer.encode_batch, tokenizer.first_id)
+            pair = np.array(ids, np.int64), [np.array(one, np.int64) for one in given]
+        elif isinstance(prompt, str) or any(isinstance(one, str) for one in completions):
+            raise RequestError(
+                "a prompt and its completions are text and ids mixed: give one of both"
+            )
+        else:
+            pair = _ids_of(prompt).array, [_ids_of(one).array for one in completions]
+        if not len(pair[0]):
+            raise RequestError("prompt is empty: expected at least one token")
+        if not all(map(len, pair[1])):
+            raise RequestError("a completion is empty: expected at least one token")
+        return pair
+
+    def _score_texts(self, texts: Sequence[Prompt]) -> list[Score]:
+        items, starts, whose = [], [], []
+        for i, text in enumerate(texts):
+            with _named("text", i, len(texts)):
+                ids = self._whole_ids(text)
+            for first, start, end in rolling_windows(len(ids), self.engine.max_model_len):
+                items.append(ids[first:end])
+                starts.append(start - first)
+                whose.append(i)
+        parts: list[list[Score]] = [[] for _ in texts]
+        for i, score in zip(whose, self._score_items(items, starts, whose), strict=True):
+            parts[i].append(score)
+        return list(map(Score.joined, parts))
+
+    def _whole_ids(self, text: Prompt) -> NDArray[np.int64]:
+        """A text behind the token that stands for its beginning."""
+        first = None if self.tokenizer is None else self.tokenizer.first_id
+        if isinstance(text, str):
+            tokenizer = self._need_tokenizer("text")
+            ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
+        else:
+            ids = _ids_of(text).array
+        if first is not None and (not len(ids) or ids[0] != first):
+            ids = np.concatenate(([first], ids))
+        if len(ids) < 2:
+            raise RequestError("text is empty: expected at least one token behind its first")
+        return ids
+
+    def _score_items(
+        self, items: list[NDArray[np.int64]], starts: list[int], whose: list[int]
+    ) -> list[Score]:
+        """`whose`: the prompt of each item, for errors."""
+        if not items:
+            return []
+        vocab_size = self.config.vocab_size
+        for ids, i in zip(items, whose, strict=True):
+            bad = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(bad):
+                raise RequestError(
+                    f"prompt {i}: token id {int(bad[0])}, expected ids from 0 to {vocab_size - 1}"
+                )
+        tree = ScoreTree(items, starts)
+        plan = planner_of(self.options, self.kv_tokens)(tree.leaves)
+        paths = tree.paths(RunningOrder(plan))
+        requests = [
+            dataclasses.replace(self._request(cast(Any, leaf), None, ONE_TOKEN), paths=(path,))
+            for leaf, path in zip(tree.leaves, paths, strict=True)
+        ]
+        for i, leaf in zip(whose, tree.leaf_of, strict=True):
+            if len(tree.leaves[leaf]) > self.engine.max_model_len:
+                with _named("prompt", i, whose[-1] + 1):
+                    self.engine.validate(requests[leaf])
+        outputs = {
+            output.request_id: output
+            for output in self.engine.run(planned(requests, RunningOrder(plan)))
+        }
+        return tree.scores([path_scores(outputs[one.request_id])[0] for one in requests])
+
+    def score_pml(
+        self,
+        prompts: PmlSource | Sequence[PmlSource],
+        completions: Sequence[Sequence[str]],
+        *,
+        isolation: str = "anchored",
+    ) -> list[list[Score]]:
+        """As `score`, of prompts in PML (see `generate_pml`). A completion is encoded by itself.
+
+        Raises:
+            PmlError: with file, line and column; nothing is computed then.
+            RequestError: as `score`.
+        """
+        many = [prompts] if isinstance(prompts, (str, os.PathLike, PmlPrompt)) else list(prompts)
+        _check_list("completions", completions)
+        if len(completions) != len(many):
+            raise RequestError(
+                f"{len(completions)} lists of completions for {len(many)} prompts: give one each"
+            )
+        encode = self._need_tokenizer("PML").encode
+        trees, requests = [], []
+        for i, (prompt, texts) in enumerate(zip(many, completions, strict=True)):
+            with _named("prompt", i, len(many)):
+                ids = [encode(text, add_special_tokens=False) for text in texts]
+                if not ids or not all(ids):
+                    raise RequestError(f"completions is {show(texts)}, expected texts with tokens")
+                tree, paths = completion_tree(ids)
+                made = self.pml_request(self.schemas.compile(prompt, isolation), ONE_TOKEN)
+                trees.append(tree)
+                requests.append(dataclasses.replace(made, paths=tuple(paths)))
+        self._validate(requests)
+        outputs = {o.request_id: o for o in self.engine.run(sorted(requests, key=_imported))}
+        return [
+            tree.scores(path_scores(outputs[request.request_id]))
+            for tree, request in zip(trees, requests, strict=True)
+        ]
+
     # ----------------------------------------------------------------------------- modules
 
     def _identity_for_modules(self) -> str:
@@ -455,6 +629,18 @@ class LLM:
         return self.tokenizer
 
 
+def path_scores(output: RequestOutput) -> list[PathScores]:
+    """Of a request with paths.
+
+    Raises:
+        OnestemError: the engine could not compute them.
+    """
+    if output.scores is None:
+        reasons = [one.stop_reason for one in output.outputs if one.stop_reason is not None]
+        raise OnestemError(f"no scores: {reasons[0] if reasons else 'the request was ended'}")
+    return output.scores
+
+
 def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
     """The requests in the order in which they are to begin, each told its group."""
     plan = order.plan
@@ -483,6 +669,11 @@ def _imported(request: Request) -> tuple[str, ...]:
     """Keys of the modules that a request imports: those who import the same stand together."""
     assert request.pml is not None
     return tuple(segment.key for segment in request.pml.segments if segment.key)
+
+
+def _check_list(name: str, value: object) -> None:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} is {show(value)}, expected a list")
 
 
 def _is_ids(prompts: object) -> bool:

@@ -34,6 +34,7 @@ from onestem.checked import (
 )
 from onestem.errors import RequestError
 from onestem.pml import CompiledPrompt
+from onestem.scores import PathScores, ScorePath
 
 __all__ = [
     "ONE_TOKEN",
@@ -541,6 +542,8 @@ class Request:
         stream: also return unfinished outputs from each step that sampled for it.
         score_from: if set, log-probabilities of the prompt's tokens from this index on are
             computed (and what lies before may come from the cache up to `score_from - 1`).
+        paths: given tokens that are scored instead of sampling (`onestem.scores`): a sequence each,
+            which shares what others compute but for the rows that it scores.
         cache_salt: prompts of different salts never match each other's cached tokens; "" is the
             common one.
         common_prefix_tokens: the prompt's first so many tokens are without salt: a prefix meant
@@ -563,6 +566,7 @@ class Request:
     pml: CompiledPrompt | None = None
     stream: bool = False
     score_from: int | None = None
+    paths: tuple[ScorePath, ...] = ()
     cache_salt: str = ""
     common_prefix_tokens: int = 0
     common_modules: bool = False
@@ -663,7 +667,8 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request's answers; `finished` once each of its sequences has a `finish_reason`."""
+    """A request's answers; `finished` once each of its sequences has a `finish_reason`. `scores`:
+    of each of its paths, once all are known."""
 
     request_id: str
     prompt: str | None
@@ -671,6 +676,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    scores: list[PathScores] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     reuse: Reuse | None = None
 

@@ -468,3 +468,13 @@ def test_ctrl_c_is_the_callers_again_after_a_command(monkeypatch, capsys):
         main()
     assert signal.getsignal(signal.SIGINT) is before
     assert capsys.readouterr().out.startswith("onestem ")
+
+
+def test_eval_without_lm_eval_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr(sys, "argv", ["onestem", "eval", "mmlu", "--model", "none"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("pip install 'onestem[eval]'")

@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from onestem import __version__
-from onestem.cli import batch, bench, env, generate, models, plan, pml, serve, tune
+from onestem.cli import (
+    batch,
+    bench,
+    env,
+    evaluate,
+    generate,
+    models,
+    plan,
+    pml,
+    serve,
+    tune,
+)
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
@@ -28,6 +39,7 @@ app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("models")(models.models)
+app.command("eval")(evaluate.evaluate)
 app.command("env")(env.env)
 app.command("tune")(tune.tune)
 app.add_typer(pml.app, name="pml")

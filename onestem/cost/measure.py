@@ -249,7 +249,7 @@ def _runs(runner: Runner, rows: int, sampled: int) -> Callable[[], object]:
     # Products of equal rows take less power, so a GPU's clock stays higher.
     ids = np.random.default_rng(0).integers(0, runner.decoder.config.vocab_size, rows)
     positions, wanted = np.zeros(rows, np.int64), np.arange(sampled)
-    inputs = StepInputs(ids, positions, np.arange(rows), {}, wanted, [], [], 0)
+    inputs = StepInputs(ids, positions, np.arange(rows), {}, wanted, [], positions[:0], [], 0)
     prepared = runner.prepare(inputs, None)
     return lambda: runner.run(inputs, prepared, None)
 

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
@@ -40,6 +39,7 @@ from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
 from onestem.engine.step.results import Results, Suspects
+from onestem.engine.step.runner import Logits
 from onestem.engine.step.slots import Slots
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
@@ -510,7 +510,7 @@ class Engine:
             self._commit(0)
         return len(self.order.inputs.positions) > 0
 
-    def _sample(self, edits: Edits, logits: Tensor) -> None:
+    def _sample(self, edits: Edits, logits: Logits) -> None:
         """The step is on its way."""
         self.scheduler.note_launched()
         self._results.note_launched(edits.chunks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, fields
 
+import numpy as np
+
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import (
     CompletionOutput,
@@ -14,6 +16,7 @@ from onestem.request import (
     RequestOutput,
     TokenLogprobs,
 )
+from onestem.scores import PathScores
 
 __all__ = ["BROKEN", "EngineStats", "aborted_output", "refused_output", "request_output"]
 
@@ -42,6 +45,7 @@ def _output(state: RequestState) -> RequestOutput:
         outputs=_completions(state),
         finished=state.finished,
         prompt_logprobs=_prompt_logprobs(state),
+        scores=_path_scores(state),
         metrics=_copied(metrics),
         reuse=state.reuse,
     )
@@ -113,16 +117,20 @@ def _best_choice(state: RequestState) -> CompletionOutput:
             finish_reason=worst.finish_reason,
             stop_reason=worst.stop_reason,
         )
-    totals = [sum(sequence.scores.values()) for sequence in state.sequences]
-    best = max(range(len(totals)), key=lambda i: totals[i])
-    sequence = state.sequences[best]
+    tree, scorings = state.choices, [s.scoring for s in state.sequences if s.scoring is not None]
     assert params.choices is not None
+    assert tree is not None
+    scores = tree.scores([scoring.known for scoring in scorings])
+    best = max(range(len(scores)), key=lambda i: scores[i].logprob)
+    entries: list[TokenLogprobs] | None = None
+    if params.logprobs is not None:
+        entries = tree.take([np.array(s.entries, object) for s in scorings])[best].tolist()
     return CompletionOutput(
         index=0,
         text=params.choices[best],
-        token_ids=sequence.output_ids.tolist(),
-        cumulative_logprob=totals[best],
-        logprobs=list(sequence.logprobs) if params.logprobs is not None else None,
+        token_ids=list(scores[best].token_ids),
+        cumulative_logprob=scores[best].logprob,
+        logprobs=entries,
         finish_reason="stop",
         choice=best,
     )
@@ -132,7 +140,19 @@ def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
     request = state.request
     if request.params.prompt_logprobs is None and request.score_from is None:
         return None
-    return [state.prompt_logprobs.get(i) for i in range(state.metrics.num_prompt_tokens)]
+    scoring = state.sequences[0].scoring
+    assert scoring is not None
+    unscored = len(request.prompt_token_ids) - len(scoring.rows)  # the first ones
+    known: list[TokenLogprobs | None] = [None] * unscored
+    known += scoring.entries
+    return known + [None] * (len(request.prompt_token_ids) - len(known))
+
+
+def _path_scores(state: RequestState) -> list[PathScores] | None:
+    if not state.request.paths:
+        return None
+    scorings = [s.scoring for s in state.sequences if s.scoring is not None]
+    return [s.known for s in scorings] if all(s.is_complete for s in scorings) else None
 
 
 @dataclass

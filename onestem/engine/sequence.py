@@ -13,9 +13,10 @@ import numpy as np
 from onestem.cache import ModuleRun, PrefixCache, Run
 from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
+from onestem.scores import PathScores, ScoreTree
 from onestem.tree import PLAIN, Label, Stretch, cut
 
-__all__ = ["Chunk", "ScoreRow", "Edits", "RequestState", "Sequence", "stretches_of"]
+__all__ = ["Chunk", "Edits", "RequestState", "ScoreSpan", "Scoring", "Sequence", "stretches_of"]
 
 
 class SlotTable(Protocol):
@@ -27,14 +28,19 @@ class SlotTable(Protocol):
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in the engine and its sequences; `pml` is its prompt if it imports modules."""
+    """A request in the engine and its sequences.
+
+    Attributes:
+        pml: its prompt if it imports modules.
+        choices: of which its sequences are paths.
+    """
 
     request: Request
     seed: int
     metrics: RequestMetrics
     pml: PmlPrompt | None = None
+    choices: ScoreTree | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     forked: bool = False
     reuse: Reuse | None = None
 
@@ -51,6 +57,46 @@ class RequestState:
         return True
 
 
+class Scoring:
+    """Given tokens whose log-probabilities a sequence wants.
+
+    Attributes:
+        rows: int64 `[n]`, ascending: the index of the token behind which each is scored.
+        targets: int64 `[n]`, their ids.
+        logprobs, is_greedy: `[n]`, as in `PathScores`; the first `num_known` are there.
+        num_alternatives: most probable tokens that are wanted beside each; None: not even the
+            entries of the tokens themselves.
+        entries: their log-probabilities with those of the alternatives, as far as they are known.
+    """
+
+    __slots__ = (
+        "entries", "is_greedy", "logprobs", "num_alternatives", "num_known", "rows", "targets"
+    )  # fmt: skip
+
+    def __init__(
+        self, rows: np.ndarray, targets: np.ndarray, num_alternatives: int | None = None
+    ) -> None:
+        self.rows, self.targets = rows, targets
+        self.logprobs = np.zeros(len(rows))
+        self.is_greedy = np.zeros(len(rows), bool)
+        self.num_alternatives = num_alternatives
+        self.entries: list[TokenLogprobs] = []
+        self.num_known = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_known == len(self.rows)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """Which of its tokens rows start..end-1 score, of those that are not known."""
+        first, stop = np.searchsorted(self.rows, (start, end)).tolist()
+        return max(first, self.num_known), stop
+
+    @property
+    def known(self) -> PathScores:
+        return PathScores(self.logprobs, self.is_greedy)
+
+
 class Sequence:
     """Tokens of one continuation.
 
@@ -60,9 +106,8 @@ class Sequence:
         most_tokens: how many there may be.
         modules: what it imports, while it is admitted.
         stretches: whose runs its tokens may match, and where they stand.
-        score_from: log-probabilities of tokens from this index on are wanted (None: of none).
-        score_only: nothing is sampled; done once the last token but one is computed (`choices`).
-        scores: log-probability of each token that was scored, by its index.
+        scoring: given tokens whose log-probabilities are wanted.
+        score_only: nothing is sampled; done once all of these are known.
         run: the deepest run of its path, which it writes; None while it is not admitted.
         order: number of admission; the newest is preempted first.
         is_job: whether it runs in what interactive requests leave free.
@@ -86,9 +131,8 @@ class Sequence:
         "order",
         "run",
         "sampling",
-        "score_from",
         "score_only",
-        "scores",
+        "scoring",
         "slot",
         "slots",
         "state",
@@ -106,9 +150,8 @@ class Sequence:
         self.most_tokens = 2**31
         self.stretches = state.pml.stretches if state.pml else stretches_of(state.request)
         self.modules: SequenceModules | None = None
-        self.score_from: int | None = None
+        self.scoring: Scoring | None = None
         self.score_only = False
-        self.scores: dict[int, float] = {}
         self.run: Run | None = None
         self.order = -1
         self.is_job = state.request.priority == "job"
@@ -159,32 +202,18 @@ class Sequence:
         return sum(stretch.start < len(self.tokens) for stretch in self.stretches)
 
     @property
-    def num_to_compute(self) -> int:
-        """Tokens whose KV is needed before the next sample (all), or before the score is known."""
-        return len(self.tokens) - 1 if self.score_only else len(self.tokens)
-
-    @property
     def match_limit(self) -> int:
         """Most leading tokens whose KV may come from others: the last token's row is always
         computed, and so are the rows that score the tokens that follow them."""
-        last = self.num_to_compute - 1
-        if not self.wants_scores:
+        last, scoring = len(self.tokens) - 1, self.scoring
+        if scoring is None or scoring.is_complete:
             return last
-        assert self.score_from is not None
-        return min(last, self.score_from - 1)
-
-    @property
-    def num_alternatives(self) -> int:
-        """Most probable tokens that are wanted beside each that is scored."""
-        params = self.state.request.params
-        return (params.logprobs if self.score_only else params.prompt_logprobs) or 0
+        return min(last, int(scoring.rows[scoring.num_known]))
 
     @property
     def wants_scores(self) -> bool:
         """Whether tokens' log-probabilities are still wanted: their rows must be computed."""
-        if self.score_from is None:
-            return False
-        return self.score_only or len(self.scores) < self.num_prompt - self.score_from
+        return self.scoring is not None and not self.scoring.is_complete
 
     @property
     def frontier(self) -> int:
@@ -335,9 +364,17 @@ class Edits:
         return any(chunk.num_prompt_rows and not chunk.sequence.is_job for chunk in self.chunks)
 
 
-@dataclass(slots=True)
-class ScoreRow:
-    """Logits after token `index` of a sequence score the one that follows."""
+@dataclass(slots=True, eq=False)
+class ScoreSpan:
+    """Tokens first..end-1 of a sequence's `Scoring` are scored in a step. `at`: int64 `[n]`, by
+    which of the step's rows that score."""
 
     sequence: Sequence
-    index: int
+    first: int
+    end: int
+    at: np.ndarray
+
+    @property
+    def targets(self) -> np.ndarray:
+        assert self.sequence.scoring is not None
+        return self.sequence.scoring.targets[self.first : self.end]

@@ -13,6 +13,7 @@ import transformers
 
 from onestem.engine.engine import Engine
 from onestem.engine.sequence import Sequence
+from onestem.engine.step.runner import Logits
 from onestem.models.config import GenerationDefaults
 from onestem.models.weights import load_decoder
 from onestem.request import Request, RequestOutput, SamplingParams
@@ -86,8 +87,11 @@ def watch_logits(engine: Engine, note: Callable[[Sequence, int, torch.Tensor], N
         rows = [
             (slots.sequences[slot], slots.num_launched(slot) - 1) for slot in order.sampled.tolist()
         ]
-        rows += [(row.sequence, row.index) for row in scores]
-        values = torch.log_softmax(logits, -1).clone()
+        for span in scores:
+            wanted = span.sequence.scoring.rows[span.first : span.end]
+            rows += [(span.sequence, index) for index in np.unique(wanted).tolist()]
+        logits = Logits(logits.samples, list(logits.scored))
+        values = torch.log_softmax(torch.cat((logits.samples, *logits.scored)), -1).clone()
         for (sequence, index), one in zip(rows, values, strict=True):
             if sequence is not None:
                 note(sequence, index, one)

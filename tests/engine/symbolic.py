@@ -14,6 +14,7 @@ import torch
 
 from onestem.engine.engine import Engine
 from onestem.engine.sampling.sampler import Sampler, SamplingRow
+from onestem.engine.step.runner import Logits
 from onestem.models.config import GenerationDefaults
 from onestem.ops.reference import visible
 from onestem.request import CompletionOutput, Request, SamplingParams
@@ -35,7 +36,7 @@ class SymbolicRunner:
     def prepare(self, inputs, change):
         return {}
 
-    def run(self, inputs, prepared, ids) -> torch.Tensor:
+    def run(self, inputs, prepared, ids) -> Logits:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
@@ -47,7 +48,7 @@ class SymbolicRunner:
     def on_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)
 
-    def compute(self, inputs, token_ids: np.ndarray) -> torch.Tensor:
+    def compute(self, inputs, token_ids: np.ndarray) -> Logits:
         plan = inputs.plans[None]
         plan.check()
         live = inputs.slots != self.scratch_slot
@@ -57,8 +58,8 @@ class SymbolicRunner:
         ends = np.zeros(len(inputs.slots), np.int64)
         for row in np.argsort(inputs.positions, kind="stable").tolist():
             ends[row] = self.row(plan, inputs, row) if live[row] else 0
-        logits = [_logits(int(ends[row])) for row in inputs.logit_rows]
-        return torch.from_numpy(np.stack(logits) if logits else np.zeros((0, VOCAB), np.float32))
+        scored = [_stacked(ends[rows]) for rows in np.split(inputs.score_rows, [3])]
+        return Logits(_stacked(ends[inputs.logit_rows]), [block for block in scored if len(block)])
 
     def row(self, plan, inputs, row: int) -> int:
         slots, positions = visible(plan, row)
@@ -76,6 +77,11 @@ class SymbolicRunner:
 
 def _behind(prefix: int, token: int) -> int:
     return (prefix * 1_000_003 + token * 7919 + 12345) % (2**61 - 1)
+
+
+def _stacked(prefixes: np.ndarray) -> torch.Tensor:
+    logits = [_logits(prefix) for prefix in prefixes.tolist()]
+    return torch.from_numpy(np.stack(logits) if logits else np.zeros((0, VOCAB), np.float32))
 
 
 def _logits(prefix: int) -> np.ndarray:
@@ -123,14 +129,14 @@ def _prompt_logprobs(one: Request, prefixes: list[int]) -> list | None:
         return None
     first = 1 if count is not None else max(1, one.score_from or 0)
     sampler = Sampler(VOCAB)
-    return [
-        None
-        if i < first
-        else sampler.logprobs(
-            torch.from_numpy(_logits(prefixes[i])[None]), [token], [count or 0]
-        ).take()[0]
-        for i, token in enumerate(one.prompt_token_ids)
-    ]
+
+    def entry(prefix: int, token: int) -> dict[int, float]:
+        logits = torch.from_numpy(_logits(prefix)[None])
+        scored = sampler.logprobs([logits], np.zeros(1, np.int64), np.array([token]), count)
+        return scored.take().entries([token], [count or 0])[0]
+
+    ids = one.prompt_token_ids
+    return [None if i < first else entry(prefixes[i], token) for i, token in enumerate(ids)]
 
 
 def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engine:

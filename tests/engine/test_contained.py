@@ -17,6 +17,7 @@ from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.step.results import Results
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.request import Request
+from onestem.scores import completion_tree
 from tests.engine.harness import assert_idle
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -30,8 +31,9 @@ FAULTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "mask": (GrammarState, "fill_mask", JSON),
     "grammar": (GrammarState, "accept", JSON),
     "log-probabilities": (Results, "_note_sampled", {"logprobs": 2}),
-    "prompt's log-probabilities": (Results, "_note_score", {"prompt_logprobs": 1}),
-    "choices": (Results, "_note_score", {"choices": ["yes", "no", "or else"]}),
+    "prompt's log-probabilities": (Results, "_take_span", {"prompt_logprobs": 1}),
+    "choices": (Results, "_take_span", {"choices": ["yes", "no", "or else"]}),
+    "scores": (Results, "_take_span", {"paths": tuple(completion_tree([[5, 6], [7]])[1])}),
     "best choice": (outputs, "_best_choice", {"choices": ["yes", "no", "or else"]}),
     "output": (outputs, "_completion", {"n": 3}),
 }
@@ -46,10 +48,10 @@ def llm(tmp_path_factory):
 
 def request_of(llm: LLM, name: str, fields: dict[str, Any]) -> Request:
     fields = {"max_tokens": 8, "seed": 3, **fields}
-    stream = fields.pop("stream", False)
+    extra = {name: fields.pop(name) for name in ("stream", "paths") if name in fields}
     ids = llm.tokenizer.encode("The quick brown fox: " + name[-1])
     params = SamplingParams(**fields)
-    return Request(request_id=name, prompt_token_ids=ids, params=params, stream=stream)
+    return Request(request_id=name, prompt_token_ids=ids, params=params, **extra)
 
 
 def run(llm: LLM, requests: list[Request], abort: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.engine.engine import Engine
+from onestem.engine.step.runner import Logits
 from onestem.pml import Import, Module, Prompt, Schema
 from onestem.request import Request
 from tests.engine.harness import make_engine
@@ -96,8 +97,8 @@ class Blank:
     def prepare(self, inputs, change):
         return {}
 
-    def run(self, inputs, prepared, ids) -> torch.Tensor:
-        return torch.zeros(len(inputs.logit_rows), VOCAB)
+    def run(self, inputs, prepared, ids) -> Logits:
+        return Logits(torch.zeros(len(inputs.logit_rows), VOCAB))
 
 
 def python_calls(rows: int, streamed: int) -> float:

@@ -408,11 +408,16 @@ def test_only_rows_that_ask_get_logprobs() -> None:
 def test_alternatives_are_in_order_with_ties_by_id(seed: int, vocab_size: int, count: int) -> None:
     logits = random_logits(3, vocab_size, seed, ties=True)
     token_ids = [0, vocab_size // 2, vocab_size - 1]
-    rows = logits[[2, 0, 1]]
     sampler = Sampler(vocab_size)
-    plain = sampler.logprobs(rows, token_ids, [count, 0, count]).take()
+
+    def entries() -> list:
+        blocks = [logits[[2]], logits[[0, 1]]]
+        scored = sampler.logprobs(blocks, np.arange(3), np.array(token_ids), count)
+        return scored.take().entries(token_ids, [count, 0, count])
+
+    plain = entries()
     sampler.tells_ranks = True
-    found = sampler.logprobs(rows, token_ids, [count, 0, count]).take()
+    found = entries()
     assert plain == found
     assert [type(entry) for entry in plain] == [dict] * 3
     for row, token, entry, k in zip([2, 0, 1], token_ids, found, [count, 0, count], strict=True):

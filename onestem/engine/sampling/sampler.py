@@ -9,7 +9,7 @@ the logits are, and nothing is waited for until a step's tokens are taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ __all__ = [
     "SamplingRow",
     "SamplingSettings",
     "Step",
+    "TakenChosen",
 ]
 
 
@@ -134,6 +135,11 @@ class TakenChosen(NamedTuple):
             before,
         )
 
+    def part(self, first: int, end: int) -> TakenChosen:
+        """Of some of its rows."""
+        at = slice(first, end)
+        return TakenChosen(self.own[at], self.ids[at], self.logprobs[at], self.before[at])
+
     def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
         """Of each row the `counts` most probable tokens, in order, and a token that may be one of
         them, else stands behind them."""
@@ -217,21 +223,16 @@ class Pending:
 
 
 class PendingLogprobs:
-    """Log-probabilities of given tokens that may not be there yet, and of the `counts` most
-    probable ones beside each.
+    """Log-probabilities of given tokens that may not be there yet, and of the most probable ones
+    beside each."""
 
-    Attributes:
-        tokens: the given tokens.
-    """
-
-    def __init__(self, chosen: Chosen, tokens: Sequence[int], counts: Sequence[int]) -> None:
-        self.tokens, self._counts = tokens, counts
+    def __init__(self, chosen: Chosen) -> None:
+        self._count = len(chosen.own)
         self._words = _Words(chosen.words())
 
-    def take(self) -> list[TokenLogprobs]:
+    def take(self) -> TakenChosen:
         """Wait for them."""
-        chosen = TakenChosen.of(self._words.take(), len(self.tokens))
-        return chosen.entries(self.tokens, self._counts)
+        return TakenChosen.of(self._words.take(), self._count)
 
 
 def _as_bits(values: Tensor) -> Tensor:
@@ -468,14 +469,39 @@ class Sampler:
 
     @torch.inference_mode()
     def logprobs(
-        self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
+        self,
+        blocks: Iterable[Tensor],
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        most: int | None = None,
     ) -> PendingLogprobs:
-        """Natural-log probabilities of a given token for each row of `logits` float32 `[n, vocab]`,
-        and of the `counts` most probable ones, under the model's own distribution: highest first,
-        equal ones by id. Nothing is waited for."""
-        index = on_device(np.arange(len(tokens)), logits.device)
-        ids = on_device(np.asarray(tokens, np.int64), logits.device)
-        return PendingLogprobs(self._chosen(logits, index, ids, max(counts), None), tokens, counts)
+        """Natural-log probabilities of given tokens under the model's own distribution, and of the
+        most probable ones beside each: highest first, equal ones by id. Nothing is waited for.
+
+        Args:
+            blocks: logits float32 `[n_i, vocab]`, of which one is there at a time.
+            rows: int64 `[m]`, ascending, and `tokens`: row `rows[i]` of all blocks scores
+                `tokens[i]`.
+            most: how many of the most probable ones, with ranks if they are told; None: one.
+        """
+        parts, first_row, at = [], 0, 0
+        for logits in blocks:
+            end = int(np.searchsorted(rows, first_row + len(logits)))
+            which = on_device(rows[at:end] - first_row, logits.device)
+            ids = on_device(tokens[at:end], logits.device)
+            parts.append(self._scored(logits, which, ids, most))
+            first_row, at = first_row + len(logits), end
+        return PendingLogprobs(Chosen(*map(torch.cat, zip(*parts, strict=True))))
+
+    def _scored(self, logits: Tensor, which: Tensor, ids: Tensor, most: int | None) -> Chosen:
+        """Of a block: row `which[i]` scores token `ids[i]`."""
+        every = torch.arange(len(logits), device=logits.device)
+        sums = self._ops.log_sums(logits, every)
+        values, top_ids = self._ops.leading(logits, every, min(max(1, most or 0), self.vocab_size))
+        ranked = self.tells_ranks and most is not None
+        before = self._ops.ranks(logits, which, ids) if ranked else ids[:0]
+        own = logits[which, ids] - sums[which]
+        return Chosen(own, top_ids[which], values[which] - sums[which, None], before)
 
 
 def _not_above(share: float) -> float:

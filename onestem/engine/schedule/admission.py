@@ -20,13 +20,14 @@ from onestem.engine.grammar.rules import TokenRules, spelled
 from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import BROKEN, EngineStats, refused_output
 from onestem.engine.schedule.queue import Gate
-from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.sequence import RequestState, Scoring, Sequence
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError
 from onestem.models.config import ModelConfig
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, RequestMetrics, RequestOutput
+from onestem.scores import ScorePath, completion_tree
 from onestem.seeds import derive_seed
 
 __all__ = [
@@ -99,6 +100,7 @@ def check_request(
             f"{len(request.prompt_token_ids)} (the prompt's tokens)"
         )
     _check_ids(request, vocab_size)
+    _check_paths(request, max_model_len, vocab_size)
     _check_text(request, tokenizer)
     if request.params.choices and tokenizer is not None:
         _check_choices(request, max_model_len, tokenizer)
@@ -159,9 +161,11 @@ def _check_prompt(
         raise RequestError("prompt is empty: expected at least one token")
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and not _are_ints(ids)):
         raise RequestError("prompt is neither text nor a list of token ids (integers)")
-    if len(ids) + 1 > max_model_len:
+    to_answer = 0 if request.paths else 1
+    if len(ids) + to_answer > max_model_len:
         raise RequestError(
-            f"prompt has {len(ids)} tokens, limit is {max_model_len - 1} (and one to answer): "
+            f"prompt has {len(ids)} tokens, limit is {max_model_len - to_answer}"
+            f"{' (and one to answer)' * to_answer}: "
             "shorten the prompt or raise max_model_len or kv_memory"
         )
     bad = ids[(ids < 0) | (ids >= vocab_size)]
@@ -183,6 +187,22 @@ def _check_ids(request: Request, vocab_size: int) -> None:
             raise RequestError(f"{name} has token id {highest}, expected ids below {vocab_size}")
 
 
+def _check_paths(request: Request, max_model_len: int, vocab_size: int) -> None:
+    for path in request.paths:
+        total = len(request.prompt_token_ids) + len(path.tokens)
+        if total > max_model_len:
+            raise RequestError(
+                f"prompt and completion have {total} tokens before the last, limit is "
+                f"{max_model_len}: shorten them or raise max_model_len or kv_memory"
+            )
+        ids = np.concatenate((path.tokens, path.targets))
+        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(bad):
+            raise RequestError(
+                f"completion has token id {int(bad[0])}, expected ids from 0 to {vocab_size - 1}"
+            )
+
+
 def _check_text(request: Request, tokenizer: Tokenizer | None) -> None:
     for name in ("stop", "choices", "response_format", "bad_words"):
         if tokenizer is None and getattr(request.params, name):
@@ -200,10 +220,10 @@ def _check_choices(request: Request, max_model_len: int, tokenizer: Tokenizer) -
             f"choices have {together} tokens together, limit is {MAX_CHOICE_TOKENS}: "
             "pick among fewer, then among the winners"
         )
-    total = len(request.prompt_token_ids) + max(map(len, encoded))
+    total = len(request.prompt_token_ids) + max(map(len, encoded)) - 1
     if total > max_model_len:
         raise RequestError(
-            f"prompt and choice have {total} tokens, limit is {max_model_len}: "
+            f"prompt and choice have {total} tokens before the last, limit is {max_model_len}: "
             "shorten them or raise max_model_len"
         )
 
@@ -291,7 +311,7 @@ class SequenceFactory:
 
     def open(self, request: Request) -> RequestState:
         """A request's sequences: one that computes the prompt for all n, unless nothing is shared;
-        one for each choice."""
+        one for each of its paths, or of its choices'."""
         state = RequestState(
             request,
             self._seed_of(request),
@@ -303,10 +323,16 @@ class SequenceFactory:
         )
         if request.params.choices:
             assert self._tokenizer is not None  # `Engine.validate` saw to it
+            state.choices, paths = completion_tree(choice_ids(request, self._tokenizer))
+            alternatives = request.params.logprobs
             state.sequences = [
-                self._scoring(state, i, ids)
-                for i, ids in enumerate(choice_ids(request, self._tokenizer))
+                self._scoring(state, i, path, alternatives) for i, path in enumerate(paths)
             ]
+        elif request.paths:
+            for index, path in enumerate(request.paths):
+                sequence = self._scoring(state, index, path)
+                sequence.num_prompt = len(sequence.tokens)
+                state.sequences.append(sequence)
         else:
             count = 1 if self._together else request.params.n
             state.sequences = [self.sequence(state, i) for i in range(count)]
@@ -316,7 +342,7 @@ class SequenceFactory:
         self._stats.requests += 1
         self._stats.logical_prompt_tokens += len(request.prompt_token_ids) * max(
             len(state.sequences), request.params.n
-        )
+        ) + sum(len(path.tokens) for path in request.paths)
         return state
 
     def refuse(self, request: Request, error: Exception) -> None:
@@ -340,7 +366,7 @@ class SequenceFactory:
         sequence = Sequence(state, index, array("i", state.own_prompt))
         sequence.most_tokens = self._most_tokens(state)
         if index == 0:
-            sequence.score_from = _first_scored(request)
+            sequence.scoring = _prompt_scoring(request)
         if params.stop or request.stream:
             sequence.detokenizer = self.detokenizer(request)
         sequence.grammar = self._grammar_of(state)
@@ -396,20 +422,29 @@ class SequenceFactory:
             ),
         )
 
-    def _scoring(self, state: RequestState, index: int, ids: list[int]) -> Sequence:
-        sequence = Sequence(state, index, array("i", [*state.own_prompt, *ids]))
-        sequence.num_prompt = len(state.own_prompt)
-        sequence.score_from = sequence.num_prompt
+    def _scoring(
+        self, state: RequestState, index: int, path: ScorePath, alternatives: int | None = None
+    ) -> Sequence:
+        prompt = state.own_prompt
+        tokens = np.concatenate((prompt, path.tokens)).astype(np.intc)
+        sequence = Sequence(state, index, array("i", tokens.tobytes()))
+        sequence.num_prompt = len(prompt)
+        sequence.scoring = Scoring(path.rows + (len(prompt) - 1), path.targets, alternatives)
         sequence.score_only = True
         return sequence
 
 
-def _first_scored(request: Request) -> int | None:
-    """The first prompt token whose log-probability is wanted; the very first has none."""
+def _prompt_scoring(request: Request) -> Scoring | None:
+    """Of the prompt's own tokens; the very first has no log-probability."""
     wanted = [] if request.score_from is None else [max(1, request.score_from)]
-    if request.params.prompt_logprobs is not None:
+    alternatives = request.params.prompt_logprobs
+    if alternatives is not None:
         wanted.append(1)
-    return min(wanted, default=None)
+    if not wanted:
+        return None
+    targets = np.asarray(request.prompt_token_ids[min(wanted) :], np.int64)
+    rows = np.arange(len(targets)) + (min(wanted) - 1)
+    return Scoring(rows, targets, alternatives or 0)
 
 
 def _pml_prompt(request: Request) -> PmlPrompt | None:

@@ -87,7 +87,7 @@ def _order(sequence: Sequence) -> tuple[bool, int]:
 
 def _num_left(sequence: Sequence) -> int:
     """Tokens of its prompt that are neither computed nor scheduled."""
-    return sequence.num_to_compute - sequence.frontier
+    return len(sequence.tokens) - sequence.frontier
 
 
 def _place(sequence: Sequence) -> tuple[bool, float]:
@@ -261,7 +261,7 @@ class Scheduler:
         for chunk in edits.chunks:
             sequence = chunk.sequence
             edits.jobs += (chunk.end - chunk.start) * sequence.is_job
-            if chunk.module is None and chunk.end == sequence.num_to_compute:
+            if chunk.module is None and chunk.end == len(sequence.tokens):
                 if sequence.score_only:
                     self.prompts.remove(sequence)
                 else:
@@ -292,7 +292,7 @@ class Scheduler:
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """A sequence that goes on beside its parent (n > 1)."""
         child = self.factory.sequence(parent.state, index)
-        child.score_from = None
+        child.scoring = None
         child.modules = parent.modules.fork(child) if parent.modules is not None else None
         child.order = next(self._orders)
         parent.state.sequences.append(child)
@@ -330,7 +330,7 @@ class Scheduler:
         self._standing.clear()
         for sequence in list(self.running):
             sequence.leave_slot()
-            no_sample = sequence in lost or sequence.frontier >= sequence.num_to_compute
+            no_sample = sequence in lost or sequence.frontier >= len(sequence.tokens)
             if no_sample or sequence.wants_scores:
                 self.preempt(sequence)
             elif sequence not in self.prompts:
@@ -521,7 +521,7 @@ class Scheduler:
         found: dict[Sequence, int] = {}
         for run in sequence.path(self.version):
             if (owner := _job_of(run)) is not None:
-                ahead = min(run.end, sequence.num_to_compute) - owner.frontier
+                ahead = min(run.end, len(sequence.tokens)) - owner.frontier
                 modules = sum(len(one.run.tokens) - one.run.computed for one in owner.imports)
                 found[owner] = max(found.get(owner, 0), ahead + modules)
         modules_of: Counter[Sequence] = Counter()
@@ -578,7 +578,7 @@ class Scheduler:
                 continue
             if run.owner is not None and run.owner is not sequence:
                 break
-            take = min(budget - (at - start), run.end - at, sequence.num_to_compute - at)
+            take = min(budget - (at - start), run.end - at, len(sequence.tokens) - at)
             if take <= 0 or not self._reserve(sequence, run, run.computed + take):
                 break
             at += take
@@ -708,8 +708,9 @@ class Scheduler:
 
     def _attach(self, sequence: Sequence) -> bool:
         self.handling = sequence
-        tokens = sequence.ids()[: sequence.num_to_compute].copy()
-        run = self.cache.attach(tokens, sequence.match_limit, sequence, sequence.stretches)
+        run = self.cache.attach(
+            sequence.ids().copy(), sequence.match_limit, sequence, sequence.stretches
+        )
         sequence.run = run
         sequence.import_modules(self.cache)
         sequence.forget_path()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from onestem.engine.step.inputs import Change, StepInputs
-from onestem.engine.step.runner import Prepared, Runner
+from onestem.engine.step.runner import Logits, Prepared, Runner
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
 from onestem.ops.triton import Scores, States, Workspace
@@ -163,7 +163,7 @@ class GraphRunner(Runner):
             return False
         return True
 
-    def run(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Tensor:
+    def run(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Logits:
         if not isinstance(prepared, int):
             return super().run(inputs, prepared, ids)
         rows = len(inputs.positions)
@@ -175,12 +175,7 @@ class GraphRunner(Runner):
                 workspace.upload()
         graph = self._graph(prepared)
         graph.graph.replay()
-        hidden, wanted = graph.hidden[:rows], inputs.logit_rows
-        if not len(wanted):
-            return hidden.new_zeros((0, self.decoder.config.vocab_size), dtype=torch.float32)
-        if not np.array_equal(wanted, np.arange(rows)):
-            hidden = hidden[self.on_device(wanted)]
-        return self.decoder.logits(hidden)
+        return self._logits(inputs, graph.hidden[:rows])
 
     def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
         self._turn = 1 - self._turn

@@ -13,7 +13,7 @@ import numpy as np
 
 from onestem.cache import Run
 from onestem.engine.modules.prompt import ImportedRun
-from onestem.engine.sequence import Chunk, ScoreRow, Sequence
+from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
 from onestem.engine.step.slots import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 
@@ -54,10 +54,10 @@ class StepInputs:
     Attributes:
         token_ids, positions, slots: int64 `[num_rows]`; `slots` is where each row's K and V go.
         plans: attention plan by window (None: unlimited).
-        logit_rows: int64 `[num_logits]`, rows whose logits are wanted: of decodes, each once; then
-            of `ends`, as often as they are sampled from; then of `scores`.
+        logit_rows: int64 `[num_logits]`, rows that are sampled from: of decodes, each once; then
+            of `ends`, as often as they are.
         ends: chunks behind which sequences sample.
-        scores: what the last logits are for.
+        score_rows: int64 `[n]`, ascending: rows that score given tokens, and `scores`: which.
         shared_read_tokens: keys that sequences see and need not read, since one read of a run
             serves several of them.
     """
@@ -68,7 +68,8 @@ class StepInputs:
     plans: dict[int | None, AttentionPlan]
     logit_rows: np.ndarray
     ends: list[Chunk]
-    scores: list[ScoreRow]
+    score_rows: np.ndarray
+    scores: list[ScoreSpan]
     shared_read_tokens: int
 
 
@@ -219,8 +220,9 @@ class _ChunkLayout:
         self.num_rows = plan.num_rows
         self.ends: list[Chunk] = []
         self.end_rows: list[int] = []
-        self.scores: list[ScoreRow] = []
-        self.score_rows: list[int] = []
+        self.scores: list[ScoreSpan] = []
+        self.score_rows: list[np.ndarray] = []
+        self._num_score_rows = 0
         self._num_decodes = plan.num_rows
         self._runs: dict[Run, int] = {}
         self._open: dict[int, _OpenSpan] = {}  # by run
@@ -301,20 +303,21 @@ class _ChunkLayout:
         if chunk.samples:
             self.ends.append(chunk)
             self.end_rows.extend([self.num_rows + b - 1 - a] * len(chunk.samples))
-        if sequence.score_from is None:
+        if sequence.scoring is None:
             return
-        # Row i scores token i + 1; sampled tokens have theirs from the step that sampled them.
-        last_given = len(sequence.tokens) if sequence.score_only else sequence.num_prompt
-        for index in range(max(a, sequence.score_from - 1), min(b, last_given - 1)):
-            self.scores.append(ScoreRow(sequence, index))
-            self.score_rows.append(self.num_rows + index - a)
+        first, end = sequence.scoring.span(a, b)
+        if first < end:
+            rows, at = np.unique(sequence.scoring.rows[first:end], return_inverse=True)
+            self.scores.append(ScoreSpan(sequence, first, end, at + self._num_score_rows))
+            self.score_rows.append(self.num_rows - a + rows)
+            self._num_score_rows += len(rows)
 
     def inputs(self, windows: Seq[int | None]) -> StepInputs:
         for index, span in self._open.items():
             self._add_open(index, span)
         ids, positions, slots = map(np.concatenate, (self.ids, self.positions, self.slots))
         plan = self.builder.build(positions)
-        wanted = [*range(self._num_decodes), *self.end_rows, *self.score_rows]
+        wanted = [*range(self._num_decodes), *self.end_rows]
         return StepInputs(
             ids,
             positions,
@@ -322,6 +325,7 @@ class _ChunkLayout:
             {window: windowed(plan, window) for window in set(windows)},
             np.array(wanted, np.int64),
             self.ends,
+            np.concatenate((np.zeros(0, np.int64), *self.score_rows)),
             self.scores,
             self._shared_read_tokens,
         )

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onestem.engine.sampling.sampler import Pending, PendingLogprobs, Sampler, Step
-from onestem.engine.sequence import Edits, ScoreRow
+from onestem.engine.sequence import Edits, ScoreSpan
 from onestem.engine.step.order import Order
-from onestem.engine.step.runner import Runner
+from onestem.engine.step.runner import Logits, Runner
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl
 
@@ -46,7 +46,7 @@ class Flight:
     is_plain: bool
     num_decodes: int
     sampled: Pending | None
-    scores: list[ScoreRow]
+    scores: list[ScoreSpan]
     scored: PendingLogprobs | None
     began: float
 
@@ -73,8 +73,8 @@ class Launcher:
         in flight: else what is in flight is taken before the next launch."""
         return not self.flights or bool((order.slots.flight_row[order.rows.slot] >= 0).all())
 
-    def forward(self, order: Order) -> Tensor:
-        """Logits float32 `[num_logits, vocab]` of the order's step."""
+    def forward(self, order: Order) -> Logits:
+        """Logits of the order's step."""
         self.began = time.perf_counter()
         prepared: Any = self.runner.prepare(order.inputs, order.change)
         return self.runner.run(order.inputs, prepared, self._ids(order))
@@ -92,12 +92,12 @@ class Launcher:
             return sampled.ids[: len(rows)]
         return sampled.ids[self.runner.on_device(rows)]
 
-    def sample(self, order: Order, edits: Edits, logits: Tensor) -> Flight:
+    def sample(self, order: Order, edits: Edits, logits: Logits) -> Flight:
         """Sample and score the step's rows. Nothing is waited for."""
         columns, slots = order.slots, order.sampled
         with torch.inference_mode():
-            sampled = self._sample(order, logits[: len(slots)]) if len(slots) else None
-            scored = self._score(order.inputs.scores, logits[len(slots) :])
+            sampled = self._sample(order, logits.samples) if len(slots) else None
+            scored = self._score(order.inputs.scores, logits)
         if order.change is None:
             columns.note_launched(slots)
             self._is_watched = bool(columns.is_watched[slots].any())
@@ -143,12 +143,16 @@ class Launcher:
         found = np.flatnonzero(np.isin(order.sampled, list(order.slots.masked)))
         return [i for i in found.tolist() if order.slots.fill_mask(int(order.sampled[i]))]
 
-    def _score(self, scores: list[ScoreRow], logits: Tensor) -> PendingLogprobs | None:
+    def _score(self, scores: list[ScoreSpan], logits: Logits) -> PendingLogprobs | None:
         if not scores:
             return None
-        targets = [row.sequence.tokens[row.index + 1] for row in scores]
-        counts = [row.sequence.num_alternatives for row in scores]
-        return self._sampler.logprobs(logits, targets, counts)
+        wanted = [one.sequence.scoring.num_alternatives for one in scores if one.sequence.scoring]
+        return self._sampler.logprobs(
+            logits.scored,
+            np.concatenate([one.at for one in scores]),
+            np.concatenate([one.targets for one in scores]),
+            most=max((count for count in wanted if count is not None), default=None),
+        )
 
     def abandon(self) -> None:
         """What is in flight is computed again."""

@@ -363,7 +363,9 @@ class Order:
         positions, slots = self._last_rows()
         plan.row_position[:] = positions
         zeros = np.zeros(count, np.int64)
-        self._decodes = StepInputs(zeros, positions, slots, plans, np.arange(count), [], [], 0)
+        self._decodes = StepInputs(
+            zeros, positions, slots, plans, np.arange(count), [], zeros[:0], [], 0
+        )
         self._own = np.arange(count)
         self._shared_tokens = self._count_shared()
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onestem.engine.outputs import BROKEN, EngineStats
-from onestem.engine.sampling.sampler import Sampled, Sampler
+from onestem.engine.sampling.sampler import Sampled, Sampler, TakenChosen
 from onestem.engine.schedule.scheduler import Scheduler
-from onestem.engine.sequence import Chunk, RequestState, ScoreRow, Sequence
+from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Sequence
 from onestem.engine.step.launch import Flight
 from onestem.engine.step.slots import Slots
 from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
@@ -74,7 +72,7 @@ class Results:
     def commit(self, flight: Flight) -> None:
         """Take what a step has scored and sampled; wait for it, if it is not there yet."""
         if flight.scored is not None:
-            self._take_scores(flight.scores, flight.scored.tokens, flight.scored.take())
+            self._take_scores(flight.scores, flight.scored.take())
         if flight.sampled is not None:
             self._take_samples(flight, flight.sampled.take())
 
@@ -177,36 +175,34 @@ class Results:
             return "error"
         return ending
 
-    def _take_scores(
-        self, rows: list[ScoreRow], targets: Seq[int], entries: list[TokenLogprobs]
-    ) -> None:
+    def _take_scores(self, spans: list[ScoreSpan], chosen: TakenChosen) -> None:
         """Note the log-probabilities of given tokens."""
-        for row, target, entry in zip(rows, targets, entries, strict=True):
-            if row.sequence.finish_reason is not None:
+        at = 0
+        for span in spans:
+            part, at = chosen.part(at, at + span.end - span.first), at + span.end - span.first
+            if span.sequence.finish_reason is not None:
                 continue
-            self.touched[row.sequence.state] = None
+            self.touched[span.sequence.state] = None
             try:
-                self._take_score(row, target, entry)
+                self._take_span(span, part)
             except Exception as error:
-                self.end_broken(row.sequence, error)
+                self.end_broken(span.sequence, error)
 
-    def _take_score(self, row: ScoreRow, target: int, entry: TokenLogprobs) -> None:
-        sequence = row.sequence
-        if not math.isfinite(entry[target]):
+    def _take_span(self, span: ScoreSpan, chosen: TakenChosen) -> None:
+        sequence, scoring = span.sequence, span.sequence.scoring
+        assert scoring is not None
+        if not np.isfinite(chosen.own).all():
             sequence.stop_reason = NOT_FINITE
             self.finish(sequence, "error")
             return
-        self._note_score(row, target, entry)
-        if sequence.score_only and row.index + 2 == len(sequence.tokens):
+        scoring.logprobs[span.first : span.end] = chosen.own
+        scoring.is_greedy[span.first : span.end] = chosen.ids[:, 0] == span.targets
+        if scoring.num_alternatives is not None:
+            counts = [scoring.num_alternatives] * len(chosen.own)
+            scoring.entries += chosen.entries(span.targets.tolist(), counts)
+        scoring.num_known = span.end
+        if sequence.score_only and scoring.is_complete:
             self.finish(sequence, "stop")
-
-    def _note_score(self, row: ScoreRow, target: int, entry: TokenLogprobs) -> None:
-        known = row.index + 1 in row.sequence.scores  # computed again after a preemption
-        row.sequence.scores[row.index + 1] = entry[target]
-        if not row.sequence.score_only:
-            row.sequence.state.prompt_logprobs[row.index + 1] = entry
-        elif not known:
-            row.sequence.logprobs.append(entry)
 
     def _end_without_token(self, sequence: Sequence, status: int) -> None:
         """No token can follow: a grammar at its end before min_tokens, weights that overflow."""
@@ -232,7 +228,8 @@ class Results:
         sequence.leave_slot()
         sequence.finish_reason = reason
         try:
-            self._finish_text(sequence)
+            if not sequence.score_only:
+                self._finish_text(sequence)
         except Exception as error:
             self._note_broken(sequence, error)
         self._let_go(sequence)
@@ -291,7 +288,7 @@ class Results:
     def _visible_ids(self, sequence: Sequence) -> list[int]:
         """Ids that make the text: not the one that ended it."""
         ids = sequence.output_ids.tolist()
-        ended = sequence.finish_reason == "stop" and not sequence.score_only and ids
+        ended = sequence.finish_reason == "stop" and ids
         return ids[:-1] if ended and self._ends(sequence, ids[-1]) else ids
 
     def _ends(self, sequence: Sequence, token: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,27 @@ from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocat
 from onestem.ops.copies import on_device
 from onestem.options import ShareMode
 
-__all__ = ["Prepared", "Runner"]
+__all__ = ["Logits", "Prepared", "Runner"]
+
+# Rows that score are many, and their logits large: so many values are there at a time (128 MiB).
+BLOCK_LOGITS = 1 << 25
 
 # By window; empty where nothing is attended.
 Prepared = dict[int | None, PreparedAttention]
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Of a step's rows, float32.
+
+    Attributes:
+        samples: `[num_logits, vocab_size]`, of those that are sampled from.
+        scored: `[n_i, vocab_size]` each, of those that score given tokens; a block is made when it
+            is asked for, before the next step.
+    """
+
+    samples: Tensor
+    scored: Iterable[Tensor] = ()
 
 
 class Runner:
@@ -72,8 +91,8 @@ class Runner:
             window: self.impl.prepare(plan, share=together) for window, plan in inputs.plans.items()
         }
 
-    def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Tensor:
-        """Logits float32 `[num_logits, vocab_size]` of the rows that want them. `ids` int64
+    def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
+        """Logits of the rows that want them. `ids` int64
         `[num_decodes]` are the first rows' tokens where they are on the device already, instead of
         `inputs.token_ids`."""
         if ids is None:
@@ -87,8 +106,8 @@ class Runner:
         return on_device(values, self.decoder.device)
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Tensor:
-        rows, wanted = len(inputs.positions), inputs.logit_rows
+    def _forward(self, inputs: StepInputs, prepared: Prepared, ids: Tensor) -> Logits:
+        rows = len(inputs.positions)
         spare = self.decoder.padded_rows(rows) - rows
         slots = _padded(inputs.slots, spare, self.scratch_slot)
         hidden = self.decoder.forward(
@@ -96,12 +115,25 @@ class Runner:
             self.on_device(_padded(inputs.positions, spare, 0)),
             self._attend(prepared, self.on_device(slots), rows),
         )
+        return self._logits(inputs, hidden)
+
+    def _logits(self, inputs: StepInputs, hidden: Tensor) -> Logits:
+        """`hidden` `[n, hidden_size]`: of the step's rows, with spare ones behind them."""
+        wanted, scoring = inputs.logit_rows, inputs.score_rows
+        block = max(1, BLOCK_LOGITS // self.decoder.config.vocab_size)
+        blocks = [scoring[first : first + block] for first in range(0, len(scoring), block)]
+        scored: Iterator[Tensor] = (self._logits_of(rows, hidden) for rows in blocks)
         if not len(wanted):
-            return hidden.new_zeros((0, self.decoder.config.vocab_size), dtype=torch.float32)
-        if not np.array_equal(wanted, np.arange(rows)):
-            spare = self.decoder.padded_rows(len(wanted)) - len(wanted)
-            hidden = hidden[self.on_device(_padded(wanted, spare, 0))]
-        return self.decoder.logits(hidden)[: len(wanted)]
+            empty = hidden.new_zeros((0, self.decoder.config.vocab_size), dtype=torch.float32)
+            return Logits(empty, scored)
+        if np.array_equal(wanted, np.arange(len(inputs.positions))):
+            return Logits(self.decoder.logits(hidden)[: len(wanted)], scored)
+        return Logits(self._logits_of(wanted, hidden), scored)
+
+    def _logits_of(self, rows: np.ndarray, hidden: Tensor) -> Tensor:
+        spare = self.decoder.padded_rows(len(rows)) - len(rows)
+        picked = hidden[self.on_device(_padded(rows, spare, 0))]
+        return self.decoder.logits(picked)[: len(rows)]
 
     def _attend(self, prepared: Prepared, slots: Tensor, rows: int) -> Attend:
         """Of the first `rows`; the others see nothing, and what stands there is not read."""

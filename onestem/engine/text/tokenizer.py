@@ -213,6 +213,11 @@ class Tokenizer:
     # --- chat ----------------------------------------------------------------------------------
 
     @property
+    def first_id(self) -> int | None:
+        """What stands for a beginning: BOS, else EOS; None: the tokenizer names neither."""
+        return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._hugging_face.chat_template)
 

@@ -44,6 +44,9 @@ class TorchSampling:
         return logits[index].double().logsumexp(dim=-1)
 
     def leading(self, logits: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if count == 1:  # no need to sort
+            values, ids = logits[index].max(dim=-1, keepdim=True)  # equal logits: the lowest id
+            return values, ids
         values, ids = logits[index].sort(dim=-1, descending=True, stable=True)
         return values[:, :count], ids[:, :count]
 

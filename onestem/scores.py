@@ -1,0 +1,240 @@
+"""Log-probabilities of given tokens: which rows have to be computed for them, each once.
+
+A token is scored by the logits behind the tokens before it. Items that begin alike (options of a
+prompt, prompts with the same examples, texts with one header) are paths of one tree: a row that
+several of them need is one item's to compute and to score for all of them. Options of one token
+take no rows of their own: all of them are read off the prompt's last row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from onestem.checked import show
+from onestem.errors import RequestError
+
+__all__ = [
+    "PathScores",
+    "Score",
+    "ScorePath",
+    "ScoreTree",
+    "completion_tree",
+    "encode_pairs",
+    "rolling_windows",
+]
+
+EncodeBatch = Callable[[list[str]], list[list[int]]]
+IntArray = NDArray[np.int64]
+Value = TypeVar("Value", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How probable given tokens are.
+
+    Attributes:
+        logprob: natural logarithm of the probability of all of them.
+        token_ids: the tokens.
+        token_logprobs: of each, behind those before it.
+        is_greedy: whether each of them is the most probable one in its place.
+    """
+
+    logprob: float
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    is_greedy: bool
+
+    @staticmethod
+    def of(token_ids: ArrayLike, logprobs: NDArray[np.float64], greedy: NDArray[np.bool_]) -> Score:
+        """Of tokens with their log-probabilities, and whether each is the most probable one."""
+        ids, values = np.asarray(token_ids), logprobs.tolist()
+        return Score(sum(values), tuple(ids.tolist()), tuple(values), bool(greedy.all()))
+
+    @staticmethod
+    def joined(parts: Sequence[Score]) -> Score:
+        """Of tokens that follow each other."""
+        return Score(
+            sum(part.logprob for part in parts),
+            tuple(token for part in parts for token in part.token_ids),
+            tuple(value for part in parts for value in part.token_logprobs),
+            all(part.is_greedy for part in parts),
+        )
+
+
+class ScorePath(NamedTuple):
+    """Tokens that are computed behind a prompt, and what rows score.
+
+    Attributes:
+        tokens: int64 `[n]`, behind the prompt.
+        rows: int64 `[m]`, ascending; 0 is the row of the prompt's last token, 1 that of the first
+            of `tokens`, and -1 that of the prompt's last token but one.
+        targets: int64 `[m]`, the token that each row scores. A row may score several.
+    """
+
+    tokens: IntArray
+    rows: IntArray
+    targets: IntArray
+
+
+class PathScores(NamedTuple):
+    """Attributes:
+    logprobs: float64 `[m]`, natural logarithms, of a path's targets.
+    is_greedy: bool `[m]`, whether a target is the most probable token; of equal ones the lowest
+        id is.
+    """
+
+    logprobs: NDArray[np.float64]
+    is_greedy: NDArray[np.bool_]
+
+
+class _Piece(NamedTuple):
+    """Where some of an item's tokens are scored: targets `first` to `end` - 1 of a leaf, as they
+    were asked for."""
+
+    leaf: int
+    first: int
+    end: int
+
+
+class ScoreTree:
+    """Items that are scored together.
+
+    Args:
+        items: token ids of each.
+        starts: the index of each item's first token that is scored, 1 at least. Some are scored.
+
+    Attributes:
+        items: int64 `[n]` each.
+        leaves: int64 `[n]` each: what has to be computed, in no order; none begins with another.
+        leaf_of: of each item, the leaf that begins with its tokens but the last.
+    """
+
+    def __init__(self, items: Sequence[ArrayLike], starts: Sequence[int]) -> None:
+        self.items = [np.asarray(ids, np.int64) for ids in items]
+        self._starts = starts
+        keys = [ids[:-1].astype(">u4").tobytes() for ids in self.items]
+        self._keys: list[bytes] = []
+        self.leaf_of = [0] * len(keys)
+        for item in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
+            # Whoever begins with a key stands just before it here.
+            if not self._keys or not self._keys[-1].startswith(keys[item]):
+                self._keys.append(keys[item])
+            self.leaf_of[item] = len(self._keys) - 1
+        self.leaves = [np.frombuffer(key, ">u4").astype(np.int64) for key in self._keys]
+        self._pieces: list[list[_Piece]] = []
+        self._places: list[IntArray] = []  # of a leaf's targets as asked for, among its different
+
+    def paths(self, order: Iterable[int], prompt_tokens: int | None = None) -> list[ScorePath]:
+        """What each leaf computes behind its first `prompt_tokens` (None: all are the prompt) and
+        scores, if they run in this order: a row is scored by the first that computes it."""
+        owners = self._owners(order)
+        asked: list[list[tuple[IntArray, IntArray]]] = [[] for _ in self.leaves]
+        counts = [0] * len(self.leaves)
+        self._pieces = []
+        for ids, start, leaf in zip(self.items, self._starts, self.leaf_of, strict=True):
+            pieces = []
+            for owner, first, end in _cut(owners[leaf], start - 1, len(ids) - 1):
+                asked[owner].append((np.arange(first, end), ids[first + 1 : end + 1]))
+                pieces.append(_Piece(owner, counts[owner], counts[owner] + end - first))
+                counts[owner] += end - first
+            self._pieces.append(pieces)
+        self._places, paths = [], []
+        for tokens, some in zip(self.leaves, asked, strict=True):
+            rows, targets = map(np.concatenate, zip(*some, strict=True))
+            _, first_at, places = np.unique(
+                rows << 32 | targets, return_index=True, return_inverse=True
+            )
+            self._places.append(places)
+            prompt = len(tokens) if prompt_tokens is None else prompt_tokens
+            path = ScorePath(tokens[prompt:], rows[first_at] - prompt + 1, targets[first_at])
+            paths.append(path)
+        return paths
+
+    def _owners(self, order: Iterable[int]) -> list[list[tuple[int, int]]]:
+        """Who computes the rows on each leaf's path: (first row, leaf), from the root down."""
+        owners: list[list[tuple[int, int]]] = [[] for _ in self.leaves]
+        known: list[tuple[bytes, int]] = []
+        for leaf in order:
+            key = (self._keys[leaf], leaf)
+            at, common, above = bisect_left(known, key), 0, owners[leaf]
+            for _, other in known[max(0, at - 1) : at + 1]:
+                shared = _num_common(self.leaves[leaf], self.leaves[other])
+                if shared > common:
+                    common, above = shared, owners[other]
+            owners[leaf] = [*((row, who) for row, who in above if row < common), (common, leaf)]
+            known.insert(at, key)
+        return owners
+
+    def take(self, values: Sequence[NDArray[Value]]) -> list[NDArray[Value]]:
+        """`values[i]` belong to the targets of path i; those of each item's tokens."""
+        return [
+            np.concatenate(
+                [values[leaf][self._places[leaf][first:end]] for leaf, first, end in pieces]
+            )
+            for pieces in self._pieces
+        ]
+
+    def scores(self, of_paths: Sequence[PathScores]) -> list[Score]:
+        """Of each item, what was asked for."""
+        logprobs = self.take([one.logprobs for one in of_paths])
+        greedy = self.take([one.is_greedy for one in of_paths])
+        given = [ids[start:] for ids, start in zip(self.items, self._starts, strict=True)]
+        return list(map(Score.of, given, logprobs, greedy))
+
+
+def completion_tree(completions: Iterable[Sequence[int]]) -> tuple[ScoreTree, list[ScorePath]]:
+    """Token ids of texts that may follow one prompt, none of them empty; and their paths."""
+    items = [[0, *ids] for ids in completions]  # the first stands for the prompt
+    tree = ScoreTree(items, [1] * len(items))
+    return tree, tree.paths(range(len(tree.leaves)), prompt_tokens=1)
+
+
+def encode_pairs(
+    prompt: str, completions: Sequence[str], encode_batch: EncodeBatch, first_id: int | None
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a prompt and of texts that follow it. As lm-eval cuts them: the whole is encoded
+    and cut where the prompt's own ids end; spaces at the prompt's end belong to the completions.
+
+    Args:
+        first_id: what stands for a prompt without tokens; None: such a prompt stays empty.
+    """
+    context = prompt.rstrip()
+    spaces = prompt[len(context) :]
+    ids, *wholes = encode_batch([context, *(prompt + text for text in completions)])
+    given = [whole[len(ids) :] for whole in wholes]
+    for text, some in zip(completions, given, strict=True):
+        if not some:
+            raise RequestError(f"completion {show(spaces + text)} has no tokens of its own")
+    return ids or [one for one in (first_id,) if one is not None], given
+
+
+def rolling_windows(num_tokens: int, max_len: int) -> Iterator[tuple[int, int, int]]:
+    """A text of so many tokens in windows of at most `max_len` tokens that are computed: (first,
+    start, end) of each. Tokens start..end-1 are scored, behind those from `first` on; the text's
+    first token stands for its context and is not scored. As lm-eval cuts texts, with one token of
+    context at least: all tokens once, and the last ones with as much context as fits.
+    """
+    for start in range(1, num_tokens, max_len):
+        end = min(start + max_len, num_tokens)
+        yield max(0, end - 1 - max_len), start, end
+
+
+def _cut(owners: list[tuple[int, int]], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(leaf, first row, end) of the parts of rows first..end-1 by whose they are."""
+    until = [row for row, _ in owners[1:]] + [end]
+    for (row, leaf), stop in zip(owners, until, strict=True):
+        if max(row, first) < min(stop, end):
+            yield leaf, max(row, first), min(stop, end)
+
+
+def _num_common(a: IntArray, b: IntArray) -> int:
+    """Leading tokens that two have in common."""
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size
