@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, WeightsError
 from onestem.models.checkpoint import (
     PACKED,
     Checkpoint,
@@ -44,7 +44,7 @@ from onestem.models.mlp import (
 from onestem.models.quantization import Scheme
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads, resolve_layers
-from onestem.ops.experts import MX_BLOCK, GroupedWeight
+from onestem.ops.experts import MAX_POWER, MX_BLOCK, GroupedWeight
 from onestem.options import Quantize
 
 __all__ = [
@@ -473,6 +473,11 @@ class _Builder:
         if experts.mxfp4:
             values = self.source(f"{name}_blocks", torch.uint8).flatten(-2)
             scales = self.source(f"{name}_scales", torch.uint8)
+            if self.on_gpu and (largest := int(scales.max())) > MAX_POWER:
+                raise WeightsError(
+                    f"{name}_scales has {largest}, limit on a GPU is {MAX_POWER} (weights of up to "
+                    "12): use a CPU, or the model in 16 bits"
+                )
         else:
             values, scales = self.source(name), None
             values = values.transpose(1, 2).contiguous() if names.alternating else values

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MX_BLOCK", "GroupedWeight"]
+__all__ = ["MAX_POWER", "MX_BLOCK", "GroupedWeight"]
 
 # Values that share a scale in mxfp4 (OCP Microscaling Formats 1.0, section 5.2).
 MX_BLOCK = 32
+
+# The largest scale (2) that is widened inside a product: weights of up to 12.
+MAX_POWER = 128
 
 # e2m1, by sign, two bits of exponent and one of mantissa.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

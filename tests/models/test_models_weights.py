@@ -222,7 +222,7 @@ def test_random_weights_of_mxfp4(tmp_path: Path) -> None:
     assert 0.7 < first.std().item() / 0.02 < 1.5
 
 
-def test_mxfp4_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_mxfp4_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     scales = load_file(path / "model.safetensors")[name]
@@ -230,6 +230,12 @@ def test_mxfp4_of_another_kind_is_refused(tmp_path: Path) -> None:
         _answers(_edited(path, tmp_path / "signed", **{name: scales.to(torch.int8)}))
     with pytest.raises(WeightsError, match=f"lacks .*{name}"):
         _answers(_edited(path, tmp_path / "lacking", **{name: None}))
+    large = _edited(path, tmp_path / "large", **{name: torch.full_like(scales, 129)})
+    assert bool(_answers(large).isfinite().all())
+    with monkeypatch.context() as patched:
+        patched.setattr("onestem.models.weights._has_kernels", lambda _: True)
+        with pytest.raises(WeightsError, match=f"{name} has 129, limit on a GPU is 128"):
+            _answers(large)
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "gptq"
     (path / "config.json").write_text(json.dumps(config))

@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from onestem.models.description import Experts
 from onestem.models.mlp import route as route_in_torch
-from onestem.ops.experts import GroupedWeight
+from onestem.ops.experts import MAX_POWER, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
 from onestem.ops.triton.experts import GroupedExperts, Tiles, route, sort_rows
 
@@ -145,6 +145,19 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
     got = GroupedExperts(up, down)(x, scores.contiguous(), chosen)
     exact = written_out(x, scores, chosen, converted(up), converted(down), ())
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+def test_scales_of_mxfp4_from_the_least_to_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, SMALL))
+    up = torch.eye(32, device=DEVICE).repeat(2, 1)[None]  # gate and up are the row itself
+    down = mxfp4(1, 4, 32)
+    assert down.scales is not None
+    down.scales[0, :, 0] = torch.tensor([0, 1, 64, MAX_POWER], dtype=torch.uint8, device=DEVICE)
+    x = 8 * torch.eye(32, device=DEVICE)
+    ones = torch.ones(32, 1, device=DEVICE)
+    got = GroupedExperts(GroupedWeight(up), down)(x, ones, torch.zeros_like(ones).int())
+    exact = (x * torch.sigmoid(x) * x).double() @ down.dense(0, torch.float64).T
+    torch.testing.assert_close(got.double(), exact, atol=0, rtol=1e-5)
 
 
 def mxfp4(num: int, rows: int, columns: int) -> GroupedWeight:

@@ -165,10 +165,12 @@ def _tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(bits):
-    """Four bits (sign, two of exponent, one of mantissa) as 2 ** -14 of their value."""
-    half = ((bits & 7).to(tl.int16) << 9) | ((bits & 8).to(tl.int16) << 12)
-    return half.to(tl.float16, bitcast=True).to(tl.float32)
+def _e2m1(byte, left: tl.constexpr):
+    """Four bits of int32, so many from its right end (sign, two of exponent, one of mantissa), as
+    2 ** -126 of their value: they become the lowest exponents of float32, zeros and halves among
+    its subnormal numbers."""
+    bits = (byte << (22 - left)) & 0x01C00000 | (byte << (28 - left)) & -2147483648
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -176,7 +178,8 @@ def _load_weight(
     values, scales, line, inside, k, size, dtype: tl.constexpr,
     MXFP4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]."""
+    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]. Of mxfp4, scales are `MAX_POWER`
+    at most."""
     if MXFP4:
         pair = k // 2 + tl.arange(0, BLOCK_K // 2)
         at = line[:, None] * (size // 2) + pair[None, :]
@@ -184,10 +187,12 @@ def _load_weight(
         block = k // 32 + tl.arange(0, BLOCK_K // 32)
         at = line[:, None] * (size // 32) + block[None, :]
         power = tl.load(scales + at, mask=inside[:, None] & (block < size // 32)[None, :], other=0)
-        scale = (power.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
-        value = tl.join(_e2m1(byte & 15), _e2m1(byte >> 4))  # [BLOCK_N, BLOCK_K / 2, 2]
-        value = tl.reshape(value, (BLOCK_N, BLOCK_K // 32, 32)) * scale[:, :, None]
-        weight = tl.trans(tl.reshape(value, (BLOCK_N, BLOCK_K))).to(dtype)
+        scale = ((power.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        scale = tl.broadcast_to(scale, (BLOCK_N, BLOCK_K // 32, 16))
+        scale = tl.reshape(scale, (BLOCK_N, BLOCK_K // 2))
+        wide = byte.to(tl.int32)
+        value = tl.join((_e2m1(wide, 0) * scale).to(dtype), (_e2m1(wide, 4) * scale).to(dtype))
+        weight = tl.trans(tl.reshape(value, (BLOCK_N, BLOCK_K)))
     else:
         column = k + tl.arange(0, BLOCK_K)
         at = line[None, :] * size + column[:, None]
