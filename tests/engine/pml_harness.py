@@ -154,10 +154,17 @@ def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
     def attend(layer, qkv, heads, angles):
         q, k, v = (x.double() for x in TorchLayers().rotated(qkv, heads, angles))
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("rhd,khd->hrk", q, k) * config.head_dim**-0.5 + bias
+        scores = torch.einsum("rhd,khd->hrk", q, k) * (config.score_scale or config.head_dim**-0.5)
+        if config.score_softcap is not None:
+            scores = config.score_softcap * torch.tanh(scores / config.score_softcap)
+        scores = scores + bias
         window = config.sliding_windows[layer]
         shown = mask if window is None else mask & (distance < window)
-        weights = scores.masked_fill(~shown, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~shown, float("-inf"))
+        if heads.sinks is not None:
+            sinks = heads.sinks.double()[:, None, None].expand(-1, len(mask), 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : len(mask)]
         return torch.einsum("hrk,khd->rhd", weights, v).to(qkv.dtype)
 
     return attend

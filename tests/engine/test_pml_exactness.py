@@ -21,9 +21,11 @@ from tests.engine.pml_harness import (
     transformers_logprobs,
 )
 
-# RoPE, whole and partial, windows; ALiBi (falcon_rw, mpt); learned positions (gpt2).
+# RoPE, whole and partial, windows; ALiBi (falcon_rw, mpt); learned positions (gpt2); softcaps, two
+# RoPE bases, layers without RoPE, queries that grow, LongRoPE, sinks.
 FAMILIES = ["llama", "llama_linear_rope", "mistral", "qwen2_windows", "qwen3"]
 FAMILIES += ["phi", "falcon", "falcon_40b", "falcon_rw", "mpt", "gpt2"]
+FAMILIES += ["gemma2", "gemma3", "smollm3", "ministral3", "phi4_mini", "gpt_oss"]
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

@@ -171,6 +171,13 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, ["ntk", "yarn", "shared"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters"]),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1e6},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            ["rope_scaling", "linear", "rope_parameters: put it in there"],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quant_method", "hqq", "gptq"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),

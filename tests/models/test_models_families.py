@@ -56,6 +56,13 @@ MIXTRAL: dict[str, Any] = {
 }
 QWEN_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"]}
 GLM_MOE = {**MIXTRAL, "architectures": ["Glm4MoeForCausalLM"]}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "rope_parameters": {
+        f"{kind}_attention": {"rope_type": "default", "rope_theta": 1e4}
+        for kind in ("full", "sliding")
+    },
+}
 GPT_OSS = {
     **MIXTRAL,
     "architectures": ["GptOssForCausalLM"],
@@ -120,6 +127,7 @@ def test_mpt_phi_and_gpt2(tmp_path: Path) -> None:
 def test_experts(tmp_path: Path) -> None:
     mixtral = _read(tmp_path, MIXTRAL).experts
     assert mixtral == Experts(num=8, top_k=2, intermediate_size=640, layers=(True, True))
+    assert _read(tmp_path, MIXTRAL).norm_eps == 1e-5
     qwen = _read(tmp_path, QWEN_MOE, decoder_sparse_step=2, num_experts=16).experts
     assert (qwen.num, qwen.layers, qwen.normalized) == (16, (False, True), False)
     assert _read(tmp_path, QWEN_MOE, num_local_experts=16).experts.num == 16
@@ -176,6 +184,7 @@ def test_experts(tmp_path: Path) -> None:
         (GPT2, {"add_cross_attention": True}, ["add_cross_attention", "True", "False"]),
         (GPT2, {"activation_function": "relu"}, ["activation_function", "relu", "gelu_new"]),
         (MIXTRAL, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        (GEMMA3, {"rope_scaling": {"type": "linear", "factor": 8}}, ["rope_scaling", "put it in"]),
         (QWEN_MOE, {"use_sliding_window": True}, ["use_sliding_window", "True", "False"]),
         (
             MIXTRAL,

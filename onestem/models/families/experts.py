@@ -32,7 +32,7 @@ def read_mixtral(fields: Fields, architecture: str) -> Description:
     if fields.values.get("sliding_window") is not None:
         window = fields.positive("sliding_window")
     return _description(
-        fields, architecture, experts, theta=1e6, sliding_windows=(window,) * num_layers
+        fields, architecture, experts, theta=1e6, eps=1e-5, sliding_windows=(window,) * num_layers
     )
 
 

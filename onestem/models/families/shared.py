@@ -49,6 +49,7 @@ def rotary(
     `factor`: the share of a head's dimensions that turns where the file does not say; None: all
     turn, and a file that says otherwise is refused. `theta`: where the file does not say.
     """
+    _refuse_both(fields)
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     rope = Fields(fields.mapping(name), f"{fields.source}: {name}")
     if any(isinstance(value, dict) for value in rope.values.values()):
@@ -69,12 +70,20 @@ def window_rotaries(
 
     `theta`: where the file does not say; `windowed_theta`: of layers with a window in older files;
     None: the same."""
+    _refuse_both(fields)
     full = _nested_rotary(fields, "full_attention", head_dim, max_position_embeddings)
     windowed = _nested_rotary(fields, "sliding_attention", head_dim, max_position_embeddings)
     if full is not None and windowed is not None:
         return full, windowed
     full = rotary(fields, head_dim, max_position_embeddings, theta=theta)
     return full, Rotary(head_dim, windowed_theta or full.theta)
+
+
+def _refuse_both(fields: Fields) -> None:
+    """A new file's base and an old file's scaling: whichever is read, the other would be lost."""
+    new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+    if new and old and new != old:
+        raise fields.unsupported("rope_scaling", "none beside rope_parameters: put it in there")
 
 
 def rotary_by_window(windows: Sequence[int | None], full: Rotary, windowed: Rotary) -> LayerRotary:
