@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onestem.engine.schedule.admission import model_len
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, WeightsError
 from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
-from onestem.models.config import ModelConfig
+from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
 from onestem.models.quantization import Scheme
@@ -78,6 +79,8 @@ def needs_of(options: EngineOptions) -> Needs:
             config, stored = checked_config(path)
             formats |= stored
             refuse_rounding_twice(path, config, options.quantization)
+            GenerationDefaults.from_directory(path)
+            Tokenizer.from_directory(path)
         except (WeightsError, ConfigError) as error:
             problem = str(error)
     device = pick_device(options.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from onestem.cli import main
 from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import ConfigError
 from onestem.llm import LLM, pick_device, pick_dtype
 from onestem.models.config import ARCHITECTURES, ModelConfig
 from onestem.ops.cpu import is_built
@@ -94,6 +96,7 @@ def test_errors_are_one_line_and_exit_2(model, tmp_path):
         (("bench", "batch", "--model", model, "--degree", "2,2"), "degree has 2 levels, prefix 1"),
         (("bench", "batch", "--model", model, "--input-order", "odd"), "input_order is 'odd'"),
         (("bench", "batch", "--model", model, "--order", "odd"), "order is 'odd'"),
+        (("plan", tmp_path / "none.jsonl", "--quantization", "int8"), "is no file"),
         (("plan", tmp_path / "none.jsonl", "--levels", "two"), "levels is 'two', expected"),
         (("bench", "batch", "--max-num-seqs", 0), "max_num_seqs is 0, expected"),
         (("bench", "batch", "--model", model, "--trace", tmp_path), "Is a directory"),
@@ -137,6 +140,14 @@ def test_models_says_what_a_directory_needs_before_it_is_loaded(model, tmp_path)
     done = onestem("models", tmp_path, "--kv-memory", "1MiB", code=1)
     assert "has neither model.safetensors" in done.stdout
     assert f"tokens in KV memory: {found['kv_tokens']}" in done.stdout
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    for name in ("generation_config.json", "tokenizer.json"):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text('{"temperature": -1}')
+        with pytest.raises(ConfigError) as refused:
+            LLM(tmp_path, device="cpu", kv_memory="1MiB")
+        assert f"problem: {refused.value}" in onestem("models", tmp_path, code=1).stdout
+        (tmp_path / name).write_text(before)
     config["architectures"] = ["DeepseekV3ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = onestem("models", tmp_path, code=2)

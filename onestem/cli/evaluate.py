@@ -37,9 +37,9 @@ def evaluate(
         typer.Option("--output", "-o", metavar="FILE", help="All results, as lm-eval's JSON."),
     ] = None,
 ) -> None:
-    """Evaluate a model with lm-eval's tasks; examples and options are computed once.
+    r"""Evaluate a model with lm-eval's tasks; examples and options are computed once.
 
-    Needs lm-eval: pip install 'onestem[eval]'. All of its options are there with
+    Needs lm-eval: pip install 'onestem\[eval]'. All of its options are there with
     python -m onestem.evals.lm_eval --model onestem --model_args pretrained=MODEL (docs/scores.md).
     """
     from onestem.errors import ConfigError

@@ -21,6 +21,7 @@ PLANNED_BY = (
     "model",
     "device",
     "dtype",
+    "quantization",
     "kv_memory",
     "max_model_len",
     "max_step_tokens",
