@@ -160,6 +160,9 @@ class PrefixCache:
             return
         tokens = np.array(run.tokens[: run.computed], np.int32)
         node, known = self.tree.descend(parent, tokens, 0, run.label)
+        # Above what is kept all must be computed: nobody may be left to do it.
+        if any(above.computed < len(above.tokens) for above in node.path()):
+            return
         # Of a run that grows, what is not computed yet cannot be matched.
         if known == run.computed or (run.label, int(tokens[known])) in node.children:
             return
