@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from onestem.errors import WeightsError
 from onestem.models.config import ModelConfig
 
-__all__ = ["Shapes", "Source", "checkpoint_source"]
+__all__ = ["Shapes", "Source", "check_shapes", "check_unknown", "checkpoint_source", "listed"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -39,7 +39,8 @@ def checkpoint_source(
     prefix = _left_out_prefix(config, files)
     files = {prefix + name: file for name, file in files.items()}
     _check_names(directory, config, shapes, files)
-    _check_shapes(directory, config, shapes, files, prefix)
+    tensors = _tensors_in(files, _with_head(config, shapes), prefix)
+    check_shapes(directory, config, shapes, tensors, DTYPES)
 
     def source(name: str) -> Tensor:
         # One file is open at a time: the pages of a shard that is done with can be dropped.
@@ -71,7 +72,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 def _no_weights(directory: Path) -> str:
     others = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".gguf"))
-    found = f" (found {_listed(others)})" if others else ""
+    found = f" (found {listed(others)})" if others else ""
     return (
         f"{directory} has neither model.safetensors nor model.safetensors.index.json{found}: "
         "convert the weights to safetensors, or ask for random weights"
@@ -87,11 +88,11 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     shards = set(files.values())
     absent = sorted(file.name for file in shards if not file.exists())
     if absent:
-        raise WeightsError(f"{index.parent} lacks files that its index names: {_listed(absent)}")
+        raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
     held = {file: set(_names_in(file)) for file in shards}
     lost = sorted(name for name, file in files.items() if name not in held[file])
     if lost:
-        raise WeightsError(f"{index} names tensors that its files do not hold: {_listed(lost)}")
+        raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
     return files
 
 
@@ -113,42 +114,57 @@ def _check_names(
     missing = sorted(set(shapes) - set(files))
     if missing:
         raise WeightsError(
-            f"{directory} lacks tensors that {config.architecture} needs: {_listed(missing)}"
+            f"{directory} lacks tensors that {config.architecture} needs: {listed(missing)}"
         )
+    check_unknown(directory, config, shapes, files)
+
+
+def check_unknown(
+    holder: object, config: ModelConfig, shapes: Shapes, found: Iterable[str]
+) -> None:
+    """Raise `WeightsError` for names that the model has no place for. A tied model may come with a
+    head."""
     names = config.tensor_names
     unknown = sorted(
         name
-        for name in set(files) - set(shapes)
+        for name in set(found) - set(shapes)
         if not name.endswith(names.ignored) and name != f"{names.head}.weight"
     )
     if unknown:
         raise WeightsError(
-            f"{directory} holds tensors that {config.architecture} has no place for: "
-            f"{_listed(unknown)}"
+            f"{holder} holds tensors that {config.architecture} has no place for: {listed(unknown)}"
         )
 
 
-def _check_shapes(
-    directory: Path, config: ModelConfig, shapes: Shapes, files: Mapping[str, Path], prefix: str
+def check_shapes(
+    holder: object,
+    config: ModelConfig,
+    shapes: Shapes,
+    tensors: Iterable[tuple[str, tuple[int, ...], str]],
+    dtypes: Collection[str],
 ) -> None:
-    """And dtypes; also of a head that a tied model carries needlessly: another shape is another
-    model."""
-    names = config.tensor_names
-    expected = {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
-    found = list(_tensors_in(files, expected, prefix))
+    """Raise `WeightsError` for tensors (name, shape, dtype) of other shapes or dtypes; also for a
+    head that a tied model carries needlessly: another shape is another model."""
+    expected = _with_head(config, shapes)
+    found = [one for one in tensors if one[0] in expected]
     wrong = [
         f"{name} is {list(shape)}, expected {list(expected[name])}"
         for name, shape, _ in found
         if shape != expected[name]
     ]
     if wrong:
-        raise WeightsError(f"{directory} holds tensors of other shapes: {_listed(wrong)}")
-    other = [f"{name} is {dtype}" for name, _, dtype in found if dtype not in DTYPES]
+        raise WeightsError(f"{holder} holds tensors of other shapes: {listed(wrong)}")
+    other = [f"{name} is {dtype}" for name, _, dtype in found if dtype not in dtypes]
     if other:
         raise WeightsError(
-            f"{directory} holds weights that are not floating point: {_listed(other)}; expected "
-            f"{', '.join(DTYPES)}: quantized weights are not supported, use the model's original"
+            f"{holder} holds weights that are not floating point: {listed(other)}; expected "
+            f"{', '.join(dtypes)}: quantized weights are not supported, use the model's original"
         )
+
+
+def _with_head(config: ModelConfig, shapes: Shapes) -> Shapes:
+    names = config.tensor_names
+    return {f"{names.head}.weight": shapes[f"{names.embedding}.weight"], **shapes}
 
 
 def _tensors_in(
@@ -166,6 +182,7 @@ def _tensors_in(
                 yield name, tuple(part.get_shape()), part.get_dtype()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names for an error: the first few, and how many there are."""
     shown = ", ".join(names[:NAMES_SHOWN])
     return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

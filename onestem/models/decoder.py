@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.linear import Head, Linear, padded_rows, step_rows
+from onestem.models.parts import Part
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
@@ -86,11 +87,13 @@ class Decoder:
         *,
         positions: Tensor | None = None,
         ops: LayerOps | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         """embedding [vocab_size, hidden_size] gives dtype and device.
 
         `positions` [max_position_embeddings, hidden_size] are learned ones. `ops` is what runs
-        between the products; None: the fastest that the device has.
+        between the products; None: the fastest that the device has. `parts`: where each tensor of
+        a checkpoint went.
         """
         self.config = config
         self.dtype = embedding.dtype
@@ -101,6 +104,7 @@ class Decoder:
         self.layers = tuple(layers)
         self.norm = norm
         self.head = head
+        self.parts = tuple(parts)
         self.rope = Rope(config, embedding.device)
         self.ops = ops or resolve_layers(embedding.device)
         self.alibi_slopes = _alibi_slopes(config, embedding.device)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onestem.models.checkpoint import Shapes, Source, checkpoint_source
+from onestem.errors import WeightsError
+from onestem.models.checkpoint import (
+    Shapes,
+    Source,
+    check_shapes,
+    check_unknown,
+    checkpoint_source,
+    listed,
+)
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.linear import Head, Layout, Linear, choose_layout
+from onestem.models.parts import Part, ProductPart, TensorPart
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads
 
-__all__ = ["expected_shapes", "load_decoder", "random_decoder"]
+__all__ = ["expected_shapes", "load_decoder", "random_decoder", "update_decoder"]
 
 
 def load_decoder(
@@ -56,10 +66,51 @@ def _decoder(
     return builder.decoder(_num_parameters(shapes))
 
 
+def update_decoder(decoder: Decoder, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Write tensors over a decoder's own, in place: some of them or all, by their names in the
+    checkpoint, of any floating dtype and device. All are checked before the first is written.
+
+    Returns:
+        names of what was written.
+
+    Raises:
+        WeightsError: names what is unknown, given twice, of another shape or no floating point.
+    """
+    config, where = decoder.config, "update_weights"
+    given: dict[str, Tensor] = {}
+    for name, tensor in named_tensors:
+        if not isinstance(tensor, Tensor):
+            raise WeightsError(f"{where}: {name} is {type(tensor).__name__}, expected a tensor")
+        if name in given:
+            raise WeightsError(f"{where}: {name} is given twice")
+        given[name] = tensor.detach()
+    shapes = expected_shapes(config)
+    check_unknown(where, config, shapes, given)
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in given.items()}
+    found = ((name, tuple(tensor.shape), kinds[name]) for name, tensor in given.items())
+    check_shapes(where, config, shapes, found, FLOATING)
+    of_meta = [name for name, tensor in given.items() if tensor.is_meta]
+    if of_meta:
+        raise WeightsError(f"{where}: tensors without values (meta device): {listed(of_meta)}")
+    written = set(given) & set(shapes)
+
+    def source(name: str) -> Tensor | None:
+        return given[name].to(decoder.device, decoder.dtype) if name in written else None
+
+    with torch.no_grad():
+        for part in decoder.parts:
+            if written.intersection(part.names):
+                part.write(source)
+    return written
+
+
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
     """One layout for the whole model, so that all its products are of one kind."""
     return choose_layout(dtype, device, _num_parameters(shapes) * dtype.itemsize)
 
+
+# Of tensors that are given.
+FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 # ------------------------------------------------------------------------------ what there must be
 
@@ -122,34 +173,44 @@ def _num_parameters(shapes: Shapes) -> int:
 
 
 class _Builder:
-    """Makes the parts of a decoder from a source of tensors."""
+    """Makes the parts of a decoder from a source of tensors, and notes where each tensor went."""
 
     def __init__(self, config: ModelConfig, source: Source, layout: Layout) -> None:
         self.config = config
         self.names = config.tensor_names
         self.source = source
         self.layout = layout
+        self.parts: list[Part] = []
         self.qkv_order = qkv_order(config)
 
     def decoder(self, num_parameters: int) -> Decoder:
-        config, names, source = self.config, self.names, self.source
-        embedding = source(f"{names.embedding}.weight")
+        config, names = self.config, self.names
+        embedding = self.source(f"{names.embedding}.weight")
         layers = [self.layer(names.layer.format(index)) for index in range(config.num_layers)]
-        weight = embedding if config.tie_embeddings else source(f"{names.head}.weight")
-        bias = source(f"{names.head}.bias") if config.head_bias else None
+        norm = self.norm(names.norm)
         return Decoder(
             config,
             embedding,
             layers,
-            self.norm(names.norm),
-            Head(weight, self.layout, bias),
+            norm,
+            self.head(embedding),
             num_parameters,
-            positions=source(f"{names.positions}.weight") if names.positions else None,
+            positions=self.tensor(f"{names.positions}.weight") if names.positions else None,
+            parts=self.parts,
         )
+
+    def head(self, embedding: Tensor) -> Head:
+        names, tied = self.names, self.config.tie_embeddings
+        of_embedding, own = f"{names.embedding}.weight", f"{names.head}.weight"
+        bias = self.tensor(f"{names.head}.bias") if self.config.head_bias else None
+        head = Head(embedding if tied else self.source(own), self.layout, bias)
+        self.parts.append(TensorPart(of_embedding, embedding))
+        self.parts.append(ProductPart(head, (of_embedding if tied else own,)))
+        return head
 
     def layer(self, at: str) -> Layer:
         config, names = self.config, self.names
-        norms = [self.source(f"{at}{name}.weight") for name in names.qk_norm]
+        norms = [self.tensor(f"{at}{name}.weight") for name in names.qk_norm]
         q_norm, k_norm = norms or (None, None)
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
         return Layer(
@@ -163,8 +224,14 @@ class _Builder:
         )
 
     def norm(self, name: str) -> Norm:
-        bias = self.source(f"{name}.bias") if self.config.norm_bias else None
-        return Norm(self.source(f"{name}.weight"), bias)
+        bias = self.tensor(f"{name}.bias") if self.config.norm_bias else None
+        return Norm(self.tensor(f"{name}.weight"), bias)
+
+    def tensor(self, name: str) -> Tensor:
+        """One that stands in the decoder as it is."""
+        made = self.source(name)
+        self.parts.append(TensorPart(name, made))
+        return made
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
@@ -175,7 +242,11 @@ class _Builder:
             weights = [weight.t().contiguous() for weight in weights]
         biases = [self.source(f"{at}{name}.bias") for name in modules] if bias else []
         joined = _ordered(_concatenated(biases), order) if bias else None
-        return Linear(_ordered(_concatenated(weights), order), joined, self.layout)
+        linear = Linear(_ordered(_concatenated(weights), order), joined, self.layout)
+        names = tuple(f"{at}{name}.weight" for name in modules)
+        counts = tuple(map(len, weights))
+        self.parts.append(ProductPart(linear, names, counts, order, self.names.transposed))
+        return linear
 
 
 def qkv_order(config: ModelConfig) -> list[int] | None:
