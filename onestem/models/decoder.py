@@ -65,8 +65,11 @@ class Layer:
         """Every tensor that is held, to count bytes by."""
         held = self.input_norm.tensors() + (self.post_norm.tensors() if self.post_norm else [])
         held += [norm for norm in (self.heads.q_norm, self.heads.k_norm) if norm is not None]
-        linears = (self.qkv, self.output, self.up, self.down)
-        return held + [tensor for linear in linears for tensor in linear.tensors()]
+        return held + [tensor for linear in self.linears for tensor in linear.tensors()]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.up, self.down
 
 
 class Decoder:
@@ -105,6 +108,7 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.parts = tuple(parts)
+        self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)
         self.ops = ops or resolve_layers(embedding.device)
         self.alibi_slopes = _alibi_slopes(config, embedding.device)
@@ -164,11 +168,43 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take, packed copies included and shared tensors counted once."""
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """All weights, each once."""
         held = [self.embedding, *self.norm.tensors(), *self.head.tensors()]
         held += [] if self.positions is None else [self.positions]
         held += [tensor for layer in self.layers for tensor in layer.tensors()]
-        distinct = {id(tensor): tensor for tensor in held}
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in distinct.values())
+        return list({id(tensor): tensor for tensor in held}.values())
+
+    def release(self, *, keep: bool) -> None:
+        """Free the weights' memory; tensors stay the objects that they are.
+
+        Args:
+            keep: their values wait in host memory, where those of a CPU are already.
+        """
+        if keep and self.device.type == "cpu":
+            return
+        for tensor in self._tensors():
+            if tensor.is_mkldnn:
+                continue
+            storage = tensor.untyped_storage()
+            size, _ = self._released.get(storage, (storage.nbytes(), None))
+            self._released[storage] = size, storage.cpu() if keep else None
+            storage.resize_(0)
+        if not keep:
+            for layer in self.layers:
+                for linear in layer.linears:
+                    linear.drop_packed()
+            self.head.drop_packed()
+
+    def restore(self) -> None:
+        """Take the memory again, with the values that wait; others have to be written."""
+        for storage, (size, values) in self._released.items():
+            storage.resize_(size)
+            if values is not None:
+                storage.copy_(values)
+        self._released.clear()
 
     @property
     def kv_bytes_per_token(self) -> int:

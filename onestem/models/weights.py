@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from onestem.models.parts import Part, ProductPart, TensorPart
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads
 
-__all__ = ["expected_shapes", "load_decoder", "random_decoder", "update_decoder"]
+__all__ = ["checked_tensors", "write_tensors", "expected_shapes", "load_decoder", "random_decoder"]
 
 
 def load_decoder(
@@ -66,17 +66,15 @@ def _decoder(
     return builder.decoder(_num_parameters(shapes))
 
 
-def update_decoder(decoder: Decoder, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Write tensors over a decoder's own, in place: some of them or all, by their names in the
-    checkpoint, of any floating dtype and device. All are checked before the first is written.
-
-    Returns:
-        names of what was written.
+def checked_tensors(
+    config: ModelConfig, named_tensors: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """By their names in the checkpoint, some of the tensors that a decoder is made of, or all.
 
     Raises:
         WeightsError: names what is unknown, given twice, of another shape or no floating point.
     """
-    config, where = decoder.config, "update_weights"
+    where = "update_weights"
     given: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
         if not isinstance(tensor, Tensor):
@@ -92,16 +90,19 @@ def update_decoder(decoder: Decoder, named_tensors: Iterable[tuple[str, Tensor]]
     of_meta = [name for name, tensor in given.items() if tensor.is_meta]
     if of_meta:
         raise WeightsError(f"{where}: tensors without values (meta device): {listed(of_meta)}")
-    written = set(given) & set(shapes)
+    return {name: tensor for name, tensor in given.items() if name in shapes}
 
-    def source(name: str) -> Tensor | None:
-        return given[name].to(decoder.device, decoder.dtype) if name in written else None
 
-    with torch.no_grad():
-        for part in decoder.parts:
-            if written.intersection(part.names):
-                part.write(source)
-    return written
+@torch.no_grad()
+def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors that were checked over a decoder's own, in the same memory."""
+
+    def given(name: str) -> Tensor | None:
+        return tensors[name].to(decoder.device, decoder.dtype) if name in tensors else None
+
+    for part in decoder.parts:
+        if not tensors.keys().isdisjoint(part.names):
+            part.write(given)
 
 
 def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:

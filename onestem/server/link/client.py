@@ -83,7 +83,7 @@ class Launcher(Protocol):
 class Listener(Protocol):
     """Who gets a request's news. One that has ended gets no more."""
 
-    def on_token(self, index: int, token_id: int, text: str) -> None: ...
+    def on_token(self, index: int, token_id: int, text: str, weights_version: int) -> None: ...
     def on_delta(self, delta: Delta) -> None: ...
     def on_restart(self) -> None:
         """The engine died: what it said of the request will be said again, from its beginning."""
@@ -150,8 +150,9 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def ask(self, what: str, value: Any, seconds: float) -> Any:
-        """The answer to a question (see `messages.Ask`).
+    async def ask(self, what: str, value: Any, seconds: float | None) -> Any:
+        """The answer to a question (see `messages.Ask`), which may take so many seconds; None: as
+        it takes.
 
         Raises:
             NoAnswerError: none within `seconds`.
@@ -163,7 +164,7 @@ class PendingCalls:
             self._send(Ask(token, what, value))
             return await asyncio.wait_for(future, seconds)
         except TimeoutError:
-            raise NoAnswerError(seconds) from None
+            raise NoAnswerError(seconds or 0.0) from None
         finally:
             self._open.pop(token, None)
 
@@ -190,6 +191,7 @@ class PendingCalls:
 
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
+NOBODY = -1  # waits for an answer
 STOP_SECONDS = 10.0
 
 State = Literal["starting", "running", "stuck", "down", "stopped"]
@@ -531,7 +533,7 @@ class EngineClient:
         for number, index, token_id, text in rows:
             entry = self._by_number.get(number)
             if entry is not None:
-                entry.listener.on_token(index, token_id, text)
+                entry.listener.on_token(index, token_id, text, tokens.weights_version)
 
     def _take_delta(self, delta: Delta) -> None:
         entry = self._entries.get(delta.request_id)
@@ -554,6 +556,16 @@ class EngineClient:
         """
         self.check_up()
         return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS))
+
+    async def control(self, what: str, value: Any = None) -> Any:
+        """Have the engine do something between two steps, however long that takes (see
+        `Worker.orders`); errors as of `ask`, which may be any `OnestemError` here."""
+        self.check_up()
+        return await self._questions.ask(what, value, None)
+
+    def tell(self, what: str, value: Any = None) -> None:
+        """`control`, of whose end nobody hears."""
+        self._send(Ask(NOBODY, what, value))
 
     # ------------------------------------------------------------------------- the rest
 
