@@ -93,7 +93,6 @@ class AsyncLLM:
         self._ids = (f"request-{number}" for number in itertools.count(1))
         self._going = asyncio.Event()  # not paused
         self._going.set()
-        self._sleep_level = 0
         self._is_changed = False  # the weights are not the checkpoint's
         self._is_closed = False
 
@@ -138,16 +137,12 @@ class AsyncLLM:
         await self.close()
 
     def _engine_up(self) -> None:
-        """An engine has come up: all but the first have the checkpoint's weights, and are awake."""
+        """An engine has come up: each has the checkpoint's weights."""
         if self._is_changed:
             self._client.fail_all(
                 ApiError(503, "the engine died, and the weights it was given: update_weights() all")
             )
             self._client.tell("drop_weights")
-        if self._sleep_level:
-            self._client.tell("sleep", self._sleep_level)
-        if not self._going.is_set():
-            self._client.tell("pause")
 
     # ----------------------------------------------------------------------------- answers
 
@@ -250,7 +245,7 @@ class AsyncLLM:
         self._going.set()
 
     async def is_paused(self) -> bool:
-        return not self._going.is_set()
+        return self._client.is_paused
 
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None = None
@@ -275,18 +270,16 @@ class AsyncLLM:
         """See `LLM.sleep`."""
         await self.start()
         await self._control("sleep", level)
-        self._sleep_level = max(level, self._sleep_level)
         self._is_changed |= level == 2
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """See `LLM.wake_up`."""
         await self.start()
         tags = tags if tags is None or isinstance(tags, str) else list(tags)
-        if await self._control("wake_up", tags):
-            self._sleep_level = 0
+        await self._control("wake_up", tags)
 
     async def is_sleeping(self) -> bool:
-        return self._sleep_level > 0
+        return self._client.sleep_level > 0
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `LLM.reset_prefix_cache`."""

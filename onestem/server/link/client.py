@@ -225,6 +225,7 @@ class EngineClient:
     Attributes:
         state: `running` is the only one in which requests are taken.
         waiting: key -> its requests that the engine has not begun.
+        is_paused, sleep_level: what the engine was told last; the next one is told too.
         facts, pid: of the engine that runs or ran last.
         stats: the engine's counts since the server's start.
         on_up: called whenever an engine is ready, before it gets its first request.
@@ -243,6 +244,8 @@ class EngineClient:
         self.error: str | None = None
         self.since = time.time()
         self.restarts = 0
+        self.is_paused = False
+        self.sleep_level = 0  # 0: awake
         self.facts: Facts | None = None
         self.pid: int | None = None
         self.queue_limit = queue_limit
@@ -391,6 +394,10 @@ class EngineClient:
         self._by_number.clear()
         self._set_state("running")
         log.info("engine_ready", restarts=self.restarts)
+        if self.sleep_level:
+            self.tell("sleep", self.sleep_level)
+        if self.is_paused:
+            self.tell("pause")
         self.on_up()
         for entry in list(self._entries.values()):
             self._hand_over(entry)
@@ -561,7 +568,14 @@ class EngineClient:
         """Have the engine do something between two steps, however long that takes (see
         `Worker.orders`); errors as of `ask`, which may be any `OnestemError` here."""
         self.check_up()
-        return await self._questions.ask(what, value, None)
+        answer = await self._questions.ask(what, value, None)
+        if what in ("pause", "resume"):
+            self.is_paused = what == "pause"
+        elif what == "sleep":
+            self.sleep_level = max(value, self.sleep_level)
+        elif what == "wake_up" and answer:
+            self.sleep_level = 0
+        return answer
 
     def tell(self, what: str, value: Any = None) -> None:
         """`control`, of whose end nobody hears."""
