@@ -36,7 +36,7 @@ LAYERS = [
     ("bench", "bench_pml", "bench_serve", "jobs"),
     ("paper",),
     ("server",),
-    ("async_llm",),
+    ("async_llm", "rollouts"),
     ("cli",),
     ("__main__",),
 ]
