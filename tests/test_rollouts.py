@@ -138,6 +138,18 @@ def test_prompts_as_vllm_has_them(llm):
         llm.beam_search(["ab"], None)
 
 
+def test_a_bar_is_shown_at_a_terminal_alone(llm, monkeypatch, capsys):
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    llm.generate(["a", "b"], GREEDY)
+    shown = capsys.readouterr().err
+    assert "answering" in shown
+    assert "2/2" in shown
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
 # ----------------------------------------------------------------------------- log-probabilities
 
 
