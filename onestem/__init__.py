@@ -11,6 +11,7 @@ spin_shortly()
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "EngineOptions",
     "Logprob",
     "OnestemError",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from onestem.async_llm import AsyncLLM
     from onestem.errors import OnestemError
     from onestem.llm import LLM
     from onestem.options import EngineOptions
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from onestem.request import Logprob, SamplingParams
 
 _HOMES = {
+    "AsyncLLM": "onestem.async_llm",
     "EngineOptions": "onestem.options",
     "LLM": "onestem.llm",
     "Logprob": "onestem.request",

@@ -97,6 +97,7 @@ def _completion(sequence: Sequence) -> CompletionOutput:
         logprobs=list(sequence.logprobs) if asked else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
+        weight_versions=sequence.weight_versions,
     )
 
 
@@ -125,6 +126,7 @@ def _best_choice(state: RequestState) -> CompletionOutput:
         logprobs=list(sequence.logprobs) if params.logprobs is not None else None,
         finish_reason="stop",
         choice=best,
+        weight_versions=sequence.weight_versions,
     )
 
 

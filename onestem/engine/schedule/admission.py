@@ -228,6 +228,7 @@ class SequenceFactory:
         arrivals: when requests came that are not open yet, by id.
         states: of requests that are open, by id.
         refused: outputs of requests that cannot be opened; whoever hands them on empties it.
+        weights_version: of the weights that sequences are made for.
     """
 
     def __init__(
@@ -246,6 +247,7 @@ class SequenceFactory:
         self.arrivals: dict[str, float] = {}
         self.states: dict[str, RequestState] = {}
         self.refused: list[RequestOutput] = []
+        self.weights_version = 0
         self._stats = stats
         self._prepared: dict[str, Future[Grammar]] = {}
         self._config = config
@@ -337,7 +339,7 @@ class SequenceFactory:
     def sequence(self, state: RequestState, index: int) -> Sequence:
         """One continuation of a request."""
         request, params = state.request, state.request.params
-        sequence = Sequence(state, index, array("i", state.own_prompt))
+        sequence = Sequence(state, index, array("i", state.own_prompt), self.weights_version)
         sequence.most_tokens = self._most_tokens(state)
         if index == 0:
             sequence.score_from = _first_scored(request)
@@ -397,7 +399,8 @@ class SequenceFactory:
         )
 
     def _scoring(self, state: RequestState, index: int, ids: list[int]) -> Sequence:
-        sequence = Sequence(state, index, array("i", [*state.own_prompt, *ids]))
+        tokens = array("i", [*state.own_prompt, *ids])
+        sequence = Sequence(state, index, tokens, self.weights_version)
         sequence.num_prompt = len(state.own_prompt)
         sequence.score_from = sequence.num_prompt
         sequence.score_only = True
