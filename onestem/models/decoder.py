@@ -235,9 +235,11 @@ class Decoder:
             return
         plain = (tensor for tensor in self._tensors() if not tensor.is_mkldnn)
         for storage in dict.fromkeys(tensor.untyped_storage() for tensor in plain):
-            size, _ = self._released.get(storage, (storage.nbytes(), None))
-            self._released[storage] = size, storage.cpu() if keep else None
-            storage.resize_(0)
+            if storage not in self._released:
+                self._released[storage] = storage.nbytes(), storage.cpu() if keep else None
+                storage.resize_(0)
+            elif not keep:
+                self._released[storage] = self._released[storage][0], None
         if not keep:
             for place in dict.fromkeys(place for held in self.places.values() for place in held):
                 place.drop_packed()
