@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 import pytest
+from safetensors.torch import save_file
 
 from onestem import LLM, AsyncLLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, OnestemError, RequestError, WeightsError
@@ -43,9 +44,9 @@ def fresh(other):
         yield llm
 
 
-def threaded(model) -> tuple[AsyncLLM, EngineThread]:
+def threaded(model, **changes) -> tuple[AsyncLLM, EngineThread]:
     """Its engine in a thread, which a test can look into."""
-    options = EngineOptions(model=model, **OPTIONS)
+    options = EngineOptions(model=model, **OPTIONS, **changes)
     launcher = EngineThread(options, lambda llm: llm.engine.tell_ranks())
     return AsyncLLM.from_options(options, launcher), launcher
 
@@ -278,6 +279,46 @@ def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model,
     assert tokens(last) == tokens(fresh.generate([[5]], SHORT)[0])
     assert last.outputs[0].weight_versions == [2] * 8
     assert version == 2
+
+
+def test_quantised_weights_stay(model):
+    """And an engine that is started again has them."""
+
+    async def main():
+        served, launcher = threaded(model, quantization="int8")
+        async with served:
+            before = await whole(served.generate([5, 6], SHORT))
+            with pytest.raises(WeightsError, match="weights are int8, which cannot be written"):
+                await served.update_weights(tensors_of(model).items())
+            with pytest.raises(RequestError, match=r"level 2 .* int8 weights .*use level 1"):
+                await served.sleep(2)
+            launcher.kill()
+            return before, await whole(served.generate([5, 6], SHORT))
+
+    before, after = asyncio.run(main())
+    assert tokens(before) == tokens(after)
+
+
+def test_a_head_of_its_own_is_written(tmp_path):
+    """Beside an embedding that the configuration calls tied."""
+    path = make_tiny("qwen2", tmp_path / "tied")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
+    tensors = tensors_of(path)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}
+    save_file(tensors | head, path / "model.safetensors", {"format": "pt"})
+    other = {"lm_head.weight": tensors["model.embed_tokens.weight"].roll(1, 0)}
+
+    async def main():
+        async with threaded(path)[0] as served:
+            before = await whole(served.generate([5, 6], SHORT))
+            await served.update_weights(other.items())
+            return before, await whole(served.generate([5, 6], SHORT))
+
+    before, after = asyncio.run(main())
+    with LLM(path, **OPTIONS) as llm:
+        assert tokens(before) == tokens(llm.generate([[5, 6]], SHORT)[0])
+        llm.update_weights(other.items())
+        assert tokens(after) == tokens(llm.generate([[5, 6]], SHORT)[0]) != tokens(before)
 
 
 def test_one_event_loop(model):
