@@ -11,6 +11,7 @@ spin_shortly()
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "EngineOptions",
     "Logprob",
     "OnestemError",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from onestem.async_llm import AsyncLLM
     from onestem.errors import OnestemError
     from onestem.llm import LLM
     from onestem.options import EngineOptions
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from onestem.scores import Score
 
 _HOMES = {
+    "AsyncLLM": "onestem.async_llm",
     "EngineOptions": "onestem.options",
     "LLM": "onestem.llm",
     "Logprob": "onestem.request",

@@ -6,11 +6,12 @@ import dataclasses
 import gc
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from onestem.engine.engine import Engine
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
-from onestem.errors import ConfigError, OnestemError, RequestError
+from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.models.weights import load_decoder
@@ -34,6 +35,7 @@ from onestem.options import EngineOptions, parse_memory, takes
 from onestem.planner import JobPlan, Prompts, RunningOrder, default_order, planner_of
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
+from onestem.progress import progress_bar
 from onestem.request import (
     ONE_TOKEN,
     Answer,
@@ -43,6 +45,7 @@ from onestem.request import (
     Request,
     RequestOutput,
     SamplingParams,
+    Told,
 )
 from onestem.scores import (
     PathScores,
@@ -57,6 +60,10 @@ from onestem.threads import usable_cores
 __all__ = [
     "GPU_SHARE",
     "LLM",
+    "OutputKind",
+    "Prompt",
+    "check_output_kind",
+    "described",
     "kv_memory_bytes",
     "largest_decode",
     "path_scores",
@@ -64,10 +71,12 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "planned",
+    "read_prompt",
     "set_threads",
 ]
 
 Prompt = str | Sequence[int]
+OutputKind = Literal["cumulative", "delta"]
 PmlSource = PmlPrompt | str | os.PathLike[str]
 GIB = 2**30
 GPU_SHARE = 0.9  # of a GPU's free memory, for KV
@@ -137,6 +146,7 @@ class LLM:
             max_num_seqs=options.max_num_seqs,
             max_passed=options.max_passed,
             impl=options.impl,
+            logprobs_mode=options.logprobs_mode,
             seed=options.seed,
             trace=trace,
         )
@@ -196,27 +206,59 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[Answer]:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
-        `sampling_params` is one for all or one each.
+        Args:
+            prompts: one or several; also as vLLM's `{"prompt": text}` and `{"prompt_token_ids":
+                ids}`.
+            sampling_params: one for all or one each.
+            use_tqdm: show a bar at a terminal (vLLM's name for it).
 
         Raises:
             RequestError: a prompt cannot be answered; of several, it says which (counted from 0).
                 Nothing is computed then.
         """
-        many: list[Prompt]
-        if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
-            many = [cast(Prompt, prompts)]
-        elif isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0:
-            many = list(cast(Iterable[Prompt], prompts))
-        else:
-            raise RequestError(
-                f"prompts is {show(prompts)}, expected a prompt or a list of prompts"
-            )
-        ids = self._ids(many)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        return self._answer(ids, texts, sampling_params)
+        many = [_plain(prompt) for prompt in _several(prompts)]
+        return self._answer(self._ids(many), _texts(many), sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+    ) -> Iterator[Answer]:
+        """`generate`, with outputs as they grow: one of each prompt (`Answer.index` says which)
+        after each step that sampled for it. Who closes the iterator ends what is unfinished.
+
+        Args:
+            output_kind: outputs have all that there is so far (`cumulative`), or what is new
+                (`delta`).
+
+        Raises:
+            RequestError: as `generate`, at once.
+        """
+        check_output_kind(output_kind)
+        many = [_plain(prompt) for prompt in _several(prompts)]
+        requests, order = self._planned(self._ids(many), _texts(many), sampling_params)
+        streams = [dataclasses.replace(request, stream=True) for request in requests]
+        answers = self._run(planned(streams, order), output_kind) if requests else iter(())
+        return self._with_index(answers, requests, order)
+
+    def beam_search(self, *prompts: object, **params: object) -> NoReturn:
+        """Not there.
+
+        Raises:
+            UnsupportedError: with the ways out.
+        """
+        raise UnsupportedError(
+            "beam search is not there: sample several answers (SamplingParams(n=8, logprobs=0)) "
+            "and take the one with the highest cumulative_logprob; or search by steps: going on "
+            "from an output computes nothing again (docs/rollouts.md)"
+        )
 
     def chat(
         self,
@@ -228,6 +270,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Answer]:
         """Answer one conversation or several, through the model's chat template. Messages are those
         of /v1/chat/completions (docs/server.md), and read alike.
@@ -241,6 +284,7 @@ class LLM:
             tool_choice: `auto` (as None: calls fit their schemas), `required`, a function as
                 OpenAI names it, or `none`: the template has the tools, and answers are free.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+            use_tqdm: show a bar at a terminal.
 
         Raises:
             RequestError: as `generate`.
@@ -272,7 +316,7 @@ class LLM:
         each = _params_for(sampling_params, len(ids))
         if callable_tools is not None and callable_tools.mode != "none":
             each = self._held(each, callable_tools)
-        return self._answer(ids, [None] * len(ids), each)
+        return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)
 
     def _held(self, each: list[SamplingParams], tools: Tools) -> list[SamplingParams]:
         """With calls held to their schemas; what was one object stays one."""
@@ -461,6 +505,61 @@ class LLM:
             for tree, request in zip(trees, requests, strict=True)
         ]
 
+    # ----------------------------------------------------------------------------- weights
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights; what the checkpoint has is version 0."""
+        return self.engine.residence.version
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None = None
+    ) -> int:
+        """Write other weights over the model's, in the same memory: some tensors or all, by their
+        names in the checkpoint (`model.named_parameters()` of transformers gives these). KV memory
+        forgets what it has of the old ones. An answer that runs (`stream`) goes on with the new
+        ones behind the tokens that it has, and tells the version of each (`weight_versions`).
+
+        Args:
+            named_tensors: of any floating dtype and device; all are checked before one is written.
+            version: what these weights are called; None: one more than the last.
+
+        Returns:
+            the version.
+
+        Raises:
+            WeightsError: names what is unknown, given twice, or of another shape; nothing is
+                changed then.
+            RequestError: the weights are asleep.
+        """
+        return self.engine.update_weights(named_tensors, version)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory while somebody else needs it: KV memory, and the weights, which
+        wait in host memory (level 1) or are dropped (2: `update_weights` must give each of them
+        before the next request). Requests are refused until `wake_up`; an answer that runs goes on
+        then. On a CPU level 1 leaves the weights where they are."""
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory again.
+
+        Args:
+            tags: of `weights`, `kv_cache`; None: of both.
+        """
+        self.engine.wake_up(tags)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop the keys and values that are cached.
+
+        Args:
+            reset_running_requests: also those that running requests read, which are computed again.
+
+        Returns:
+            whether nothing is left but pinned prefixes.
+        """
+        return self.engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
     # ----------------------------------------------------------------------------- modules
 
     def _identity_for_modules(self) -> str:
@@ -569,43 +668,60 @@ class LLM:
                 ids.append(_ids_of(next(found) if isinstance(prompt, str) else prompt))
         return ids
 
-    def _answer(
+    def _planned(
         self,
         ids: list[_Ids],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Answer]:
+    ) -> tuple[list[Request], RunningOrder]:
+        """Requests that were found good, in the prompts' order, and that in which they begin."""
         each, arrays = _params_for(params, len(ids)), [one.array for one in ids]
         requests = [
             self._request(one.listed, text, its)
             for one, text, its in zip(ids, texts, each, strict=True)
         ]
         self._validate(requests, arrays)
+        return requests, RunningOrder(self.plan(arrays, each))
+
+    def _answer(
+        self,
+        ids: list[_Ids],
+        texts: Sequence[str | None],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+    ) -> list[Answer]:
+        requests, order = self._planned(ids, texts, params)
         if not requests:
             return []
-        order = RunningOrder(self.plan(arrays, each))
-        position = {request.request_id: i for i, request in enumerate(requests)}
-        outputs: list[Answer | None] = [None] * len(requests)
-        for output in self._run(planned(requests, order)):
-            index = position[output.request_id]
-            outputs[index] = output
-            order.note(index, output.metrics.num_output_tokens)
-        return [output for output in outputs if output is not None]
+        with progress_bar("answering", len(requests), shown=use_tqdm) as advance:
+            outputs = []
+            for answer in self._with_index(self._run(planned(requests, order)), requests, order):
+                outputs.append(answer)
+                advance()
+        return sorted(outputs, key=lambda answer: answer.index)
 
-    def _run(self, requests: Iterable[Request]) -> Iterator[Answer]:
+    def _with_index(
+        self, answers: Iterator[Answer], requests: Sequence[Request], order: RunningOrder
+    ) -> Iterator[Answer]:
+        """Answers, each told its prompt; the order learns from those that have ended."""
+        position = {request.request_id: i for i, request in enumerate(requests)}
+        for answer in answers:
+            answer.index = position[answer.request_id]
+            if answer.finished:
+                order.note(answer.index, answer.metrics.num_output_tokens)
+            yield answer
+
+    def _run(
+        self, requests: Iterable[Request], output_kind: OutputKind = "cumulative"
+    ) -> Iterator[Answer]:
         """The engine's answers, with log-probabilities as users have them."""
         self.engine.tell_ranks()
-        return (Answer.of(output, self._logprobs) for output in self.engine.run(requests))
-
-    def _logprobs(self, entry: Mapping[int, float]) -> Logprobs:
-        """A token's entry with ranks and texts. All but the last are the leading ones, in order."""
-        assert isinstance(entry, RankedLogprobs)
-        count = len(entry)
-        ranks = [*range(1, count), max(count, entry.rank)]
-        tokenizer = self.tokenizer
-        texts = [None] * count if tokenizer is None else map(tokenizer.token_text, entry)
-        made = map(Logprob, entry.values(), ranks, texts)
-        return dict(zip(entry, made, strict=True))
+        outputs = self.engine.run(requests)
+        if output_kind == "delta":
+            outputs = _news(outputs)
+        describe = partial(described, self.tokenizer)
+        return (Answer.of(output, describe) for output in outputs)
 
     def _validate(
         self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int64]] | None = None
@@ -641,6 +757,32 @@ def path_scores(output: RequestOutput) -> list[PathScores]:
     return output.scores
 
 
+def described(tokenizer: Tokenizer | None, entry: Mapping[int, float]) -> Logprobs:
+    """A token's entry with ranks and texts. All but the last are the leading ones, in order."""
+    assert isinstance(entry, RankedLogprobs)
+    count = len(entry)
+    ranks = [*range(1, count), max(count, entry.rank)]
+    texts = [None] * count if tokenizer is None else map(tokenizer.token_text, entry)
+    made = map(Logprob, entry.values(), ranks, texts)
+    return dict(zip(entry, made, strict=True))
+
+
+def check_output_kind(kind: object) -> None:
+    """Raise `RequestError` for what is no `OutputKind`."""
+    if kind not in ("cumulative", "delta"):
+        raise RequestError(f"output_kind is {show(kind)}, expected cumulative or delta")
+
+
+def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    """Text, if it was given, and token ids of one prompt."""
+    plain = _plain(prompt)
+    if not isinstance(plain, str):
+        return None, _ids_of(plain).listed
+    if tokenizer is None:
+        raise RequestError("text needs a tokenizer, and the model has none: give token ids")
+    return plain, _ids_of(tokenizer.encode(plain)).listed
+
+
 def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
     """The requests in the order in which they are to begin, each told its group."""
     plan = order.plan
@@ -652,6 +794,43 @@ def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Reques
             group_prefix_tokens=plan.groups[group].prefix_tokens,
             group_only=plan.group_only,
         )
+
+
+def _several(prompts: object) -> list[Any]:
+    """The prompts, of one or a list of them."""
+    if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
+        return [prompts]
+    if isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0:
+        return list(prompts)
+    raise RequestError(f"prompts is {show(prompts)}, expected a prompt or a list of prompts")
+
+
+def _plain(prompt: Any) -> Any:
+    """A prompt, of vLLM's object for it."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    kinds = prompt.keys() & {"prompt", "prompt_token_ids"}
+    if len(kinds) != 1 or len(prompt) != 1:
+        raise RequestError(
+            f"prompt is {show(dict(prompt))}, expected an object with prompt (text) or "
+            "prompt_token_ids, and nothing else"
+        )
+    return prompt[kinds.pop()]
+
+
+def _texts(prompts: Iterable[Any]) -> list[str | None]:
+    return [prompt if isinstance(prompt, str) else None for prompt in prompts]
+
+
+def _news(outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+    """What outputs that grow have more than before."""
+    told: dict[str, dict[int, Told]] = {}
+    for output in outputs:
+        known = told.setdefault(output.request_id, {})
+        pieces = [known.setdefault(one.index, Told()).news(one) for one in output.outputs]
+        if output.finished:
+            del told[output.request_id]
+        yield dataclasses.replace(output, outputs=[one for one in pieces if one is not None])
 
 
 @contextmanager

@@ -65,6 +65,7 @@ TABLES = ("serve",)
 MAX_PASSED = 2048
 
 ShareMode = Literal["full", "storage", "off", "no-attention"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Levels = Literal["all", "one", "heuristic", "none"]
 GroupOrder = Literal["r", "input", "sorted"]
 Quantize = Literal["fp8", "int8", "int4"]
@@ -225,6 +226,13 @@ class EngineOptions(Options):
 
     random_weights: bool | None = Field(default=None, json_schema_extra={"identity": True})
     """Make weights up: a config is enough (default: for shapes alone)."""
+
+    logprobs_mode: LogprobsMode = Field(
+        default="raw_logprobs", json_schema_extra={"identity": True}
+    )
+    """Log-probabilities of sampled tokens: raw_logprobs (the model's own) or processed_logprobs
+    (what the token was drawn from: behind penalties, masks, temperature, top-k, top-p and
+    min-p)."""
 
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**64 - 1, json_schema_extra={EXPECTED: "a 64-bit integer"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
@@ -52,6 +52,7 @@ __all__ = [
     "Rerendered",
     "Reuse",
     "SamplingParams",
+    "Told",
     "TokenLogprobs",
     "is_masked",
     "masking_fields",
@@ -424,7 +425,7 @@ class SamplingParams(Checked):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """For each sampled token its log-probability, and those of so many of the most probable ones.
     They are the model's own: natural logarithms at temperature 1, before penalties, bias, masks,
-    top-k, top-p and min-p."""
+    top-k, top-p and min-p; or behind all of these (the option `logprobs_mode`)."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """The same for the prompt's tokens (their first has none)."""
@@ -644,7 +645,9 @@ class Reuse:
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One sequence's answer, or what is new in it. `logprobs[i]` belongs to `token_ids[i]`."""
+    """One sequence's answer, or what is new in it (but for `cumulative_logprob`). `logprobs[i]`
+    belongs to `token_ids[i]`, and so does `weight_versions[i]`: of the weights that the token was
+    sampled with (`LLM.update_weights`)."""
 
     index: int
     text: str
@@ -654,15 +657,63 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     choice: int | None = None
+    weight_versions: list[int] = field(default_factory=list)
+
+    def copy(self) -> CompletionOutput:
+        """With lists of its own."""
+        copied = replace(self, token_ids=[*self.token_ids], weight_versions=[*self.weight_versions])
+        copied.logprobs = None if self.logprobs is None else [*self.logprobs]
+        return copied
 
     def extend(self, then: CompletionOutput) -> None:
         """Add what came next."""
         self.text += then.text
         self.token_ids += then.token_ids
+        self.cumulative_logprob = then.cumulative_logprob
+        self.weight_versions += then.weight_versions
         if then.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *then.logprobs]
         self.finish_reason, self.stop_reason = then.finish_reason, then.stop_reason
         self.choice = then.choice
+
+
+class Told:
+    """How much of one sequence's answer was told.
+
+    Attributes:
+        text, tokens: so many characters and tokens. ended: and how it ended.
+    """
+
+    __slots__ = ("ended", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text = 0
+        self.tokens = 0
+        self.ended = False
+
+    def news(self, sequence: CompletionOutput) -> CompletionOutput | None:
+        """What an answer has more than before, which is told by now; None: nothing."""
+        if self.ended or (
+            sequence.finish_reason is None
+            and len(sequence.token_ids) == self.tokens
+            and len(sequence.text) == self.text
+        ):
+            return None
+        logprobs = sequence.logprobs
+        piece = CompletionOutput(
+            index=sequence.index,
+            text=sequence.text[self.text :],
+            token_ids=sequence.token_ids[self.tokens :],
+            cumulative_logprob=sequence.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[self.tokens :],
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            choice=sequence.choice,
+            weight_versions=sequence.weight_versions[self.tokens :],
+        )
+        self.text, self.tokens = len(sequence.text), len(sequence.token_ids)
+        self.ended = sequence.finish_reason is not None
+        return piece
 
 
 @dataclass(kw_only=True)
@@ -697,7 +748,8 @@ class _Described:
         return [None if entry is None else self._describe(entry) for entry in self._entries]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        described = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {**described, **({"index": self.index} if hasattr(self, "index") else {})}
 
 
 class Completion(_Described, CompletionOutput):
@@ -709,8 +761,13 @@ class Completion(_Described, CompletionOutput):
 
 
 class Answer(_Described, RequestOutput):
-    """`RequestOutput` as `LLM` gives it: `prompt_logprobs` has `Logprob`s."""
+    """`RequestOutput` as `LLM` gives it: `prompt_logprobs` has `Logprob`s.
 
+    Attributes:
+        index: which of the call's prompts it answers.
+    """
+
+    index: int = 0
     outputs: list[Completion]  # type: ignore[assignment]
 
     @cached_property

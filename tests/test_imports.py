@@ -17,6 +17,7 @@ LAYERS = [
         "errors",
         "garbage",
         "interrupts",
+        "progress",
         "seeds",
         "threads",
     ),
@@ -35,6 +36,7 @@ LAYERS = [
     ("bench", "bench_pml", "bench_serve", "evals", "jobs"),
     ("paper",),
     ("server",),
+    ("async_llm", "rollouts"),
     ("cli",),
     ("__main__",),
 ]

@@ -151,8 +151,11 @@ def test_a_full_disk_ends_the_trace_alone(model, caplog):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"prompt_token_ids": [3]}, "prompt is dict .* expected text or token ids"),
-        ([{"prompt": "x"}], "prompt is dict .* expected text or token ids"),
+        (
+            {"prompt_token_ids": [3], "prompt": "x"},
+            "expected an object with prompt .* or prompt_tok",
+        ),
+        ([{"prompt": "x", "multi_modal_data": {}}], "prompt is .*multi_modal_data.* nothing else"),
         (b"text", "prompt is bytes .* expected text or token ids"),
         ([[3], bytearray(b"x")], "prompt 1: prompt is bytearray .* expected text or token ids"),
         ([[3], [1.5]], r"prompt 1: prompt holds '1.5' \(float\), expected token ids"),

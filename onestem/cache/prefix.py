@@ -155,17 +155,30 @@ class PrefixCache:
     def _adopt(self, run: Run) -> None:
         """Enter a private run in the tree, without the first tokens that another has there (equal
         prompts' answers begin alike, with the prompt's last token at least)."""
-        parent = run.parent
-        if not self.enabled or not run.computed or parent is None or parent in self._private:
+        if not self.enabled or not run.computed or run.parent is None:
             return
-        tokens = np.array(run.tokens[: run.computed], np.int32)
+        # Sequences that part from a prompt stand below a run that another of the same tokens may
+        # have kept out of the tree: they are adopted below that one.
+        parent: Run | None = run.parent
+        own = run.tokens[: run.computed]
+        lead = own[:0]
+        while parent is not None and parent in self._private and parent.label == run.label:
+            lead, parent = parent.tokens + lead, parent.parent
+        if parent is None or parent in self._private:
+            return
+        tokens = np.array(lead + own, np.int32)
         node, known = self.tree.descend(parent, tokens, 0, run.label)
-        # Of a run that grows, what is not computed yet cannot be matched.
-        if known == run.computed or (run.label, int(tokens[known])) in node.children:
+        # Above what is kept all must be computed: nobody may be left to do it.
+        if any(above.computed < len(above.tokens) for above in node.path()):
             return
-        if known:
-            self.pool.release(run.split_off(known).pages)
-            run.parent = node
+        # Of a run that grows, what is not computed yet cannot be matched.
+        if known < len(lead) or known == len(tokens):
+            return
+        if (run.label, int(tokens[known])) in node.children:
+            return
+        if known > len(lead):
+            self.pool.release(run.split_off(known - len(lead)).pages)
+        run.parent = node
         self._private.discard(run)
         self.tree.insert(run)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onestem.errors import ConfigError
 from onestem.pml import PmlError, Prompt, Schema, read
+from onestem.progress import progress_bar
 from onestem.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def encode_schema(llm: LLM, schema: Schema, isolation: str, *, quiet: bool) -> d
     llm.add_schema(schema)
     segments = llm.schemas.encoding(schema.name, isolation).segments.values()
     total = sum(segment.kind == "cached" for segment in segments)
-    with progress_bar(quiet, total) as advance:
+    with progress_bar("encoding", total, shown=not quiet) as advance:
         for _ in llm.encode_schema(schema.name, isolation):
             advance()
     tiers = llm.engine.tiers
@@ -115,18 +114,3 @@ def encode_line(facts: dict[str, Any]) -> str:
         f"{facts['num_tokens']} tokens, {facts['num_computed_tokens']} of them computed now; "
         f"{facts['folder']} holds {facts['folder_bytes'] / 2**20:.1f} MiB"
     )
-
-
-@contextmanager
-def progress_bar(quiet: bool, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; what it yields is called for each thing done."""
-    if quiet:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from functools import partial
@@ -18,6 +18,7 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.grammar.compiler import Grammar, GrammarCompiler
 from onestem.engine.modules.tiers import ModuleTiers
 from onestem.engine.outputs import EngineStats, aborted_output, refused_output, request_output
+from onestem.engine.residence import Residence
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.admission import (
     SequenceFactory,
@@ -48,7 +49,7 @@ from onestem.interrupts import uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl, resolve
-from onestem.options import MAX_PASSED, ShareMode
+from onestem.options import MAX_PASSED, LogprobsMode, ShareMode
 from onestem.pml import EncodedSegment, Segment
 from onestem.request import Request, RequestOutput
 
@@ -79,11 +80,15 @@ class Engine:
         max_passed: how many later requests may go before one that waits, because their prefix is in
             the cache; 0: first come, first served.
         impl: attention implementation.
+        logprobs_mode: log-probabilities of sampled tokens are the model's own (`raw_logprobs`), or
+            those that they are drawn with (`processed_logprobs`).
         seed: source of seeds for requests that have none; None draws from the system.
         trace: where each step is told; the engine closes it.
 
     Attributes:
         on_begin: told of interactive requests whose turn it is, before the step that they are in.
+        residence: where weights and KV memory are.
+        is_paused: nothing is computed, though requests are taken.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Engine:
         max_num_seqs: int | None = None,
         max_passed: int = MAX_PASSED,
         impl: str = "auto",
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         seed: int | None = None,
         trace: StepTrace | None = None,
     ) -> None:
@@ -124,6 +130,7 @@ class Engine:
         runner = make_runner(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
+        self.residence = Residence(decoder, runner)
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
         self._queue = HybridQueue(self.cache.tree, max_passed, self._gate)
         self._interactive = self._queue.interactive
@@ -134,7 +141,9 @@ class Engine:
             bytes_per_token=decoder.kv_bytes_per_token,
         )
         self._jobs = Jobs()
-        self._sampler = Sampler(decoder.config.vocab_size, defaults, decoder.device)
+        self._sampler = Sampler(
+            decoder.config.vocab_size, defaults, decoder.device, logprobs_mode=logprobs_mode
+        )
         eos = _known_eos(defaults.eos_token_ids, decoder.config.vocab_size)
         if decoder.device.type == "cuda":
             self._sampler.warm_up()
@@ -181,6 +190,7 @@ class Engine:
         self._trace = trace
         self.tiers: ModuleTiers | None = None  # see `keep_modules`
         self.on_begin: Callable[[list[str]], object] = lambda request_ids: None
+        self.is_paused = False
         self._checked_at = 0
         self._check_from = 0.0
 
@@ -394,13 +404,14 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests in the given order, read as there is room for them; yield each as it
-        finishes. Requests of a planned group must follow each other. Whatever is unfinished when
-        the iterator is closed is aborted.
+        finishes, and those that stream as they grow. Requests of a planned group must follow each
+        other. Whatever is unfinished when the iterator is closed is aborted.
 
         Raises:
-            RequestError: the engine has other requests; or, when it is read, a request that can
-                never be answered.
+            RequestError: the engine has other requests, or was put to sleep; or, when it is read, a
+                request that can never be answered.
         """
+        self.residence.check_ready()
         if self._runs_a_job or self._states or self._has_waiting():
             raise RequestError(
                 "the engine has unfinished requests: let them end first, or use another engine"
@@ -409,7 +420,8 @@ class Engine:
         self.scheduler.queue = PlannedQueue(map(self._validated, requests))
         try:
             while self.has_unfinished():
-                yield from (output for output in self.step() if output.finished)
+                self.residence.check_ready()
+                yield from self.step()
         finally:
             with uninterrupted():
                 for request_id in list(self._states):
@@ -430,6 +442,7 @@ class Engine:
 
     def _admissible(self, request: Request) -> None:
         """All of `validate` but its grammar, for which it waits at the gate."""
+        self.residence.check_ready()
         self._check_id(request)
         self._check(request)
         self._prefetch(request)
@@ -459,7 +472,8 @@ class Engine:
         if self._queue.holds and not self._states and self._queue.peek() is None:
             self._factory.wait(GATE_SECONDS)
         try:
-            self._step()
+            if self.can_step:
+                self._step()
         except Exception as error:
             self._contain(error)
         except BaseException:  # Ctrl-C
@@ -558,6 +572,79 @@ class Engine:
         for sequence, error in broken:
             if sequence.finish_reason is None:
                 self._results.end_broken(sequence, error)
+
+    # ----------------------------------------------------------------------------- weights
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step may be computed: the engine is awake, and not paused."""
+        return not self.is_paused and self.residence.is_ready
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None
+    ) -> int:
+        """Write other weights over the model's, in the same memory: some tensors or all, by their
+        names in the checkpoint. Keys and values of the old ones are dropped; requests that run go
+        on with the new ones behind the tokens that they have.
+
+        Args:
+            named_tensors: of any floating dtype and device; all are checked before one is written.
+            version: what these weights are called; None: one more than the last.
+
+        Returns:
+            the version.
+
+        Raises:
+            WeightsError: names what is unknown, given twice, or of another shape.
+            RequestError: the weights are asleep.
+        """
+        residence = self.residence
+        tensors = residence.checked(named_tensors, version)
+        self._let_go()
+        residence.update(tensors, version)
+        self._factory.weights_version = residence.version
+        for state in self._states.values():
+            for sequence in state.sequences:
+                if sequence.finish_reason is None:
+                    sequence.note_weights(residence.version)
+        if self.tiers is not None:
+            self.tiers.forget()
+        return residence.version
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory: KV memory, and the weights, which go to host memory (level 1)
+        or are dropped (2: `update_weights` has to give them again). Requests that run wait."""
+        self._let_go()
+        self.residence.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory again: of `weights`, `kv_cache`, or both."""
+        self.residence.wake_up(tags)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Drop what is cached. Requests that run keep what they read, unless these are to be
+        computed again too. Whether nothing is left but pinned prefixes."""
+        if reset_running_requests:
+            self._let_go()
+        else:
+            self.cache.clear()
+        return all(not run.pins or run in self.pins.runs for run in self.cache.runs())
+
+    def _let_go(self) -> None:
+        """Nothing is in flight, and no keys and values are kept: who runs waits to be computed
+        again, and so do pinned prefixes."""
+        try:
+            with uninterrupted():
+                self._commit(0)
+        except Exception as error:
+            self._contain(error)
+        with uninterrupted():
+            self.launcher.abandon()
+            self.scheduler.preempt_all()
+            self.order.clear()
+            self._forget_ended()
+            self.pins.let_go()
+            self.cache.clear()
 
     # ----------------------------------------------------------------------------- errors
 

@@ -101,6 +101,7 @@ def _completion(sequence: Sequence) -> CompletionOutput:
         logprobs=list(sequence.logprobs) if asked else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
+        weight_versions=sequence.weight_versions,
     )
 
 
@@ -133,6 +134,7 @@ def _best_choice(state: RequestState) -> CompletionOutput:
         logprobs=entries,
         finish_reason="stop",
         choice=best,
+        weight_versions=sequence.weight_versions,
     )
 
 

@@ -113,6 +113,8 @@ class Sequence:
         is_job: whether it runs in what interactive requests leave free.
         slots, slot: where it is known to steps that sample for it (-1: nowhere).
         sampling: the sampler's row, made with its first slot.
+        weights: (index among the sampled tokens, version): from which on they are sampled with
+            which weights.
     """
 
     __slots__ = (
@@ -140,9 +142,12 @@ class Sequence:
         "stretches",
         "text",
         "tokens",
+        "weights",
     )
 
-    def __init__(self, state: RequestState, index: int, tokens: array[int]) -> None:
+    def __init__(
+        self, state: RequestState, index: int, tokens: array[int], weights_version: int = 0
+    ) -> None:
         self.state = state
         self.index = index
         self.tokens = tokens
@@ -165,6 +170,7 @@ class Sequence:
         self.grammar: Any = None
         self.sampling: Any = None
         self.text = ""
+        self.weights = [(0, weights_version)]
         self._path: list[Run] = []
         self._path_version = -1
 
@@ -175,6 +181,23 @@ class Sequence:
     @property
     def output_ids(self) -> array[int]:
         return self.tokens[self.num_prompt :]
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Of the weights that each of its tokens was sampled (or scored) with."""
+        ends = [*(first for first, _ in self.weights[1:]), self.num_output]
+        runs = zip(self.weights, ends, strict=True)
+        return [version for (first, version), end in runs for _ in range(first, end)]
+
+    def note_weights(self, version: int) -> None:
+        """Others from here on. What is scored in part is scored again, all of it with the same."""
+        if self.wants_scores:
+            self.scores.clear()
+            self.state.prompt_logprobs.clear()
+        if self.score_only:
+            self.logprobs.clear()
+        first = 0 if self.score_only else self.num_output
+        self.weights = [*(one for one in self.weights if one[0] < first), (first, version)]
 
     @property
     def last_label(self) -> Label:

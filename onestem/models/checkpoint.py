@@ -28,11 +28,17 @@ from onestem.models.quantization import Scheme
 __all__ = [
     "PACKED",
     "Checkpoint",
+    "Header",
     "Parts",
     "Shapes",
     "Source",
+    "check_shapes",
+    "check_unknown",
     "checkpoint_source",
     "has_own_head",
+    "listed",
+    "our_name",
+    "part_shapes",
 ]
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -61,13 +67,19 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor in a file: its name there, and safetensors' name of its dtype."""
+class Header:
+    """What is told of a tensor before it is read; in a file, safetensors' name of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Held(Header):
+    """A tensor in a file: its name there."""
 
     file: Path
     name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Checkpoint:
@@ -142,7 +154,7 @@ def checkpoint_source(
         raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
     expected = _expected(shapes, schemes)
     _check_names(directory, config, expected, held)
-    _check_shapes(directory, config, expected, held)
+    check_shapes(directory, config, expected, held)
     return Checkpoint(held, schemes, parts, dtype, device)
 
 
@@ -185,10 +197,14 @@ def _shapes_in_files(shapes: Shapes, parts: Parts, held: Mapping[str, Held]) -> 
     modules = {name.rpartition(".")[0] for name in held}
     for whole, experts in parts.items():
         if any(part.rpartition(".")[0] in modules for expert in experts for part in expert):
-            _, rows, *rest = found.pop(whole)
-            for expert in experts:
-                found |= dict.fromkeys(expert, (rows // len(expert), *rest))
+            found |= part_shapes(found.pop(whole), experts)
     return found
+
+
+def part_shapes(whole: tuple[int, ...], experts: Sequence[Sequence[str]]) -> Shapes:
+    """Of the `Parts` of a tensor of all experts."""
+    _, rows, *rest = whole
+    return {part: (rows // len(expert), *rest) for expert in experts for part in expert}
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:
@@ -210,17 +226,20 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
 def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
     """Name of each tensor of the decoder -> what the directory calls it."""
     names = config.tensor_names
-    found = {
-        _renamed(name, names.renamed): name for name in stored if not name.startswith(names.beside)
-    }
+    found = {ours: name for name in stored if (ours := our_name(config, name)) is not None}
     # What stands before every name in a model with a head, where the file has one without.
     if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
         return {names.prefix + name: at for name, at in found.items()}
     return found
 
 
-def _renamed(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
-    for theirs, ours in beginnings:
+def our_name(config: ModelConfig, name: str) -> str | None:
+    """Of a tensor that has another name in some checkpoints; None: of a part that is not computed.
+    What stands before every name is not looked at."""
+    names = config.tensor_names
+    if name.startswith(names.beside):
+        return None
+    for theirs, ours in names.renamed:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
@@ -240,7 +259,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 def _no_weights(directory: Path) -> str:
     others = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".gguf"))
-    found = f" (found {_listed(others)})" if others else ""
+    found = f" (found {listed(others)})" if others else ""
     return (
         f"{directory} has neither model.safetensors nor model.safetensors.index.json{found}: "
         "convert the weights to safetensors, or ask for random weights"
@@ -256,11 +275,11 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     shards = set(files.values())
     absent = sorted(file.name for file in shards if not file.exists())
     if absent:
-        raise WeightsError(f"{index.parent} lacks files that its index names: {_listed(absent)}")
+        raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
     held = {file: set(_names_in(file)) for file in shards}
     lost = sorted(name for name, file in files.items() if name not in held[file])
     if lost:
-        raise WeightsError(f"{index} names tensors that its files do not hold: {_listed(lost)}")
+        raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
     return files
 
 
@@ -286,7 +305,7 @@ def _held(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, Held]:
         with _opened(file) as handle:
             for name, at in pairs:
                 part = handle.get_slice(at)
-                held[name] = Held(file, at, tuple(part.get_shape()), part.get_dtype())
+                held[name] = Held(tuple(part.get_shape()), part.get_dtype(), file, at)
     return held
 
 
@@ -300,8 +319,16 @@ def _check_names(
     missing = sorted(needed - set(held))
     if missing:
         raise WeightsError(
-            f"{directory} lacks tensors that {config.architecture} needs: {_listed(missing)}"
+            f"{directory} lacks tensors that {config.architecture} needs: {listed(missing)}"
         )
+    check_unknown(directory, config, expected, held)
+
+
+def check_unknown(
+    holder: object, config: ModelConfig, expected: Mapping[str, Expected], held: Iterable[str]
+) -> None:
+    """Raise `WeightsError` for names that the model has no place for. A tied model may come with a
+    head."""
     names = config.tensor_names
     unknown = sorted(
         name
@@ -310,19 +337,18 @@ def _check_names(
     )
     if unknown:
         raise WeightsError(
-            f"{directory} holds tensors that {config.architecture} has no place for: "
-            f"{_listed(unknown)}"
+            f"{holder} holds tensors that {config.architecture} has no place for: {listed(unknown)}"
         )
 
 
-def _check_shapes(
-    directory: Path,
+def check_shapes(
+    holder: object,
     config: ModelConfig,
     expected: Mapping[str, Expected],
-    held: Mapping[str, Held],
+    held: Mapping[str, Header],
 ) -> None:
-    """And dtypes; also of a head that a tied model carries needlessly: another shape is another
-    model."""
+    """Raise `WeightsError` for tensors of other shapes or dtypes; also for a head that a tied model
+    carries needlessly: another shape is another model."""
     names = config.tensor_names
     head = expected.get(f"{names.embedding}.weight")
     expected = expected if head is None else {f"{names.head}.weight": head, **expected}
@@ -333,10 +359,10 @@ def _check_shapes(
         if wanted.shape is not None and one.shape != wanted.shape
     ]
     if wrong:
-        raise WeightsError(f"{directory} holds tensors of other shapes: {_listed(wrong)}")
+        raise WeightsError(f"{holder} holds tensors of other shapes: {listed(wrong)}")
     for name, (one, wanted) in there.items():
         if one.dtype not in wanted.dtypes:
-            raise WeightsError(f"{directory}: {name} is {one.dtype}, {_wanted(config, wanted)}")
+            raise WeightsError(f"{holder}: {name} is {one.dtype}, {_wanted(config, wanted)}")
 
 
 def _wanted(config: ModelConfig, wanted: Expected) -> str:
@@ -346,6 +372,7 @@ def _wanted(config: ModelConfig, wanted: Expected) -> str:
     return said
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names for an error: the first few, and how many there are."""
     shown = ", ".join(names[:NAMES_SHOWN])
     return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

@@ -6,7 +6,7 @@ caller hands in `attend`, which writes the rows' keys and values and attends ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.linear import Head, Projection, padded_rows, step_rows
 from onestem.models.mlp import Activation, ExpertLayer, Mlp
+from onestem.models.places import Place
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 
@@ -90,6 +91,8 @@ class Decoder:
 
     Attributes:
         scores: what attention does to scores.
+        places: name of a tensor in a checkpoint -> what it became.
+        quantised: format of its weights, which cannot be written again; None: they can.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class Decoder:
         *,
         positions: Tensor | None = None,
         ops: LayerOps | None = None,
+        places: Iterable[Place] = (),
+        quantised: str | None = None,
     ) -> None:
         """embedding [vocab_size, hidden_size] gives dtype and device.
 
@@ -118,6 +123,12 @@ class Decoder:
         self.layers = tuple(layers)
         self.norm = norm
         self.head = head
+        self.places: dict[str, list[Place]] = {}
+        for place in places:
+            for name in place.names:
+                self.places.setdefault(name, []).append(place)
+        self.quantised = quantised
+        self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)
         self.ops = ops or resolve_layers(embedding.device)
         self.scores: Scores = {
@@ -205,11 +216,41 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take, packed copies included and shared tensors counted once."""
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """All weights, each once."""
         held = [self.embedding, *self.norm.tensors(), *self.head.tensors()]
         held += [] if self.positions is None else [self.positions]
         held += [tensor for layer in self.layers for tensor in layer.tensors()]
-        distinct = {id(tensor): tensor for tensor in held}
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in distinct.values())
+        return list({id(tensor): tensor for tensor in held}.values())
+
+    def release(self, *, keep: bool) -> None:
+        """Free the weights' memory; tensors stay the objects that they are.
+
+        Args:
+            keep: their values wait in host memory, where those of a CPU are already.
+        """
+        if keep and self.device.type == "cpu":
+            return
+        plain = (tensor for tensor in self._tensors() if not tensor.is_mkldnn)
+        for storage in dict.fromkeys(tensor.untyped_storage() for tensor in plain):
+            if storage not in self._released:
+                self._released[storage] = storage.nbytes(), storage.cpu() if keep else None
+                storage.resize_(0)
+            elif not keep:
+                self._released[storage] = self._released[storage][0], None
+        if not keep:
+            for place in dict.fromkeys(place for held in self.places.values() for place in held):
+                place.drop_packed()
+
+    def restore(self) -> None:
+        """Take the memory again, with the values that wait; others have to be written."""
+        for storage, (size, values) in self._released.items():
+            storage.resize_(size)
+            if values is not None:
+                storage.copy_(values)
+        self._released.clear()
 
     @property
     def scratch_bytes(self) -> int:

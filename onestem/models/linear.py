@@ -52,6 +52,8 @@ from __future__ import annotations
 import enum
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -182,7 +184,43 @@ class Projection(Protocol):
         ...
 
 
-class Linear:
+class _Weight:
+    """A weight `[out_features, in_features]` in a layout.
+
+    Attributes:
+        weight: as it is; None: not kept.
+        packed: by oneDNN; None: not kept, or dropped until it is written again.
+    """
+
+    layout: Layout
+    weight: Tensor | None
+    packed: Tensor | None
+
+    def _keep(self, weight: Tensor, layout: Layout, *, plain: bool) -> None:
+        self.layout = layout
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = weight if plain else None
+        self.packed = None if self.layout is Layout.PLAIN else _pack(weight, self.layout)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[Tensor]:
+        """The weight, whose rows are to be written in place; it is packed anew behind that."""
+        weight = self.weight
+        if weight is None:
+            shape = (self.out_features, self.in_features)
+            dropped = self.packed is None
+            weight = torch.empty(shape, dtype=self.dtype) if dropped else _dense(self.packed)
+        yield weight
+        if self.layout is not Layout.PLAIN:
+            self.packed = _pack(weight, self.layout)
+
+    def drop_packed(self) -> None:
+        """Free what `rewriting` makes anew."""
+        self.packed = None
+
+
+class Linear(_Weight):
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
 
     scratch_bytes = 0
@@ -191,11 +229,9 @@ class Linear:
         self, weight: Tensor, bias: Tensor | None = None, layout: Layout | None = None
     ) -> None:
         """weight [out_features, in_features], bias [out_features]; both are kept, not copied."""
-        self.layout = layout or choose_layout(weight.dtype, weight.device)
-        self.out_features, self.in_features = weight.shape
-        self.weight = None if self.layout is Layout.PACKED else weight
+        layout = layout or choose_layout(weight.dtype, weight.device)
+        self._keep(weight, layout, plain=layout is not Layout.PACKED)
         self.bias = bias
-        self.packed = None if self.layout is Layout.PLAIN else _pack(weight, self.layout)
         self.packed_bias = _packed_bias(bias, self.layout)
         self.amx = _is_amx_product(self.layout, weight.dtype)
         self.kind = f"{str(weight.dtype).removeprefix('torch.')}, {self.layout.value}"
@@ -227,12 +263,18 @@ class Linear:
             return x.shape[0] >= PLAIN_ROWS
         return self.layout is Layout.PACKED_FLOAT32 and x.shape[0] <= NATIVE_ROWS
 
+    @contextmanager
+    def rewriting(self) -> Iterator[Tensor]:
+        with super().rewriting() as weight:
+            yield weight
+        self.packed_bias = _packed_bias(self.bias, self.layout)
+
     def tensors(self) -> list[Tensor]:
         held = (self.weight, self.packed, self.bias, self.packed_bias)
         return [tensor for tensor in held if tensor is not None]
 
 
-class Head:
+class Head(_Weight):
     """Logits in float32: x [num_rows, hidden_size] -> [num_rows, vocab_size].
 
     Sums are handed on as float32 wherever the product can give them. Rounding them to 16 bits would
@@ -248,9 +290,8 @@ class Head:
         A packed copy of a tied weight is a second copy: an embedding row cannot be read out of it,
         and without it a step of 16 rows takes 2.7 times as long here.
         """
-        self.layout = layout or choose_layout(weight.dtype, weight.device)
-        self.weight = weight if self.layout is Layout.PLAIN else None
-        self.packed = None if self.layout is Layout.PLAIN else _pack(weight, self.layout)
+        layout = layout or choose_layout(weight.dtype, weight.device)
+        self._keep(weight, layout, plain=layout is Layout.PLAIN)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -287,6 +328,11 @@ def _pack(weight: Tensor, layout: Layout) -> Tensor:
     source = weight.float() if layout is Layout.PACKED_FLOAT32 else weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(source.contiguous(), PACK_ROWS)
     return packed
+
+
+def _dense(packed: Tensor | None) -> Tensor:
+    """What was packed, in the dtype that it was packed in."""
+    return _present(packed).to_dense()
 
 
 def _packed_bias(bias: Tensor | None, layout: Layout) -> Tensor | None:

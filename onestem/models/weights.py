@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from importlib.util import find_spec
@@ -18,11 +18,16 @@ from onestem.errors import ConfigError, WeightsError
 from onestem.models.checkpoint import (
     PACKED,
     Checkpoint,
+    Header,
     Parts,
     Shapes,
     Source,
+    check_shapes,
+    check_unknown,
     checkpoint_source,
     has_own_head,
+    listed,
+    our_name,
 )
 from onestem.models.config import ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer, Norm
@@ -30,6 +35,7 @@ from onestem.models.description import ExpertNames, Experts
 from onestem.models.formats.held import Weight
 from onestem.models.formats.products import Target, projection, row_bytes
 from onestem.models.formats.rounding import rounded_weight
+from onestem.models.formats.stored import Expected
 from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout, has_room
 from onestem.models.mlp import (
     Activation,
@@ -41,6 +47,7 @@ from onestem.models.mlp import (
     route,
     route_on_gpu,
 )
+from onestem.models.places import Place, ProductPlace, TensorPlace, bias_of
 from onestem.models.quantization import Scheme
 from onestem.models.rope import rotary_order
 from onestem.ops import Heads, resolve_layers
@@ -49,18 +56,25 @@ from onestem.options import Quantize
 
 __all__ = [
     "checked_config",
+    "checked_tensors",
     "expected_shapes",
     "formats_of",
     "linear_modules",
     "load_decoder",
     "num_parameters",
     "open_checkpoint",
+    "quantised_as",
     "random_decoder",
     "read_weight",
     "refuse_rounding_twice",
     "target_of",
     "weight_bytes",
+    "with_own_head",
+    "write_tensors",
 ]
+
+# Dtypes of tensors that are given.
+FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
 def load_decoder(
@@ -88,7 +102,7 @@ def load_decoder(
             config, dtype=dtype, device=target, seed=seed, quantization=quantization
         )
     refuse_rounding_twice(path, config, quantization)
-    config = _with_own_head(Path(path), config)
+    config = with_own_head(Path(path), config)
     source = open_checkpoint(path, config, dtype, target)
     return _decoder(config, source, dtype, target, quantization)
 
@@ -97,7 +111,8 @@ def open_checkpoint(
     path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint:
     """The tensors of a directory that holds a model's (see `checkpoint_source`)."""
-    shapes, parts = expected_shapes(config), expert_parts(config)
+    shapes, names = expected_shapes(config), config.tensor_names.experts
+    parts = {} if names is not None and names.alternating else expert_parts(config)
     return checkpoint_source(Path(path), config, shapes, parts, dtype, device)
 
 
@@ -112,7 +127,8 @@ def refuse_rounding_twice(
         )
 
 
-def _with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
+def with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
+    """The configuration of a directory's weights (see `has_own_head`)."""
     tied = config.tie_embeddings and not has_own_head(path, config)
     return replace(config, tie_embeddings=tied)
 
@@ -124,7 +140,7 @@ def checked_config(path: str | Path) -> tuple[ModelConfig, dict[str, Scheme]]:
     Raises:
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
-    config = _with_own_head(Path(path), ModelConfig.from_directory(path))
+    config = with_own_head(Path(path), ModelConfig.from_directory(path))
     source = open_checkpoint(path, config, torch.float32, torch.device("cpu"))
     return config, {module: scheme for module, (scheme, _, _) in source.schemes.items()}
 
@@ -236,6 +252,72 @@ def _decoder(
     return _Builder(config, source, target, quantization).decoder(num_parameters(shapes))
 
 
+def quantised_as(config: ModelConfig, quantization: Quantize | None) -> str | None:
+    """The format that weights of a model are stored in or rounded to; None: they are not
+    quantised."""
+    if quantization is not None or config.quantization is None:
+        return quantization or ("mxfp4" if config.experts and config.experts.mxfp4 else None)
+    return config.quantization.method
+
+
+def checked_tensors(
+    config: ModelConfig,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    quantised: str | None = None,
+) -> dict[str, Tensor]:
+    """Some of the tensors that a decoder is made of, or all, by the names of `Decoder.places`:
+    those of single experts are views of those of all.
+
+    Args:
+        quantised: see `quantised_as`.
+
+    Raises:
+        WeightsError: names what is unknown, given twice, of another shape or no floating point; or
+            the weights are quantised.
+    """
+    where = "update_weights"
+    if quantised is not None:
+        raise WeightsError(
+            f"{where}: the weights are {quantised}, which cannot be written again: load the model "
+            "in 16 bits"
+        )
+    known = _writable(config)
+    given: dict[str, Tensor] = {}
+    for theirs, tensor in named_tensors:
+        name = our_name(config, theirs)
+        if name is None:
+            continue
+        with_prefix = config.tensor_names.prefix + name
+        name = with_prefix if name not in known and with_prefix in known else name
+        if not isinstance(tensor, Tensor):
+            raise WeightsError(f"{where}: {name} is {type(tensor).__name__}, expected a tensor")
+        if name in given:
+            raise WeightsError(f"{where}: {name} is given twice")
+        given[name] = tensor.detach()
+    check_unknown(where, config, known, given)
+    headers = {
+        name: Header(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in given.items()
+    }
+    check_shapes(where, config, known, headers)
+    of_meta = [name for name, tensor in given.items() if tensor.is_meta]
+    if of_meta:
+        raise WeightsError(f"{where}: tensors without values (meta device): {listed(of_meta)}")
+    return _by_expert(config, {name: given[name] for name in given if name in known})
+
+
+@torch.no_grad()
+def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors that were checked over a decoder's own, in the same memory."""
+
+    def given(name: str, as_dtype: torch.dtype | None = None) -> Tensor | None:
+        dtype = as_dtype or decoder.dtype
+        return tensors[name].to(decoder.device, dtype) if name in tensors else None
+
+    for place in dict.fromkeys(place for name in tensors for place in decoder.places[name]):
+        place.write(given)
+
+
 def target_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Target:
     """What products of a model are made for, of which these are all weights."""
     copies = has_room(2 * num_parameters(shapes) * dtype.itemsize)
@@ -342,18 +424,65 @@ def _beside_experts(experts: Experts, names: ExpertNames, hidden: int) -> _Modul
     return modules
 
 
+@functools.cache
 def expert_parts(config: ModelConfig) -> Parts:
     """The tensors of single experts, as most are published, by those of all experts of a layer."""
-    parts: dict[str, list[tuple[str, ...]]] = {}
-    for layer in range(config.num_layers):
-        if config.has_experts(layer) and not _experts_of(config)[1].alternating:
-            experts, names = _experts_of(config)
-            at = config.tensor_names.layer.format(layer)
-            each = [at + names.each.format(index) for index in range(experts.num)]
-            gate, up = names.each_up
-            parts[at + names.up] = [(f"{one}{gate}.weight", f"{one}{up}.weight") for one in each]
-            parts[at + names.down] = [(f"{one}{names.each_down}.weight",) for one in each]
-    return parts
+    layer = config.tensor_names.layer
+    layers = [layer.format(i) for i in range(config.num_layers) if config.has_experts(i)]
+    return {name: parts for at in layers for name, parts in _layer_parts(config, at).items()}
+
+
+def _layer_parts(config: ModelConfig, at: str) -> Parts:
+    experts, names = _experts_of(config)
+    each = [at + names.each.format(index) for index in range(experts.num)]
+    gate, up = names.each_up
+    return {
+        at + names.up: [(f"{one}{gate}.weight", f"{one}{up}.weight") for one in each],
+        at + names.down: [(f"{one}{names.each_down}.weight",) for one in each],
+    }
+
+
+def _rows_first(tensor: Tensor, names: ExpertNames) -> Tensor:
+    """Weights of all experts, `[num, out_features, in_features]`, of what a file has in 16 bits."""
+    return tensor.transpose(1, 2) if names.alternating else tensor
+
+
+def _halves(tensor: Tensor, names: ExpertNames) -> tuple[Tensor, ...]:
+    """`[num, 2 * size, ...]` -> of gate and of up."""
+    if names.alternating:
+        return tensor[:, 0::2], tensor[:, 1::2]
+    return tensor.chunk(2, dim=1)
+
+
+def _by_expert(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With tensors of single experts in place of those of all: views."""
+    single = dict(tensors)
+    for whole, experts in expert_parts(config).items():
+        _, names = _experts_of(config)
+        for name, name_of in ((whole, str), (f"{whole}_bias", bias_of)):
+            if name not in single:
+                continue
+            tensor = single.pop(name)
+            tensor = tensor if tensor.ndim == 2 else _rows_first(tensor, names)
+            pieces = [tensor] if len(experts[0]) == 1 else _halves(tensor, names)
+            for parts, *theirs in zip(experts, *pieces, strict=True):
+                for part, piece in zip(map(name_of, parts), theirs, strict=True):
+                    if part in single:
+                        raise WeightsError(f"update_weights: {part} is given twice")
+                    single[part] = piece
+    return single
+
+
+@functools.cache
+def _writable(config: ModelConfig) -> Mapping[str, Expected]:
+    """What can be written again, with the tensors of all experts and of single ones."""
+    wholes = {
+        name: torch.empty(shape, device="meta") for name, shape in expected_shapes(config).items()
+    }
+    return {
+        name: Expected(tuple(tensor.shape), FLOATING)
+        for name, tensor in (wholes | _by_expert(config, wholes)).items()
+    }
 
 
 def _qkv_rows(config: ModelConfig) -> dict[str, int]:
@@ -375,7 +504,7 @@ def num_parameters(shapes: Shapes) -> int:
 
 
 class _Builder:
-    """Makes the parts of a decoder from a source of tensors."""
+    """Makes the parts of a decoder from a source of tensors, and notes where each tensor went."""
 
     def __init__(
         self,
@@ -390,21 +519,30 @@ class _Builder:
         self.target = target
         self.quantization = quantization
         self.on_gpu = _has_kernels(target.device)
+        self.quantised = quantised_as(config, quantization)
+        self.places: list[Place] = []
 
     def decoder(self, parameters: int) -> Decoder:
-        config, names, source = self.config, self.names, self.source
-        embedding = source(f"{names.embedding}.weight")
+        config, names = self.config, self.names
+        of_embedding = f"{names.embedding}.weight"
+        embedding = self.tensor(of_embedding)
         layers = [self.layer(index) for index in range(config.num_layers)]
-        weight = embedding if config.tie_embeddings else source(f"{names.head}.weight")
-        bias = source(f"{names.head}.bias") if config.head_bias else None
+        if config.tie_embeddings:
+            bias = self.tensor(f"{names.head}.bias") if config.head_bias else None
+            head = Head(embedding, self.target.layout, bias)
+            self.places.append(ProductPlace(head, (of_embedding,)))
+        else:
+            head = self.head(names.head, self.target.layout, config.head_bias)
         return Decoder(
             config,
             embedding,
             layers,
             self.norm(names.norm),
-            Head(weight, self.target.layout, bias),
+            head,
             parameters,
-            positions=source(f"{names.positions}.weight") if names.positions else None,
+            positions=self.tensor(f"{names.positions}.weight") if names.positions else None,
+            places=self.places,
+            quantised=self.quantised,
         )
 
     def layer(self, index: int) -> Layer:
@@ -413,7 +551,7 @@ class _Builder:
         norms = self.qk_norms(at, config.rotaries[index])
         q_norm, k_norm = (None, None) if config.qk_norm_of_all or norms is None else norms
         sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
-        sinks = self.source(at + names.sinks, torch.float32) if names.sinks else None
+        sinks = self.tensor(at + names.sinks, torch.float32) if names.sinks else None
         return Layer(
             input_norm=self.layer_norm(at, names.input_norm),
             qkv=self.linear(at, names.qkv, config.qkv_bias, order),
@@ -437,14 +575,13 @@ class _Builder:
             up = self.linear(at, names.shared_up, bias=False)
             shared = Mlp(up, self.linear(at, (names.shared_down,), bias=False))
         if experts.shared_gate:
-            shared_gate = Head(self.source(f"{at}{names.shared_gate}.weight"), Layout.PLAIN)
+            shared_gate = self.head(at + names.shared_gate, Layout.PLAIN)
         if experts.correction:
             # The published numbers are float32, and differ by less than 16 bits tell apart.
-            correction = self.source(at + names.correction, torch.float32)
-        router_bias = self.source(f"{at}{names.router}.bias") if experts.bias else None
+            correction = self.tensor(at + names.correction, torch.float32)
         return ExpertLayer(
             experts=experts,
-            router=Head(self.source(f"{at}{names.router}.weight"), self.target.layout, router_bias),
+            router=self.head(at + names.router, self.target.layout, experts.bias),
             correction=correction,
             products=self.products(at),
             shared=shared,
@@ -457,6 +594,11 @@ class _Builder:
         experts, names = _experts_of(self.config)
         up, down = self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
         clamp = None if experts.clamp is None else astuple(experts.clamp)
+        # On a GPU they are views to write to; those of mxfp4 would be copies.
+        some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
+        linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
+        if self.quantised is None:
+            self.note_experts(at, linears)
         if self.on_gpu:
             from onestem.ops.triton.experts import GroupedExperts
 
@@ -464,8 +606,7 @@ class _Builder:
         activation: Activation = resolve_layers(self.target.device).silu_mul
         if clamp is not None:
             activation = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
-        blocks = [Mlp(self.expert(up, i), self.expert(down, i)) for i in range(experts.num)]
-        return SortedBlocks(blocks, activation, self.target.layout)
+        return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
 
     def grouped(self, name: str, *, halves: bool = False) -> GroupedWeight:
         """A weight of all experts. `halves`: it is of gate and up, which may alternate in files."""
@@ -479,13 +620,22 @@ class _Builder:
                     "12): use a CPU, or the model in 16 bits"
                 )
         else:
-            values, scales = self.source(name), None
-            values = values.transpose(1, 2).contiguous() if names.alternating else values
+            values, scales = _rows_first(self.source(name), names).contiguous(), None
         bias = self.source(f"{name}_bias") if experts.bias else None
         if halves and names.alternating:
-            values, bias = _gate_first(values), None if bias is None else _gate_first(bias)
-            scales = None if scales is None else _gate_first(scales)
+            values = torch.cat(_halves(values, names), dim=1)
+            scales = None if scales is None else torch.cat(_halves(scales, names), dim=1)
+            bias = None if bias is None else torch.cat(_halves(bias, names), dim=1)
         return GroupedWeight(values, scales, bias)
+
+    def note_experts(self, at: str, linears: Sequence[tuple[Linear, Linear]]) -> None:
+        """Where the tensors of single experts went."""
+        parts, names = _layer_parts(self.config, at), _experts_of(self.config)[1]
+        of_up, of_down = parts[at + names.up], parts[at + names.down]
+        for (up, down), up_names, down_names in zip(linears, of_up, of_down, strict=True):
+            half = up.out_features // 2
+            self.places.append(ProductPlace(up, tuple(up_names), (half, half)))
+            self.places.append(ProductPlace(down, tuple(down_names)))
 
     def expert(self, weight: GroupedWeight, index: int) -> Linear:
         bias = None if weight.bias is None else weight.bias[index]
@@ -495,22 +645,47 @@ class _Builder:
         """Weights of the norms over q and k, in the order of a head's dimensions here."""
         if not self.names.qk_norm:
             return None
-        order = torch.tensor(rotary_order(self.config.head_dim, rotary))
-        size = self.config.head_dim
-        q, k = (self.norm_weight(f"{at}{name}").view(-1, size) for name in self.names.qk_norm)
-        return q[:, order.to(q.device)].flatten(), k[:, order.to(k.device)].flatten()
+        order = rotary_order(self.config.head_dim, rotary)
+        q, k = (self.norm_weight(f"{at}{name}", order) for name in self.names.qk_norm)
+        return q, k
 
     def layer_norm(self, at: str, name: str | None) -> Norm | None:
         return None if name is None else self.norm(at + name)
 
     def norm(self, name: str) -> Norm:
-        bias = self.source(f"{name}.bias") if self.config.norm_bias else None
+        bias = self.tensor(f"{name}.bias") if self.config.norm_bias else None
         return Norm(self.norm_weight(name), bias)
 
-    def norm_weight(self, name: str) -> Tensor:
-        """With the offset in float32: 16 bits would lose most of what is stored."""
-        weight, offset = self.source(f"{name}.weight"), self.config.norm_offset
-        return weight.float() + offset if offset else weight
+    def norm_weight(self, name: str, order: list[int] | None = None) -> Tensor:
+        """With the offset in float32: 16 bits would lose most of what is stored. `order`: of each
+        head's dimensions."""
+        offset = self.config.norm_offset
+
+        def change(weight: Tensor) -> Tensor:
+            weight = weight.float() + offset if offset else weight
+            if order is None:
+                return weight
+            heads = weight.reshape(-1, len(order))
+            return heads[:, torch.tensor(order, device=weight.device)].flatten()
+
+        return self.tensor(f"{name}.weight", change=change)
+
+    def tensor(
+        self,
+        name: str,
+        as_dtype: torch.dtype | None = None,
+        change: Callable[[Tensor], Tensor] = lambda values: values,
+    ) -> Tensor:
+        """One that is kept as it is, or as `change` makes it."""
+        tensor = change(self.source(name, as_dtype))
+        self.places.append(TensorPlace(name, tensor, as_dtype, change))
+        return tensor
+
+    def head(self, module: str, layout: Layout, bias: bool = False) -> Head:
+        name = f"{module}.weight"
+        head = Head(self.source(name), layout, self.tensor(bias_of(name)) if bias else None)
+        self.places.append(ProductPlace(head, (name,)))
+        return head
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
@@ -524,7 +699,13 @@ class _Builder:
         if bias:
             joined = torch.cat([self.source(f"{at}{name}.bias") for name in modules])
             joined = joined if places is None else joined[places]
-        return projection(weights, joined, places, self.target)
+        linear = projection(weights, joined, places, self.target)
+        if self.quantised is None:
+            assert isinstance(linear, Linear)
+            counts = tuple(len(weight) for weight in weights if isinstance(weight, Tensor))
+            names = tuple(f"{at}{name}.weight" for name in modules)
+            self.places.append(ProductPlace(linear, names, counts, order, self.names.transposed))
+        return linear
 
 
 def read_weight(
@@ -553,11 +734,6 @@ def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     within = [turned] * (num_q + num_kv) + [plain] * num_kv
     order = [h * size + i for h, places in zip(heads, within, strict=True) for i in places]
     return None if order == list(range(len(order))) else order
-
-
-def _gate_first(tensor: Tensor) -> Tensor:
-    """`[num, 2 * size, ...]` of gate, up, gate, up, ... -> all of gate, all of up."""
-    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
 
 
 class _RandomSource:

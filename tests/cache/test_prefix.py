@@ -114,6 +114,24 @@ def test_identical_prompts_compute_their_last_token_each():
     cache.check()
 
 
+def test_nothing_is_kept_below_what_is_not_computed():
+    """Who was to compute an equal prompt leaves after another has answered it."""
+    cache = PrefixCache(PagePool(4, 4))
+    first = cache.attach(ids([0]), 0, "first")
+    second = cache.attach(ids([0]), 0, "second")
+    assert cache.reserve(second, 2)
+    second.tokens.append(0)
+    second.computed = 2
+    waits = cache.attach(ids([0, 1]), 1, "waits")
+    assert waits.parent is first
+    cache.disown(first, "first")
+    for run in (first, second, waits):
+        cache.unpin(run)
+    cache.check()
+    assert cache.cached_tokens() == 0
+    assert list(cache.runs()) == []
+
+
 class Traffic(RuleBasedStateMachine):
     """Random attach, compute, grow, finish, abort: the books always balance."""
 

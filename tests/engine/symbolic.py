@@ -113,6 +113,7 @@ def _completion(one: Request, index: int, prefix: int, limit: int) -> Completion
         sampled = sampler.sample(torch.from_numpy(_logits(prefix)[None].copy()), [row])
         token, entry = int(sampled.ids[0]), sampled.entries.get(0)
         output.token_ids.append(token)
+        output.weight_versions.append(0)
         if entry is not None:
             output.logprobs.append(entry)
             output.cumulative_logprob += entry[token]

@@ -12,6 +12,7 @@ import torch
 from onestem.engine.step import graphs
 from onestem.ops.triton import Workspace
 from tests.engine.harness import answer, engine_on, requests_for, shared_prompts
+from tests.models.changed import changed_model, tensors_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -163,3 +164,45 @@ def test_who_joins_answers_as_on_the_cpu(tiny, family: str, share: str) -> None:
         found |= {output.request_id: output for output in engine.step() if output.finished}
     for name, output in want.items():
         assert found[name].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_other_weights_while_requests_run_and_sleep(tiny, tmp_path, level: int | None) -> None:
+    """Graphs are kept by an update, made anew after a sleep, and read the new weights."""
+    from onestem import LLM, SamplingParams
+
+    before = tiny("llama")
+    after = changed_model(before, tmp_path / "after")
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, n=2)
+    options = {"dtype": "float32", "kv_memory": "16MiB", "seed": 0}
+    with LLM(before, device="cuda", **options) as llm:
+        captured = dict(llm.engine.launcher.runner._graphs)
+        last, done = {}, False
+        for number, answer_ in enumerate(llm.stream(shared_prompts(), params)):
+            last[answer_.index] = answer_
+            if number == 60:
+                if level is not None:
+                    used = torch.cuda.memory_allocated()
+                    llm.sleep(level)
+                    assert used - torch.cuda.memory_allocated() > 16 * 2**20
+                    llm.wake_up(["weights"])
+                llm.update_weights(tensors_of(after).items())
+                llm.wake_up()
+                done = True
+        assert done
+        kept = llm.engine.launcher.runner._graphs
+        assert (kept == captured) is (level is None)
+        assert kept.keys() == captured.keys()
+    with LLM(before, device="cpu", **options) as old, LLM(after, device="cpu", **options) as new:
+        crossed = 0
+        for index, prompt in enumerate(shared_prompts()):
+            for one in last[index].outputs:
+                at = one.weight_versions.count(0)
+                crossed += 0 < at < 40
+                assert one.weight_versions == [0] * at + [1] * (40 - at)
+                for llm, first, end in [(old, 0, at), (new, at, 40)]:
+                    if end > first:
+                        some = params.replace(n=1, max_tokens=end - first)
+                        (want,) = llm.generate([[*prompt, *one.token_ids[:first]]], some)
+                        assert want.outputs[0].token_ids == one.token_ids[first:end]
+        assert crossed > len(shared_prompts())

@@ -14,6 +14,7 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.errors import ConfigError
 from tests.engine.harness import TOLERANCE, answer, make_engine, requests_for, shared_prompts
 from tests.engine.pml_harness import check_pml, compiled_prompts, pml_request, record
+from tests.models.changed import changed_model, tensors_of
 
 MIB = 1 << 20
 
@@ -261,3 +262,27 @@ def test_plain_requests_know_nothing_of_it(tiny, tmp_path):
     off = make_engine(tiny("llama"), share="off")
     off.keep_modules(host=HostStore(MIB), disk=None)
     assert off.tiers is None
+
+
+def test_other_weights_forget_what_tiers_keep(tiny, tmp_path):
+    """Neither host memory nor the disk has modules of the new weights."""
+    compiled = compiled_prompts("anchored")
+    other = changed_model(tiny("llama"), tmp_path / "other")
+    folder = tmp_path / "modules"
+    engine = engine_with(tiny("llama"), folder, host=16 * MIB)
+    tokens, seen, computed = run(engine, compiled)
+    before = tokens, dict(seen), computed  # the engine is watched on
+    files = sorted(folder.iterdir())
+    engine.update_weights(tensors_of(other).items())
+    loaded = engine.tiers.stats.to_dict()
+    after = run(engine, compiled)
+    assert same(after, run(engine_with(other), compiled))
+    assert not same(after, before)
+    engine.cache.clear()
+    assert same(run(engine, compiled), after)
+    stats = engine.tiers.stats
+    assert stats.from_disk_tokens == loaded["from_disk_tokens"]
+    assert stats.from_host_tokens > loaded["from_host_tokens"]  # what was computed anew
+    assert sorted(folder.iterdir()) == files
+    assert same(run(engine_with(tiny("llama"), folder), compiled), before)
+    engine.close()

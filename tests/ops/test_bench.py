@@ -334,11 +334,12 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
     assert path == tmp_path / "gpu-of-a-kind.json"
     assert len(json.loads(path.read_text())) == 2
     find = partial(config.load_config, "GPU of a Kind", torch.bfloat16, 128)
-    assert find(5, hopper=True) == (tuned, True)
+    assert find(4, hopper=True) == (tuned, True)
+    assert find(16, hopper=True)[0].merge_tokens == 4 * tuned.merge_tokens  # of larger states
     assert find(16, hopper=True)[0].tiles[0].block_m == 16  # holds the queries of a row
-    assert find(5) == (twin, True)
-    assert config.load_config("another", torch.bfloat16, 128, 5) == (twin, False)
-    assert config.load_config("GPU of a Kind", torch.float16, 128, 5) == (
+    assert find(8) == (twin, True)
+    assert config.load_config("another", torch.bfloat16, 128, 2) == (twin, False)
+    assert config.load_config("GPU of a Kind", torch.float16, 128, 4) == (
         config.default_config(torch.float16, 128),
         False,
     )

@@ -257,6 +257,18 @@ class ModuleTiers:
         self._writing.pop(name, None)
         return written
 
+    def forget(self) -> None:
+        """The model has other weights: what is kept is of no use. Files are the checkpoint's, so
+        there is no disk any more."""
+        self.flush()
+        self.disk = None
+        for future in self._reading.values():
+            future.cancel()
+        self._thread.submit(lambda: None).result()  # a file that is being read goes to the host
+        self._reading.clear()
+        if self.host is not None:
+            self.host = HostStore(self.host.budget)
+
     def flush(self) -> None:
         """Wait until all that was saved is written."""
         for future in list(self._writing.values()):

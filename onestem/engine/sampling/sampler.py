@@ -20,7 +20,8 @@ from torch import Tensor
 
 from onestem.ops import resolve_sampling
 from onestem.ops.copies import on_device
-from onestem.ops.sampling import IDLE, ROW, Drawn, RowTable
+from onestem.ops.sampling import IDLE, ROW, Drawn, RowTable, processed
+from onestem.options import LogprobsMode
 from onestem.request import RankedLogprobs, SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -269,6 +270,8 @@ class Sampler:
         vocab_size: columns of the logits.
         defaults: the model's sampling defaults, used where a request leaves them open.
         device: where the logits are.
+        logprobs_mode: of sampled tokens: `raw_logprobs`, or `processed_logprobs`, behind all that
+            changes what is drawn from.
 
     Attributes:
         tells_ranks: log-probabilities are `RankedLogprobs`, which costs a pass over the logits.
@@ -279,8 +282,11 @@ class Sampler:
         vocab_size: int,
         defaults: SamplingDefaults | None = None,
         device: torch.device | str = "cpu",
+        *,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.vocab_size = vocab_size
+        self._is_raw = logprobs_mode == "raw_logprobs"
         self.device = torch.device(device)
         self.tells_ranks = False
         self._defaults = defaults
@@ -428,9 +434,13 @@ class Sampler:
                 f"[{len(step.table)}, {self.vocab_size}]"
             )
         table = step.table
-        told = logits[step.told_there] if step.changes and len(step.told) else None
+        told = None
+        if len(step.told) and step.changes and self._is_raw:
+            told = logits[step.told_there]
         if step.changes:
             self._change(logits, step)
+        if len(step.told) and not self._is_raw:
+            told = processed(logits[step.told_there], table.rows[step.told])
         drawn = self._ops.draw(logits, table)
         chosen = None
         if len(step.told):

@@ -248,6 +248,7 @@ class SequenceFactory:
         arrivals: when requests came that are not open yet, by id.
         states: of requests that are open, by id.
         refused: outputs of requests that cannot be opened; whoever hands them on empties it.
+        weights_version: of the weights that sequences are made for.
     """
 
     def __init__(
@@ -266,6 +267,7 @@ class SequenceFactory:
         self.arrivals: dict[str, float] = {}
         self.states: dict[str, RequestState] = {}
         self.refused: list[RequestOutput] = []
+        self.weights_version = 0
         self._stats = stats
         self._prepared: dict[str, Future[Grammar]] = {}
         self._config = config
@@ -363,7 +365,7 @@ class SequenceFactory:
     def sequence(self, state: RequestState, index: int) -> Sequence:
         """One continuation of a request."""
         request, params = state.request, state.request.params
-        sequence = Sequence(state, index, array("i", state.own_prompt))
+        sequence = Sequence(state, index, array("i", state.own_prompt), self.weights_version)
         sequence.most_tokens = self._most_tokens(state)
         if index == 0:
             sequence.scoring = _prompt_scoring(request)
@@ -427,7 +429,7 @@ class SequenceFactory:
     ) -> Sequence:
         prompt = state.own_prompt
         tokens = np.concatenate((prompt, path.tokens)).astype(np.intc)
-        sequence = Sequence(state, index, array("i", tokens.tobytes()))
+        sequence = Sequence(state, index, array("i", tokens.tobytes()), self.weights_version)
         sequence.num_prompt = len(prompt)
         sequence.scoring = Scoring(path.rows + (len(prompt) - 1), path.targets, alternatives)
         sequence.score_only = True

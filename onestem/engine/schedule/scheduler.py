@@ -785,6 +785,15 @@ class Scheduler:
         sequence.state.metrics.num_preempted += 1
         self._wait(sequence)
 
+    def preempt_all(self) -> None:
+        """Take the memory of all who run, and of planned groups. Nothing is in flight, and no step
+        is being chosen."""
+        self._may_preempt, self._alone, self.is_short = True, None, False
+        for sequence in list(self.running):
+            self.preempt(sequence)
+        self.groups.release_all()
+        self._reserved_at = -RESERVED_STEPS
+
     def _forget(self, sequence: Sequence) -> None:
         """One that is not admitted any more."""
         self.running.remove(sequence)

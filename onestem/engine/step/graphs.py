@@ -130,6 +130,13 @@ class GraphRunner(Runner):
         for size in reversed(BATCH_SIZES):
             self._graph(size)
 
+    def release_pages(self) -> None:
+        """Graphs know addresses: they are made again when the engine is awake (`warm_up`)."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._listed = False
+        super().release_pages()
+
     # ----------------------------------------------------------------------------- a step
 
     def prepare(self, inputs: StepInputs, change: Change | None) -> Prepared | int:

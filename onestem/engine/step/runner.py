@@ -81,6 +81,22 @@ class Runner:
         )
         self.pages = [(allocate(), allocate()) for _ in range(config.num_layers)]
 
+    def warm_up(self) -> None:
+        """Make what would else be made in the first steps."""
+
+    def release_pages(self) -> None:
+        """Free KV memory; its tensors stay the objects that they are."""
+        for pages in self._page_tensors():
+            pages.untyped_storage().resize_(0)
+
+    def restore_pages(self) -> None:
+        """Take KV memory again; nothing is in it."""
+        for pages in self._page_tensors():
+            pages.untyped_storage().resize_(pages.numel() * pages.element_size())
+
+    def _page_tensors(self) -> list[Tensor]:
+        return [tensor for pair in self.pages for tensor in pair]
+
     def prepare(self, inputs: StepInputs, change: Change | None) -> Any:
         """Make the step's plans ready, the same for all layers: what `run` takes. `change` is what
         it differs in from the step before; None: also in who sees what."""

@@ -13,7 +13,7 @@ from onestem.ops.sampling.rows import (
     STATUS_OK,
     RowTable,
 )
-from onestem.ops.sampling.torch_impl import TorchSampling
+from onestem.ops.sampling.torch_impl import TorchSampling, processed
 
 __all__ = [
     "IDLE",
@@ -26,4 +26,5 @@ __all__ = [
     "RowTable",
     "Sampling",
     "TorchSampling",
+    "processed",
 ]

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onestem.ops.copies import on_device
 from onestem.ops.sampling.interface import Drawn
 from onestem.ops.sampling.reference import WEIGHT_BITS
 from onestem.ops.sampling.rows import STATUS_MASKED, STATUS_NOT_FINITE, RowTable
@@ -60,10 +61,28 @@ class TorchSampling:
         return TorchPenalties(vocab_size)
 
 
+def processed(logits: Tensor, rows: NDArray[np.void]) -> Tensor:
+    """What rows `ROW` `[m]` draw from, up to a constant each, float32 `[m, vocab]`, of their logits
+    `[m, vocab]` behind penalties and masks: divided by the temperature, and -inf where top-k, top-p
+    and min-p leave nothing. Greedy ones stay as they are."""
+    drawn = np.where(rows["temperature"] > 0, rows["temperature"], np.float32(1))
+    scaled = logits / on_device(drawn, logits.device)[:, None]
+    cut = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
+    filtered = np.flatnonzero(cut & (rows["temperature"] > 0))
+    step = max(1, _ELEMENTS // logits.shape[1])
+    for start in range(0, len(filtered), step):
+        part = filtered[start : start + step]
+        index, some = on_device(part, logits.device), rows[part]
+        values = logits[index].double()
+        kept = _kept(values, _column(some, "temperature", values, torch.float64), some)
+        scaled[index] = scaled[index].masked_fill(~kept, -torch.inf)
+    return scaled
+
+
 def _column(rows: NDArray[np.void], name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A column of the table, `[m, 1]`."""
     wide = np.float64 if dtype.is_floating_point else np.int64
-    return torch.from_numpy(rows[name].astype(wide)).to(like.device, dtype)[:, None]
+    return on_device(rows[name].astype(wide), like.device).to(dtype)[:, None]
 
 
 def _race(logits: Tensor, rows: NDArray[np.void], steps: int) -> Tensor:

@@ -22,7 +22,7 @@ from onestem.ops.work import CostModel, Tile
 __all__ = ["KernelConfig", "config_file", "default_config", "load_config", "memory_ns"]
 
 DIRECTORY = Path(__file__).parent / "configs"
-MERGED_HEADS = 4
+MERGED_HEADS = 4  # of the default configurations; of fewer a state costs no less
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def load_config(
         return _for_group(default_config(dtype, head_dim, hopper, memory_rate), group), False
     best = min(fitting, key=lambda entry: abs(entry["group"] - group))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
-    return _for_group(KernelConfig.from_json(fields), group), True
+    return _for_group(KernelConfig.from_json(fields), group, best["group"]), True
 
 
-def _for_group(config: KernelConfig, group: int) -> KernelConfig:
-    """The configuration with tiles that all hold the queries of a row. What a state costs was
-    measured with 4 query heads on a KV head; with more of them it is as much larger."""
-    merge_tokens = config.merge_tokens * max(group, MERGED_HEADS) // MERGED_HEADS
+def _for_group(config: KernelConfig, group: int, tuned: int = MERGED_HEADS) -> KernelConfig:
+    """The configuration with tiles that all hold the queries of a row. A state is as large as the
+    query heads of a KV head: with more than those it was tuned for it costs as much more."""
+    merge_tokens = config.merge_tokens * max(group, MERGED_HEADS) // max(tuned, MERGED_HEADS)
     config = replace(config, merge_tokens=merge_tokens)
     narrow, *wider = config.tiles
     if narrow.block_m >= group:

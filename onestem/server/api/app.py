@@ -30,6 +30,7 @@ from onestem.openai.schema import (
 from onestem.server.api.completions import answer
 from onestem.server.api.completions import detokenize as detokenize_body
 from onestem.server.api.completions import tokenize as tokenize_body
+from onestem.server.api.control import control_routes
 from onestem.server.api.http import ForeignCalls, check_media_type, hosts_of, read_limited, uploaded
 from onestem.server.api.openapi import ERRORS, answers, body_of, document, json_body
 from onestem.server.errors import ApiError, as_api_error, error_response
@@ -328,6 +329,7 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(api)
     app.include_router(tokens)
     app.include_router(open_routes)
+    app.include_router(control_routes, dependencies=[Depends(_known_query)])
     app.include_router(page_routes)
     made: list[Json] = []
 

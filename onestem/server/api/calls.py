@@ -168,8 +168,8 @@ class _Part:
     def __init__(self, inbox: Inbox, number: int) -> None:
         self._inbox, self._number = inbox, number
 
-    def on_token(self, index: int, token_id: int, text: str) -> None:
-        self._inbox.add_token((self._number, index), token_id, text)
+    def on_token(self, index: int, token_id: int, text: str, weights_version: int = 0) -> None:
+        self._inbox.add_token((self._number, index), token_id, text, weights_version)
 
     def on_delta(self, delta: Delta) -> None:
         self._inbox.add(self._number, delta)
@@ -210,7 +210,7 @@ class _Heard:
         same &= self._text_to_come[:chars] == piece.text[:chars]
         self._ids_to_come = self._ids_to_come[count:]
         self._text_to_come = self._text_to_come[chars:]
-        del piece.token_ids[:count]
+        del piece.token_ids[:count], piece.weight_versions[:count]
         piece.text = piece.text[chars:]
         piece.logprobs = piece.logprobs and piece.logprobs[count:]
         return same and not (piece.finish_reason and self.comes_again)
@@ -246,11 +246,13 @@ class Inbox:
     def part(self, number: int) -> _Part:
         return _Part(self, number)
 
-    def add_token(self, key: tuple[int, int], token_id: int, text: str) -> None:
+    def add_token(
+        self, key: tuple[int, int], token_id: int, text: str, weights_version: int = 0
+    ) -> None:
         """A token of `key`, (part, sequence)."""
         heard = self._heard.get(key)
         if heard is not None and heard.comes_again:
-            self._add_piece(key, CompletionOutput(index=key[1], text=text, token_ids=[token_id]))
+            self._add_piece(key, _one_token(key[1], token_id, text, weights_version))
             return
         direct = self.direct if self._is_idle else None
         if heard is not None and direct is not None and direct(token_id, text):
@@ -258,12 +260,11 @@ class Inbox:
             return
         piece = self._pieces.get(key)
         if piece is None:
-            piece = self._pieces[key] = CompletionOutput(
-                index=key[1], text=text, token_ids=[token_id]
-            )
+            piece = self._pieces[key] = _one_token(key[1], token_id, text, weights_version)
         else:
             piece.text += text
             piece.token_ids.append(token_id)
+            piece.weight_versions.append(weights_version)
         if len(piece.token_ids) >= self._size.tokens or key not in self._begun:
             self._begun.add(key)
             self._news.set()
@@ -339,3 +340,9 @@ class Inbox:
             for key, piece in pieces.items():
                 self._heard.setdefault(key, _Heard()).note(piece.token_ids, piece.text)
         return pieces
+
+
+def _one_token(index: int, token_id: int, text: str, weights_version: int) -> CompletionOutput:
+    return CompletionOutput(
+        index=index, text=text, token_ids=[token_id], weight_versions=[weights_version]
+    )

@@ -83,7 +83,7 @@ class Launcher(Protocol):
 class Listener(Protocol):
     """Who gets a request's news. One that has ended gets no more."""
 
-    def on_token(self, index: int, token_id: int, text: str) -> None: ...
+    def on_token(self, index: int, token_id: int, text: str, weights_version: int) -> None: ...
     def on_delta(self, delta: Delta) -> None: ...
     def on_restart(self) -> None:
         """The engine died: what it said of the request will be said again, from its beginning."""
@@ -150,8 +150,9 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def ask(self, what: str, value: Any, seconds: float) -> Any:
-        """The answer to a question (see `messages.Ask`).
+    async def ask(self, what: str, value: Any, seconds: float | None) -> Any:
+        """The answer to a question (see `messages.Ask`), which may take so many seconds; None: as
+        it takes.
 
         Raises:
             NoAnswerError: none within `seconds`.
@@ -163,7 +164,7 @@ class PendingCalls:
             self._send(Ask(token, what, value))
             return await asyncio.wait_for(future, seconds)
         except TimeoutError:
-            raise NoAnswerError(seconds) from None
+            raise NoAnswerError(seconds or 0.0) from None
         finally:
             self._open.pop(token, None)
 
@@ -190,6 +191,7 @@ class PendingCalls:
 
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
+NOBODY = -1  # waits for an answer
 STOP_SECONDS = 10.0
 
 State = Literal["starting", "running", "stuck", "down", "stopped"]
@@ -223,6 +225,7 @@ class EngineClient:
     Attributes:
         state: `running` is the only one in which requests are taken.
         waiting: key -> its requests that the engine has not begun.
+        is_paused, sleep_level: what the engine was told last; the next one is told too.
         facts, pid: of the engine that runs or ran last.
         stats: the engine's counts since the server's start.
         on_up: called whenever an engine is ready, before it gets its first request.
@@ -241,6 +244,8 @@ class EngineClient:
         self.error: str | None = None
         self.since = time.time()
         self.restarts = 0
+        self.is_paused = False
+        self.sleep_level = 0  # 0: awake
         self.facts: Facts | None = None
         self.pid: int | None = None
         self.queue_limit = queue_limit
@@ -389,6 +394,10 @@ class EngineClient:
         self._by_number.clear()
         self._set_state("running")
         log.info("engine_ready", restarts=self.restarts)
+        if self.sleep_level:
+            self.tell("sleep", self.sleep_level)
+        if self.is_paused:
+            self.tell("pause")
         self.on_up()
         for entry in list(self._entries.values()):
             self._hand_over(entry)
@@ -531,7 +540,7 @@ class EngineClient:
         for number, index, token_id, text in rows:
             entry = self._by_number.get(number)
             if entry is not None:
-                entry.listener.on_token(index, token_id, text)
+                entry.listener.on_token(index, token_id, text, tokens.weights_version)
 
     def _take_delta(self, delta: Delta) -> None:
         entry = self._entries.get(delta.request_id)
@@ -554,6 +563,23 @@ class EngineClient:
         """
         self.check_up()
         return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS))
+
+    async def control(self, what: str, value: Any = None) -> Any:
+        """Have the engine do something between two steps, however long that takes (see
+        `Worker.orders`); errors as of `ask`, which may be any `OnestemError` here."""
+        self.check_up()
+        answer = await self._questions.ask(what, value, None)
+        if what in ("pause", "resume"):
+            self.is_paused = what == "pause"
+        elif what == "sleep":
+            self.sleep_level = max(value, self.sleep_level)
+        elif what == "wake_up" and answer:
+            self.sleep_level = 0
+        return answer
+
+    def tell(self, what: str, value: Any = None) -> None:
+        """`control`, of whose end nobody hears."""
+        self._send(Ask(NOBODY, what, value))
 
     # ------------------------------------------------------------------------- the rest
 

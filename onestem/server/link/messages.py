@@ -102,7 +102,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question that gets one `Answered`: `what` is validate, snapshot or check."""
+    """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers."""
 
     token: int
     what: str
@@ -160,10 +160,12 @@ class Tokens:
     nothing to tell of it but its id and its text.
 
     Attributes:
+        weights_version: of the weights that sampled them.
         requests: the request's number (`Add`); indices: the sequence's, among those of its request.
         token_ids: the token; texts: what it adds to the answer's text.
     """
 
+    weights_version: int = 0
     requests: array[int] = field(default_factory=_numbers)
     indices: array[int] = field(default_factory=_numbers)
     token_ids: array[int] = field(default_factory=_numbers)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onestem.cache import Run
 from onestem.engine.outputs import request_output
 from onestem.engine.sequence import RequestState, Sequence
-from onestem.request import CompletionOutput, RequestOutput
+from onestem.request import CompletionOutput, RequestOutput, Told
 from onestem.server.link.messages import Delta, Tokens
 
 if TYPE_CHECKING:
@@ -22,24 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["Deltas", "snapshot_of"]
 
 
-class _Sent:
-    """How much of one sequence's answer has been sent."""
-
-    __slots__ = ("ended", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text = 0
-        self.tokens = 0
-        self.ended = False
-
-
 @dataclass(slots=True)
 class _Single:
     """A request whose news are mostly plain: its only sequence, its number, what was sent."""
 
     sequence: Sequence
     number: int
-    sent: _Sent
+    sent: Told
 
 
 class Deltas:
@@ -48,7 +37,7 @@ class Deltas:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._single: dict[str, _Single] = {}
-        self._sent: dict[str, dict[int, _Sent]] = {}
+        self._sent: dict[str, dict[int, Told]] = {}
 
     def __len__(self) -> int:
         """Requests that are being answered."""
@@ -63,11 +52,14 @@ class Deltas:
         self._sent.pop(request_id, None)
 
     def of(
-        self, outputs: Iterable[RequestOutput], going_on: Iterable[RequestState] = ()
+        self,
+        outputs: Iterable[RequestOutput],
+        going_on: Iterable[RequestState] = (),
+        weights_version: int = 0,
     ) -> tuple[Tokens, list[Delta]]:
         """What requests have that they did not have before: those of `outputs`, and others that
-        stream and go on."""
-        tokens = Tokens()
+        stream and go on. `weights_version`: of the weights that the model has now."""
+        tokens = Tokens(weights_version)
         unusual = self._note_tokens(going_on, tokens)
         deltas = []
         for output in [*outputs, *map(request_output, unusual)]:
@@ -94,7 +86,10 @@ class Deltas:
                 continue
             sequence, sent = one.sequence, one.sent
             sampled, text = sequence.tokens, sequence.text
-            if len(sampled) - sequence.num_prompt != sent.tokens + 1:
+            first, version = sequence.weights[-1]
+            count = len(sampled) - sequence.num_prompt
+            is_new = count > first and version == tokens.weights_version
+            if count != sent.tokens + 1 or not is_new:
                 unusual.append(state)
                 continue
             numbers.append(one.number)
@@ -111,7 +106,7 @@ class Deltas:
         request_id = state.request.request_id
         if request_id not in self._sent or not _is_single(state):
             return None
-        sent = self._sent[request_id].setdefault(0, _Sent())
+        sent = self._sent[request_id].setdefault(0, Told())
         one = _Single(state.sequences[0], self._numbers[request_id], sent)
         self._single[request_id] = one
         return one
@@ -123,14 +118,14 @@ class Deltas:
         for sequence in output.outputs:
             before = sent.get(sequence.index)
             if before is None:
-                before = sent[sequence.index] = _Sent()
-            if _is_plain(sequence, before):
+                before = sent[sequence.index] = Told()
+            if _is_plain(sequence, before, tokens.weights_version):
                 tokens.requests.append(self._numbers[output.request_id])
                 tokens.indices.append(sequence.index)
                 tokens.token_ids.append(sequence.token_ids[-1])
                 tokens.texts.append(sequence.text[before.text :])
                 before.tokens, before.text = before.tokens + 1, len(sequence.text)
-            elif (piece := _piece(sequence, before)) is not None:
+            elif (piece := before.news(sequence)) is not None:
                 pieces.append(piece)
         return pieces
 
@@ -140,12 +135,13 @@ def _is_single(state: RequestState) -> bool:
     return len(state.sequences) == 1 == params.n and params.logprobs is None and not params.choices
 
 
-def _is_plain(sequence: CompletionOutput, sent: _Sent) -> bool:
+def _is_plain(sequence: CompletionOutput, sent: Told, weights_version: int) -> bool:
     """Whether its news is a token with nothing but a text."""
     return (
         sequence.finish_reason is None
         and sequence.logprobs is None
         and len(sequence.token_ids) == sent.tokens + 1
+        and sequence.weight_versions[-1:] == [weights_version]
     )
 
 
@@ -158,27 +154,6 @@ def _last(output: RequestOutput, pieces: list[CompletionOutput]) -> Delta:
         prompt_logprobs=output.prompt_logprobs,
         reuse=output.reuse,
     )
-
-
-def _piece(sequence: CompletionOutput, sent: _Sent) -> CompletionOutput | None:
-    if sent.ended or (
-        sequence.finish_reason is None
-        and len(sequence.token_ids) == sent.tokens
-        and len(sequence.text) == sent.text
-    ):
-        return None
-    piece = CompletionOutput(
-        index=sequence.index,
-        text=sequence.text[sent.text :],
-        token_ids=sequence.token_ids[sent.tokens :],
-        logprobs=None if sequence.logprobs is None else sequence.logprobs[sent.tokens :],
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
-        choice=sequence.choice,
-    )
-    sent.text, sent.tokens = len(sequence.text), len(sequence.token_ids)
-    sent.ended = sequence.finish_reason is not None
-    return piece
 
 
 # ----------------------------------------------------------------------------- snapshot

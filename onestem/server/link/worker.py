@@ -8,6 +8,7 @@ When the server is gone, however it ended, so is this process.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import queue
 import signal
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import singledispatchmethod
@@ -51,7 +52,9 @@ from onestem.server.link.reports import Deltas, snapshot_of
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["AdmissionWindow", "JobFeed", "Worker", "facts_of", "load", "main"]
+__all__ = ["AdmissionWindow", "JobFeed", "Worker", "facts_of", "load", "load_with_ranks", "main"]
+
+log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25
 CHECKING = 4  # requests at once, beside the steps
@@ -70,6 +73,13 @@ def load(options: EngineOptions) -> LLM:
         on_gpu = pick_device(options.device).type == "cuda"
         options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
     return LLM.from_options(options)
+
+
+def load_with_ranks(options: EngineOptions) -> LLM:
+    """The same for callers in Python, whose log-probabilities have ranks."""
+    llm = load(options)
+    llm.engine.tell_ranks()
+    return llm
 
 
 def facts_of(llm: LLM) -> Facts:
@@ -243,12 +253,16 @@ class Worker:
     # ------------------------------------------------------------------------- a turn
 
     def _turn(self) -> None:
-        busy = self._engine.has_unfinished()
+        busy = self._is_busy
         took = self._take_commands(wait=not busy)
         self._feed_jobs()
-        news = self._step() if self._engine.has_unfinished() else ([], [])
+        news = self._step() if self._is_busy else ([], [])
         if took or news[0] or busy:
             self._report(*news)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._engine.has_unfinished() and self._engine.can_step
 
     def _step(self) -> tuple[list[RequestOutput], list[RequestState]]:
         began = time.monotonic()
@@ -296,13 +310,13 @@ class Worker:
 
     def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:
         now = time.monotonic()
-        idle = not self._engine.has_unfinished()
+        idle = not self._is_busy
         stats, job_step = None, 0.0
         if idle or now - self._stats_at >= STATS_SECONDS:
             self._stats_at = now
             stats = self._engine.stats.to_dict()
             job_step, self._job_step_seconds = self._job_step_seconds, 0.0
-        tokens, deltas = self._deltas.of(outputs, going_on)
+        tokens, deltas = self._deltas.of(outputs, going_on, self._engine.residence.version)
         self._channel.send(
             Report(
                 tokens=tokens,
@@ -396,7 +410,46 @@ class Worker:
     @_take.register
     def _ask(self, message: Ask) -> None:
         questions = {"snapshot": self._snapshot, "check": self._check, "prefixes": self._prefixes}
-        self._answers.append(Answered(message.token, questions[message.what]()))
+        if message.what in questions:
+            self._answers.append(Answered(message.token, questions[message.what]()))
+            return
+        try:
+            answer = Answered(message.token, self.orders()[message.what](message.value))
+        except OnestemError as error:
+            answer = Answered(message.token, error=str(error))
+        except Exception as error:
+            log.error("an order failed: %s", message.what, exc_info=error)
+            answer = Answered(message.token, error=f"{type(error).__name__}: {error}", fault=False)
+        self._answers.append(answer)
+
+    def orders(self) -> dict[str, Callable[[Any], Any]]:
+        """What the engine can be told to do between two steps, each with one value."""
+        engine = self._engine
+        return {
+            "pause": lambda _: self._pause(True),
+            "resume": lambda _: self._pause(False),
+            "sleep": engine.sleep,
+            "wake_up": self._wake_up,
+            "drop_weights": lambda _: engine.residence.drop_weights(),
+            "reset_prefix_cache": lambda running: engine.reset_prefix_cache(
+                reset_running_requests=running
+            ),
+            "update_weights": self._update_weights,
+        }
+
+    def _pause(self, paused: bool) -> None:
+        self._engine.is_paused = paused
+
+    def _wake_up(self, tags: Collection[str] | None) -> bool:
+        """Whether all is awake."""
+        self._engine.wake_up(tags)
+        return not self._engine.residence.asleep
+
+    def _update_weights(self, value: tuple[str, int]) -> int:
+        from safetensors.torch import load_file  # brings torch
+
+        file, version = value
+        return self._engine.update_weights(load_file(file).items(), version)
 
     @_take.register
     def _answered(self, message: Answered) -> None:

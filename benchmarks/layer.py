@@ -1,0 +1,148 @@
+"""The products of one decoder layer in each weight format, against their floors.
+
+    python -m benchmarks.layer --device cuda --shape llama3.1-8b --out benchmarks/results/layer-8b-h200.json
+    python -m benchmarks.layer --device cuda --shape qwen3-30b-a3b --formats 16bit
+    python -m benchmarks.layer --shape 0.5b --formats 16bit,int8,int4 --rows 1,64,512       # a CPU
+
+Random weights; medians of microseconds, on a GPU inside a CUDA graph. Layers take turns, so that
+weights come from memory. The floor of a number of rows is the slower of FLOPs (those of 16 bits, or
+of 8 where rows are rounded too) and bytes of the weights that are read, of experts those that some
+row takes, at the rates measured in the same run.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from itertools import cycle
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks.batch import machine
+from onestem.models.config import ModelConfig
+from onestem.models.decoder import Decoder, Layer
+from onestem.models.mlp import ExpertLayer
+from onestem.models.weights import random_decoder
+from onestem.ops.bench.measure import device_facts
+from onestem.ops.bench.rates import Rates, measure_rates
+from onestem.ops.bench.timing import cpu_ms, graph_ms
+from onestem.options import Quantize
+from onestem.shapes import find_shape
+
+LAYERS, REPEATS = 4, 5
+PLAIN = "16bit"
+FORMATS = (PLAIN, *get_args(Quantize))
+# Of a number; int4 has a scale of 16 bits for 128.
+BYTES = {PLAIN: 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+# Rows of these are rounded like the weights, and multiplied at twice the rate.
+ROUND_ROWS = ("fp8", "int8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", default="llama3.1-8b", help="a name of docs/models.md")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--rows", default="1,16,64,256,2048,8192")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device, dtype = torch.device(options.device), torch.bfloat16
+    config = ModelConfig.from_directory(find_shape(options.shape)).first_layers(LAYERS)
+    config = replace(config, vocab_size=1024)
+    rates = measure_rates(device, dtype)
+    entries = []
+    for form in options.formats.split(","):
+        if form not in FORMATS:
+            parser.error(f"--formats has {form!r}, expected some of {', '.join(FORMATS)}")
+        quantization = None if form == PLAIN else form
+        decoder = random_decoder(config, dtype=dtype, device=device, quantization=quantization)
+        for rows in map(int, options.rows.split(",")):
+            entry = {"format": form, "rows": rows, **measured(decoder, rows, form, rates)}
+            entries.append(entry)
+            shown = ", ".join(f"{k} {v:.1f}" for k, v in entry["us"].items())
+            share = entry["floor_us"] / entry["us"]["layer"]
+            print(
+                f"{form} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%})", flush=True
+            )
+    result = {
+        "command": f"python -m benchmarks.layer --device {options.device} --shape {options.shape} "
+        f"--formats {options.formats} --rows {options.rows}",
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        **device_facts(device),
+        "matrix_flops_per_s": rates.flops,
+        "bytes_per_s": rates.bytes,
+        "entries": entries,
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@torch.inference_mode()
+def measured(decoder: Decoder, rows: int, form: str, rates: Rates) -> dict[str, Any]:
+    """Microseconds of each product and of all, and their floor."""
+    config, layers = decoder.config, decoder.layers
+    x = torch.randn(rows, config.hidden_size, device=decoder.device).to(decoder.dtype)
+    attended = torch.randn(rows, config.num_q_heads * config.head_dim, device=decoder.device)
+    attended = attended.to(decoder.dtype)
+
+    def whole(layer: Layer) -> None:
+        layer.qkv(x)
+        layer.output(attended)
+        decoder.mlp(layer, x)
+
+    calls: dict[str, Callable[[Layer], object]] = {
+        "qkv": lambda layer: layer.qkv(x),
+        "output": lambda layer: layer.output(attended),
+        "mlp": lambda layer: decoder.mlp(layer, x),
+        "layer": whole,
+    }
+    found = {name: microseconds(call, layers, decoder.device) for name, call in calls.items()}
+    read, flops = work(layers, x, config, form)
+    speed = rates.flops * (2 if form in ROUND_ROWS else 1)
+    floor = 1e6 * max(read / rates.bytes, flops / speed)
+    return {"us": found, "floor_us": floor, "bytes": read, "flops": flops}
+
+
+def microseconds(
+    call: Callable[[Layer], object], layers: Sequence[Layer], device: torch.device
+) -> float:
+    if device.type == "cuda":
+        ms = graph_ms(lambda: [call(layer) for layer in layers], repeat=REPEATS)
+        return 1e3 * ms / len(layers)
+    turn = cycle(layers)
+    return 1e3 * cpu_ms({"": lambda: call(next(turn))}, cold=True, repeat=REPEATS)[""]
+
+
+def work(layers: Sequence[Layer], x: Tensor, config: ModelConfig, form: str) -> tuple[float, float]:
+    """Bytes of the weights that rows read, and FLOPs, of a layer."""
+    heads = config.num_q_heads + 2 * config.num_kv_heads
+    attention = (heads + config.num_q_heads) * config.head_dim * config.hidden_size
+    wide = (3 if config.gated else 2) * config.hidden_size
+    mlp = wide * config.without_experts().intermediate_size
+    flops = 2.0 * len(x) * (attention + mlp)
+    if config.experts is None:
+        return BYTES[form] * (attention + mlp), flops
+    shared = wide * config.experts.shared_size
+    routed = statistics.mean(expert_bytes(layer, x) for layer in layers)
+    return BYTES[form] * (attention + shared) + routed, flops
+
+
+def expert_bytes(layer: Layer, x: Tensor) -> float:
+    """Of those that some row takes."""
+    experts = layer.mlp
+    assert isinstance(experts, ExpertLayer)
+    _, chosen = experts.route(experts.router(x), experts.experts, experts.correction)
+    held = sum(tensor.numel() * tensor.dtype.itemsize for tensor in experts.products.tensors())
+    return held * len(chosen.unique()) / experts.experts.num
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,416 @@
+"""`AsyncLLM`: many callers of one event loop, one engine in a process of its own. Names as in
+vLLM's `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from onestem.checked import show
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import ConfigError, OnestemError, RequestError
+from onestem.llm import OutputKind, Prompt, check_output_kind, described, read_prompt
+from onestem.models.config import ModelConfig
+from onestem.models.find import find_model
+from onestem.models.weights import checked_tensors, quantised_as, with_own_head
+from onestem.options import EngineOptions, takes
+from onestem.request import (
+    Answer,
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+from onestem.server.api.calls import Inbox
+from onestem.server.errors import ApiError
+from onestem.server.link.client import EngineClient, Launcher
+from onestem.server.link.messages import Delta
+from onestem.server.link.process import EngineProcess
+
+__all__ = ["AsyncLLM", "PauseMode"]
+
+PauseMode = Literal["abort", "wait", "keep"]
+LOADER = "onestem.server.link.worker:load_with_ranks"
+
+
+class AsyncLLM:
+    """A model and the engine that runs it, in a process of its own, for callers of one event loop.
+
+    Its arguments are those of `LLM`. The model is loaded with the first call, or with `start`. An
+    engine that dies is started again, and what it was answering is sent once more.
+
+    Attributes:
+        tokenizer: None for a model without one.
+        weights_version: of the weights; what the checkpoint has is version 0.
+
+    Raises:
+        OnestemError: with one line that says what is wrong and the way out.
+    """
+
+    @takes(EngineOptions)
+    def __init__(self, options: EngineOptions) -> None:
+        self._make(options, None)
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, launcher: Launcher | None = None) -> AsyncLLM:
+        """Of these options alone, whatever the environment says.
+
+        Args:
+            launcher: starts the engine; None: in a process.
+        """
+        llm = cls.__new__(cls)
+        llm._make(options, launcher)
+        return llm
+
+    def _make(self, options: EngineOptions, launcher: Launcher | None) -> None:
+        self.name = str(options.model)
+        self.path = find_model(self.name)
+        self.config = ModelConfig.from_directory(self.path)
+        self.tokenizer = Tokenizer.from_directory(self.path)
+        self.weights_version = 0
+        # One seed for all engines: a request that is sent again is answered alike.
+        self._options = options.replace(
+            model=self.path,
+            seed=secrets.randbits(63) if options.seed is None else options.seed,
+            random_weights=options.makes_weights_up,
+        )
+        self._client = EngineClient(launcher or EngineProcess(self._options, LOADER), 0)
+        self._client.on_up = self._engine_up
+        self._starting: asyncio.Task[Any] | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._ids = (f"request-{number}" for number in itertools.count(1))
+        self._going = asyncio.Event()  # not paused
+        self._going.set()
+        self._is_changed = False  # the weights are not the checkpoint's
+        self._is_closed = False
+
+    # ----------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Load the model, unless that was done.
+
+        Raises:
+            ConfigError: it cannot be loaded; or the AsyncLLM is closed, or another event loop's.
+        """
+        if self._is_closed:
+            raise ConfigError(f"the AsyncLLM of {self.name} is closed: make another")
+        loop = asyncio.get_running_loop()
+        if self._starting is None:
+            self._starting = loop.create_task(self._client.start())
+        if self._starting.get_loop() is not loop:
+            raise ConfigError("the AsyncLLM was started in another event loop: make one for each")
+        await asyncio.shield(self._starting)
+
+    @property
+    def options(self) -> EngineOptions:
+        """As they were settled where the engine runs; before `start` as they were given."""
+        facts = self._client.facts
+        return self._options if facts is None else facts.options
+
+    async def close(self) -> None:
+        """End what runs, and the engine. Closing twice is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._going.set()
+        if self._starting is not None:
+            await self._client.stop()
+            await asyncio.gather(self._starting, return_exceptions=True)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _engine_up(self) -> None:
+        """An engine has come up: each has the checkpoint's weights."""
+        if self._is_changed:
+            self._client.fail_all(
+                ApiError(503, "the engine died, and the weights it was given: update_weights() all")
+            )
+            self._client.tell("drop_weights")
+
+    # ----------------------------------------------------------------------------- answers
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncIterator[Answer]:
+        """Answer a prompt; outputs come as they grow, and the last one is `finished`. Who leaves
+        the iterator (`aclose`, a cancelled task) ends the request.
+
+        Args:
+            prompt: text, token ids, or vLLM's object of one of them.
+            request_id: for `abort`; None: one is made.
+            output_kind: outputs have all that there is so far (`cumulative`), or what is new
+                (`delta`). A reader that is slow gets fewer.
+
+        Raises:
+            RequestError: it cannot be answered.
+            OnestemError: the engine failed.
+        """
+        check_output_kind(output_kind)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {show(params)}, expected SamplingParams")
+        text, ids = await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
+        await self.start()
+        await self._going.wait()
+        await self.start()
+        name = next(self._ids) if request_id is None else request_id
+        if name in self._streams:
+            raise RequestError(f"request id {name!r} is in use: give each request its own")
+        request = Request(
+            request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True
+        )
+        with self._open(_Stream(request)) as stream, _as_own_errors():
+            if params.response_format is not None:
+                await self._client.control("validate", request)
+            self._client.submit(request, "", 1.0, stream.inbox.part(0))
+            while not stream.is_over:
+                yield await stream.next(output_kind, partial(described, self.tokenizer))
+
+    @contextmanager
+    def _open(self, stream: _Stream) -> Iterator[_Stream]:
+        """However this is left, the request runs on nowhere."""
+        name = stream.request.request_id
+        self._streams[name] = stream
+        try:
+            yield stream
+        finally:
+            del self._streams[name]
+            self._client.abort(name)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests now: the last output of each has `finish_reason` `abort`. What is unknown
+        has ended."""
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        ends = []
+        for name in names:
+            if name in self._streams:
+                ends.append(asyncio.get_running_loop().create_future())
+                self._client.abort(name, partial(self._streams[name].abort, ends[-1]))
+        await asyncio.gather(*ends)
+
+    # ----------------------------------------------------------------------------- control
+
+    async def _control(self, what: str, value: Any = None) -> Any:
+        with _as_own_errors():
+            return await self._client.control(what, value)
+
+    async def pause_generation(
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True
+    ) -> None:
+        """Compute nothing until `resume_generation`; new requests wait.
+
+        Args:
+            mode: requests that run are ended (`abort`), awaited (`wait`), or stay as they are and
+                go on afterwards (`keep`).
+            clear_cache: drop what is cached, where nothing runs on.
+        """
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode is {show(mode)}, expected abort, wait or keep")
+        await self.start()
+        self._going.clear()
+        if mode == "abort":
+            await self.abort(list(self._streams))
+        elif mode == "wait":
+            await asyncio.gather(*(one.over.wait() for one in self._streams.values()))
+        await self._control("pause")
+        if mode != "keep" and clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        await self.start()
+        await self._control("resume")
+        self._going.set()
+
+    async def is_paused(self) -> bool:
+        return self._client.is_paused
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None = None
+    ) -> int:
+        """See `LLM.update_weights`. Requests that run go on with the new weights. The tensors go to
+        the engine's process through a file in memory (or in TMPDIR, where /dev/shm is too small).
+        """
+        await self.start()
+        tensors = await asyncio.to_thread(self._checked, named_tensors)
+        version = self.weights_version + 1 if version is None else version
+        folder = _folder_for(sum(tensor.nbytes for tensor in tensors.values()))
+        with tempfile.TemporaryDirectory(prefix="onestem-", dir=folder) as own:
+            file = Path(own) / "weights.safetensors"
+            await asyncio.to_thread(_write, tensors, file)
+            # Whatever becomes of it, the next engine does not have these weights.
+            self._is_changed = True
+            await self._control("update_weights", (str(file), version))
+        self.weights_version = version
+        return version
+
+    def _checked(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        made_up, config = self._options.random_weights, self.config
+        config = config if made_up else with_own_head(self.path, config)
+        quantised = quantised_as(config, self._options.quantization)
+        return checked_tensors(config, named_tensors, quantised)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`."""
+        await self.start()
+        await self._control("sleep", level)
+        self._is_changed |= level == 2
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        await self.start()
+        tags = tags if tags is None or isinstance(tags, str) else list(tags)
+        await self._control("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return self._client.sleep_level > 0
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        await self.start()
+        return bool(await self._control("reset_prefix_cache", reset_running_requests))
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """The engine's counts (`EngineStats`), a quarter of a second old at most."""
+        return self._client.stats
+
+
+# ----------------------------------------------------------------------------- streams
+
+
+class _Aborted(ApiError):
+    def __init__(self, metrics: RequestMetrics | None) -> None:
+        super().__init__(499, "the request was aborted")
+        self.metrics = metrics
+
+
+class _Stream:
+    """What comes of one request.
+
+    Attributes:
+        inbox: where it comes. over: it has ended.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.inbox = Inbox(1)
+        self.over = asyncio.Event()
+        self._whole: dict[int, CompletionOutput] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+    def abort(self, told: asyncio.Future[None], metrics: RequestMetrics | None) -> None:
+        """It was aborted, and has cost that; None: it had ended, or nobody knows."""
+        self.inbox.fail(_Aborted(metrics))
+        told.set_result(None)
+
+    async def next(self, kind: OutputKind, describe: Any) -> Answer:
+        """The next output, when there is one."""
+        last: Delta | None = None
+        try:
+            await self.inbox.wait()
+            pieces = {index: piece for (_, index), piece in self.inbox.take().items()}
+            last = self.inbox.ended.get(0)
+        except _Aborted as error:
+            pieces = {index: piece for (_, index), piece in self.inbox.take().items()}
+            last = self._aborted(pieces, error.metrics)
+        except BaseException:
+            self.over.set()
+            raise
+        if last is not None:
+            self.over.set()
+        return Answer.of(self._output(kind, pieces, last), describe)
+
+    def _aborted(
+        self, pieces: dict[int, CompletionOutput], metrics: RequestMetrics | None
+    ) -> Delta:
+        """The end of all that has not ended."""
+        params = self.request.params
+        for index in range(1 if params.choices else params.n):
+            before = pieces.get(index) or self._whole.get(index)
+            if before is None or before.finish_reason is None:
+                piece = pieces.setdefault(
+                    index, CompletionOutput(index=index, text="", token_ids=[])
+                )
+                piece.finish_reason = "abort"
+        num_tokens = len(self.request.prompt_token_ids)
+        metrics = metrics or RequestMetrics(num_prompt_tokens=num_tokens)
+        return Delta(self.request.request_id, [], finished=True, metrics=metrics)
+
+    def _output(
+        self, kind: OutputKind, pieces: dict[int, CompletionOutput], last: Delta | None
+    ) -> RequestOutput:
+        for index, piece in pieces.items():
+            if index in self._whole:
+                self._whole[index].extend(piece)
+            else:
+                self._whole[index] = piece.copy()
+        shown = pieces if kind == "delta" else self._whole
+        metrics = last.metrics if last is not None else None
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[shown[index].copy() for index in sorted(shown)],
+            finished=last is not None,
+            prompt_logprobs=last.prompt_logprobs if last is not None else None,
+            metrics=metrics or RequestMetrics(num_prompt_tokens=len(self.request.prompt_token_ids)),
+            reuse=last.reuse if last is not None else None,
+        )
+
+
+@contextmanager
+def _as_own_errors() -> Iterator[None]:
+    """Errors of the server's end of the line, as Python's users know them."""
+    try:
+        yield
+    except ApiError as error:
+        kind = RequestError if error.status < 500 else OnestemError
+        raise kind(error.message) from None
+
+
+# ----------------------------------------------------------------------------- weights
+
+
+def _folder_for(num_bytes: int) -> Path:
+    """Where so many bytes can be handed over: in memory, if there is room."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    for folder in folders:
+        if folder.is_dir() and shutil.disk_usage(folder).free > 1.1 * num_bytes:
+            return folder
+    raise ConfigError(
+        f"the weights take {num_bytes} bytes on their way to the engine, and neither {folders[0]} "
+        f"nor {folders[1]} has room: name another folder in TMPDIR"
+    )
+
+
+def _write(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    # safetensors writes no tensors that share memory, or have gaps.
+    save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, file)

@@ -1,0 +1,120 @@
+"""Where an engine's weights and KV memory are while a trainer wants the device, and which weights
+they are. Levels and tags are vLLM's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from onestem.checked import show
+from onestem.engine.step.runner import Runner
+from onestem.errors import RequestError
+from onestem.models.checkpoint import listed
+from onestem.models.decoder import Decoder
+from onestem.models.weights import checked_tensors, write_tensors
+
+__all__ = ["TAGS", "Residence"]
+
+TAGS = ("weights", "kv_cache")
+
+
+class Residence:
+    """Of one engine, whose caller sees to it that nothing runs and nothing is cached.
+
+    Attributes:
+        version: of the weights; what the checkpoint has is version 0.
+        level: at which it was put to sleep; 0: it is awake.
+        asleep: tags that were not woken yet.
+    """
+
+    def __init__(self, decoder: Decoder, runner: Runner) -> None:
+        self.version = 0
+        self.level = 0
+        self.asleep: set[str] = set()
+        self._decoder = decoder
+        self._runner = runner
+        self._missing: set[str] = set()  # tensors whose values were dropped
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step can be computed."""
+        return not self.asleep and not self._missing
+
+    def check_ready(self) -> None:
+        """Raise `RequestError` unless a step can be computed."""
+        if self.asleep:
+            parts = " and ".join(tag for tag in TAGS if tag in self.asleep)
+            raise RequestError(
+                f"the LLM is asleep (level {self.level}: {parts}): call wake_up() before requests"
+            )
+        if self._missing:
+            raise RequestError(
+                "the weights were dropped, and have no values yet for "
+                f"{listed(sorted(self._missing))}: give them with update_weights()"
+            )
+
+    def sleep(self, level: int) -> None:
+        """Level 1: weights go to host memory; 2: they are dropped. KV memory is dropped by both. A
+        second call may only deepen the sleep."""
+        if isinstance(level, bool) or level not in (1, 2):
+            raise RequestError(f"sleep level is {show(level)}, expected 1 or 2")
+        if level == 2 and self._decoder.quantised:
+            raise RequestError(
+                f"sleep level 2 drops weights, and {self._decoder.quantised} weights cannot be "
+                "given again: use level 1"
+            )
+        if level <= self.level and self.asleep == set(TAGS):
+            return
+        if "kv_cache" not in self.asleep:
+            self._runner.release_pages()
+        self._decoder.release(keep=level == 1)
+        self.level, self.asleep = max(level, self.level), set(TAGS)
+        if level == 2:
+            self.drop_weights()
+        gc.collect()
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take memory again for some of `TAGS`, or all."""
+        if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
+            raise RequestError(f"wake_up tags are {show(tags)}, expected some of {list(TAGS)}")
+        wanted = self.asleep & set(TAGS if tags is None else tags)
+        if "weights" in wanted:
+            self._decoder.restore()
+            self.asleep.discard("weights")
+        if "kv_cache" in wanted:
+            self._runner.restore_pages()
+            self.asleep.discard("kv_cache")
+        if wanted and not self.asleep:
+            self.level = 0
+            self._runner.warm_up()
+
+    def drop_weights(self) -> None:
+        """They are of no use: each tensor has to be given before the next request."""
+        self._missing = set(self._decoder.places)
+
+    def checked(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+    ) -> dict[str, Tensor]:
+        """What `update` takes; raises an error for what it cannot (see `Engine.update_weights`)."""
+        if "weights" in self.asleep:
+            raise RequestError(
+                'the weights are asleep: call wake_up(tags=["weights"]) before update_weights()'
+            )
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise RequestError(f"version is {show(version)}, expected an integer")
+        return checked_tensors(self._decoder.config, named_tensors, self._decoder.quantised)
+
+    def update(self, tensors: Mapping[str, Tensor], version: int | None) -> None:
+        """Write weights. They are of no use after an error."""
+        try:
+            write_tensors(self._decoder, tensors)
+        except BaseException:
+            self.drop_weights()
+            raise
+        self._missing -= tensors.keys()
+        self.version = self.version + 1 if version is None else version

@@ -1,0 +1,1 @@
+"""Rollouts for trainers of other libraries (docs/rollouts.md)."""

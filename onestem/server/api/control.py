@@ -1,0 +1,122 @@
+"""Routes by which a trainer has the engine pause, sleep, and forget what is cached: vLLM's, as TRL
+calls them. Weights are not taken over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+
+from onestem.errors import OnestemError
+from onestem.server.errors import ApiError, EngineDownError, as_api_error
+from onestem.server.service import Service
+
+__all__ = ["control_routes"]
+
+Json = dict[str, Any]
+Tag = Literal["weights", "kv_cache"]
+WEIGHTS = (
+    "weights cannot be sent to this server: NCCL groups and LoRA are not there. Train in one "
+    "process with onestem.rollouts.trl, or use AsyncLLM.update_weights (docs/rollouts.md)"
+)
+
+
+async def _operated(request: Request) -> Service:
+    """The service, for its operator alone."""
+    service: Service = request.app.state.service
+    service.keys.operator(request.headers.get("authorization"))
+    return service
+
+
+Operates = Annotated[Service, Depends(_operated)]
+
+# Not in the document of OpenAI's API, as vLLM's are not.
+control_routes = APIRouter(include_in_schema=False)
+
+
+async def _told(service: Service, what: str, value: Any = None) -> Any:
+    try:
+        return await service.client.control(what, value)
+    except OnestemError as error:
+        raise as_api_error(error) from error
+
+
+@control_routes.post("/pause")
+async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> Json:
+    """Compute nothing until /resume. Requests that run get an error (abort), or go on then."""
+    await _told(service, "pause")
+    if mode == "abort":
+        service.client.fail_all(EngineDownError("the server was paused: try again later"))
+    return {"status": "paused"}
+
+
+@control_routes.post("/resume")
+async def resume(service: Operates) -> Json:
+    """Go on after /pause."""
+    await _told(service, "resume")
+    return {"status": "resumed"}
+
+
+@control_routes.get("/is_paused")
+async def is_paused(service: Operates) -> Json:
+    """Whether it is paused."""
+    return {"is_paused": service.client.is_paused}
+
+
+@control_routes.post("/sleep")
+async def sleep(service: Operates, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Json:
+    """Free KV memory and the weights, which wait in host memory (level 1) or are dropped (2)."""
+    if level == 2:
+        raise ApiError(501, f"sleep level 2 drops the weights, and {WEIGHTS}", code="unsupported")
+    await _told(service, "sleep", level)
+    return {"status": "asleep"}
+
+
+@control_routes.post("/wake_up")
+async def wake_up(service: Operates, tags: Annotated[list[Tag] | None, Query()] = None) -> Json:
+    """Take the memory again, of some tags or all."""
+    await _told(service, "wake_up", tags)
+    return {"status": "asleep" if service.client.sleep_level else "awake"}
+
+
+@control_routes.get("/is_sleeping")
+async def is_sleeping(service: Operates) -> Json:
+    """Whether it is asleep."""
+    return {"is_sleeping": service.client.sleep_level > 0}
+
+
+@control_routes.post("/reset_prefix_cache")
+async def reset_prefix_cache(service: Operates, reset_running_requests: bool = False) -> Json:
+    """Drop what is cached; `success`: nothing is left but pinned prefixes."""
+    return {"success": await _told(service, "reset_prefix_cache", reset_running_requests)}
+
+
+@control_routes.get("/get_world_size")
+async def get_world_size(service: Operates) -> Json:
+    """Of engines: there is one."""
+    return {"world_size": 1}
+
+
+@control_routes.get("/server_info")
+async def server_info(service: Operates, config_format: Literal["json"] = "json") -> Json:
+    """What a trainer asks of the configuration, under vLLM's names."""
+    facts = service.client.facts
+    assert facts is not None
+    model = {"dtype": facts.options.dtype, "max_model_len": facts.max_model_len}
+    config = {"model_config": {**model, "logprobs_mode": facts.options.logprobs_mode}}
+    return {"vllm_config": {**config, "weight_transfer_config": None}}
+
+
+async def _refuse(service: Operates) -> Json:
+    """Refused: weights are not taken over HTTP."""
+    raise ApiError(501, WEIGHTS, code="unsupported")
+
+
+for path in (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/v1/load_lora_adapter",
+):
+    control_routes.post(path)(_refuse)

@@ -1,0 +1,102 @@
+"""What a trainer tells the server: pause, sleep, forget; and what is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.server.harness import running
+
+BODY = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, tiny_model):
+    engine = {"logprobs_mode": "processed_logprobs"}
+    with running(tmp_path_factory.mktemp("control"), model=tiny_model, engine=engine) as server:
+        yield server
+        server.check()
+
+
+def told(http, path, **query):
+    answer = http.post(path, params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_paused_requests_go_on_or_end(server):
+    with server.http() as http, ThreadPoolExecutor(2) as pool:
+        want = http.post("/v1/completions", json=BODY).json()["choices"]
+        running = pool.submit(http.post, "/v1/completions", json=BODY)
+        server.until(lambda: server.service.client.num_running == 1)
+        assert told(http, "/pause", mode="keep") == {"status": "paused"}
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        late = pool.submit(http.post, "/v1/completions", json={**BODY, "max_tokens": 2})
+        server.until(lambda: len(server.service.client._entries) == 2)
+        assert told(http, "/reset_prefix_cache") == {"success": False}
+        assert told(http, "/reset_prefix_cache", reset_running_requests=True) == {"success": True}
+        assert not running.done()
+        assert told(http, "/resume") == {"status": "resumed"}
+        assert running.result().json()["choices"] == want
+        assert late.result().status_code == 200
+        running = pool.submit(http.post, "/v1/completions", json=BODY)
+        server.until(lambda: server.service.client.num_running == 1)
+        told(http, "/pause")
+        assert running.result().status_code == 503
+        assert "the server was paused" in running.result().json()["error"]["message"]
+        told(http, "/resume")
+        assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_server_that_sleeps_refuses_requests(server):
+    with server.http() as http:
+        body = {**BODY, "max_tokens": 5}
+        want = http.post("/v1/completions", json=body).json()["choices"]
+        assert told(http, "/sleep", level=1) == {"status": "asleep"}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "the LLM is asleep (level 1: weights and kv_cache)" in answer.text
+        assert told(http, "/wake_up", tags="weights") == {"status": "asleep"}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert told(http, "/wake_up") == {"status": "awake"}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert http.post("/v1/completions", json=body).json()["choices"] == want
+
+
+def test_what_a_trainer_asks_and_what_is_refused(server):
+    with server.http() as http:
+        info = http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+        assert info["model_config"]["dtype"] == "float32"
+        assert info["model_config"]["logprobs_mode"] == "processed_logprobs"
+        assert info["weight_transfer_config"] is None
+        assert http.get("/get_world_size").json() == {"world_size": 1}
+        assert told(http, "/reset_prefix_cache") == {"success": True}
+        for path in ("init_weight_transfer_engine", "start_weight_update", "update_weights",
+                     "finish_weight_update", "v1/load_lora_adapter"):  # fmt: skip
+            answer = http.post(f"/{path}", json={})
+            assert answer.status_code == 501
+            assert answer.json()["error"]["code"] == "unsupported"
+            assert "weights cannot be sent to this server" in answer.text
+        for path, status in [
+            ("/sleep?level=2", 501), ("/sleep?level=3", 400), ("/pause?mode=wait", 400),
+            ("/wake_up?tags=all", 400), ("/pause?how=keep", 400),
+        ]:  # fmt: skip
+            assert http.post(path).status_code == status, path
+
+
+def test_the_next_engine_is_told_too(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        told(http, "/sleep")
+        told(http, "/pause", mode="keep")
+        server.launcher.kill()
+        client = server.service.client
+        server.until(lambda: client.restarts == 1 and client.state == "running")
+        server.on_loop(asyncio.sleep, 0)
+        engine = server.launcher.llms[-1].engine
+        server.until(lambda: engine.is_paused)
+        assert engine.residence.level == 1
+        told(http, "/wake_up")
+        told(http, "/resume")
+        assert http.post("/v1/completions", json={**BODY, "max_tokens": 2}).status_code == 200

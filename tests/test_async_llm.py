@@ -1,0 +1,330 @@
+"""Many callers of one engine: what they get is what `LLM.generate` gives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from safetensors.torch import save_file
+
+from onestem import LLM, AsyncLLM, EngineOptions, SamplingParams
+from onestem.errors import ConfigError, OnestemError, RequestError, WeightsError
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.models.changed import changed_model, tensors_of
+from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.server.harness import EngineThread
+
+OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "seed": 0, "device": "cpu"}
+LONG = SamplingParams(max_tokens=500, temperature=0, ignore_eos=True)
+SHORT = LONG.replace(max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = make_tiny("llama", tmp_path_factory.mktemp("async") / "before")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other(model, tmp_path_factory):
+    return changed_model(model, tmp_path_factory.mktemp("async") / "after")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def fresh(other):
+    with LLM(other, **OPTIONS) as llm:
+        yield llm
+
+
+def threaded(model, **changes) -> tuple[AsyncLLM, EngineThread]:
+    """Its engine in a thread, which a test can look into."""
+    options = EngineOptions(model=model, **OPTIONS, **changes)
+    launcher = EngineThread(options, lambda llm: llm.engine.tell_ranks())
+    return AsyncLLM.from_options(options, launcher), launcher
+
+
+async def whole(iterator):
+    """The last of its outputs."""
+    last = None
+    async for output in iterator:
+        last = output
+    return last
+
+
+def tokens(answer):
+    return [one.token_ids for one in answer.outputs]
+
+
+def test_fifty_callers_get_what_generate_gives(model, llm):
+    prompts = [f"a prompt that many share, and number {i}" for i in range(50)]
+    params = [
+        SamplingParams(max_tokens=6, temperature=0.8, seed=i, n=i % 3 + 1, logprobs=i % 2 or None)
+        for i in range(50)
+    ]
+    want = llm.generate(prompts, params)
+
+    async def ask(served, i):
+        kind = "delta" if i % 5 == 0 else "cumulative"
+        answers = [one async for one in served.generate(prompts[i], params[i], output_kind=kind)]
+        assert [one.finished for one in answers] == [False] * (len(answers) - 1) + [True]
+        if kind == "cumulative":
+            return answers[-1]
+        joined = {}
+        for answer in answers:
+            for piece in answer.outputs:
+                before = joined.setdefault(piece.index, piece)
+                if before is not piece:
+                    before.extend(piece)
+        answers[-1].outputs = [joined[index] for index in sorted(joined)]
+        return answers[-1]
+
+    async def main():
+        served, launcher = threaded(model)
+        async with served:
+            found = await asyncio.gather(*(ask(served, i) for i in range(50)))
+            launcher.llms[0].engine.check()
+        return found
+
+    for found, one in zip(asyncio.run(main()), want, strict=True):
+        assert found.prompt == one.prompt
+        assert found.prompt_token_ids == one.prompt_token_ids
+        assert tokens(found) == tokens(one)
+        for a, b in zip(found.outputs, one.outputs, strict=True):
+            assert (a.text, a.finish_reason, a.stop_reason) == (
+                b.text,
+                b.finish_reason,
+                b.stop_reason,
+            )
+            assert a.weight_versions == [0] * len(a.token_ids)
+            assert (a.logprobs is None) == (b.logprobs is None)
+            for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+                assert list(x) == list(y)
+                assert [p.rank for p in x.values()] == [p.rank for p in y.values()]
+                assert [p.decoded_token for p in x.values()] == [
+                    p.decoded_token for p in y.values()
+                ]
+        assert found.metrics.num_output_tokens == one.metrics.num_output_tokens
+
+
+def test_aborted_and_left_requests_end(model):
+    async def main():
+        served, launcher = threaded(model)
+        async with served:
+            stream = served.generate([5, 6], LONG, "mine")
+            await anext(stream)
+            running = asyncio.create_task(whole(stream))
+            beside = served.generate([5, 7], LONG.replace(n=2))
+            first = await anext(beside)
+            assert not first.finished
+            with pytest.raises(RequestError, match="request id 'mine' is in use"):
+                await anext(served.generate([1], SHORT, "mine"))
+            await served.abort(["mine", "unknown"])
+            answer = await running
+            assert answer.finished
+            assert answer.outputs[0].finish_reason == "abort"
+            assert 0 < len(answer.outputs[0].token_ids) < 500
+            await beside.aclose()
+            task = asyncio.create_task(whole(served.generate([5, 8], LONG)))
+            await anext(served.generate([5, 9], SHORT))
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await whole(served.generate([9], SHORT))
+            assert await served.reset_prefix_cache() is True
+            engine = launcher.llms[0].engine
+            assert engine.num_running == engine.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_refused(model):
+    async def main():
+        served, _ = threaded(model)
+        for prompt, params, reason in [
+            ([999], SHORT, "prompt has token id 999"),
+            ([], SHORT, "prompt is empty"),
+            ("x", "hot", "sampling_params is 'hot', expected SamplingParams"),
+            ({"text": "x"}, SHORT, "expected an object with prompt"),
+            ([1], SHORT.replace(structured_outputs={"json": {"type": "any"}}), "any"),
+        ]:
+            with pytest.raises(RequestError, match=reason):
+                await anext(served.generate(prompt, params))
+        assert (await whole(served.generate("x", SHORT))).finished
+        with pytest.raises(RequestError, match=r"pause mode is 'now', expected abort,"):
+            await served.pause_generation("now")
+        with pytest.raises(RequestError, match=r"wake_up tags are \['all'\]"):
+            await served.wake_up(["all"])
+        with pytest.raises(RequestError, match=r"sleep level is 7, expected 1 or 2"):
+            await served.sleep(7)
+        with pytest.raises(WeightsError, match="no place for: x"):
+            await served.update_weights([("x", next(iter(tensors_of(model).values())))])
+        running = asyncio.create_task(whole(served.generate([3], LONG)))
+        await anext(served.generate([4], SHORT))
+        await served.close()
+        with pytest.raises(OnestemError, match="stopping"):
+            await running
+        await served.close()
+        with pytest.raises(ConfigError, match=r"the AsyncLLM of .* is closed: make another"):
+            await anext(served.generate("x", SHORT))
+        return served
+
+    asyncio.run(main())
+
+
+def check_crossed(answer, prompt, by_version):
+    """Each part of an answer is what an LLM with its weights makes of all before it."""
+    (one,) = answer.outputs
+    assert len(one.weight_versions) == len(one.token_ids)
+    for version in sorted(set(one.weight_versions)):
+        at, count = one.weight_versions.index(version), one.weight_versions.count(version)
+        begun = [*prompt, *one.token_ids[:at]]
+        (want,) = by_version[version].generate([begun], SHORT.replace(max_tokens=count))
+        assert want.outputs[0].token_ids == one.token_ids[at : at + count]
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_weights_change_while_requests_run(model, other, llm, fresh, where):
+    """Paused, changed, and resumed: requests go on, and tell which weights each token is of."""
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 9, 10], [30, 31]]
+    params = SHORT.replace(max_tokens=60)
+
+    async def main():
+        served = threaded(model)[0] if where == "thread" else AsyncLLM(model, **OPTIONS)
+        async with served:
+            streams = [served.generate(prompt, params) for prompt in prompts]
+            for stream in streams:
+                await anext(stream)
+            tasks = [asyncio.create_task(whole(stream)) for stream in streams]
+            await served.pause_generation("keep")
+            assert await served.is_paused()
+            late = asyncio.create_task(whole(served.generate([50, 51], SHORT)))
+            assert await served.update_weights(tensors_of(other).items()) == 1
+            await served.sleep(1)
+            assert await served.is_sleeping()
+            await served.wake_up(["weights"])
+            await served.wake_up(["kv_cache"])
+            assert not await served.is_sleeping()
+            assert not any(task.done() for task in [*tasks, late])
+            await served.resume_generation()
+            answers = await asyncio.gather(*tasks, late)
+            assert await served.update_weights(tensors_of(model).items(), version=9) == 9
+            answers.append(await whole(served.generate([50, 51], SHORT)))
+            assert served.weights_version == 9
+            return answers
+
+    answers = asyncio.run(main())
+    by_version = {0: llm, 1: fresh, 9: llm}
+    for answer, prompt in zip(answers, [*prompts, [50, 51], [50, 51]], strict=True):
+        check_crossed(answer, prompt, by_version)
+    assert all(set(answer.outputs[0].weight_versions) == {0, 1} for answer in answers[:3])
+    assert [set(answer.outputs[0].weight_versions) for answer in answers[3:]] == [{1}, {9}]
+
+
+def test_pausing_waits_for_requests_or_ends_them(model, llm):
+    async def main():
+        served, launcher = threaded(model)
+        async with served:
+            stream = served.generate([5, 6], SHORT)
+            task = asyncio.create_task(whole(stream))
+            while not served._streams:
+                await asyncio.sleep(0)
+            await served.pause_generation("wait")
+            assert tokens(await task) == tokens(llm.generate([[5, 6]], SHORT)[0])
+            assert launcher.llms[0].engine.cache.cached_tokens() == 0
+            await served.resume_generation()
+            stream = served.generate([5, 6], LONG)
+            await anext(stream)
+            task = asyncio.create_task(whole(stream))
+            await served.pause_generation()
+            assert (await task).outputs[0].finish_reason == "abort"
+            await served.resume_generation()
+            assert (await whole(served.generate([5], SHORT))).finished
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model, other, fresh):
+    """It is started again, and has to be given the weights; before, what ran is answered anew."""
+
+    async def main():
+        served, launcher = threaded(model)
+        async with served:
+            stream = served.generate([5, 6], SHORT.replace(max_tokens=80))
+            before = [await anext(stream)]
+            launcher.kill()
+            before += [one async for one in stream]
+            await served.update_weights(tensors_of(other).items())
+            stream = served.generate([5, 6], LONG)
+            await anext(stream)
+            launcher.kill()
+            with pytest.raises(OnestemError, match="the engine died, and the weights it was given"):
+                await whole(stream)
+            while served._client.state != "running":
+                await asyncio.sleep(0.01)
+            with pytest.raises(RequestError, match="have no values yet for"):
+                await whole(served.generate([5], SHORT))
+            await served.update_weights(tensors_of(other).items())
+            return before[-1], await whole(served.generate([5], SHORT)), served.weights_version
+
+    first, last, version = asyncio.run(main())
+    assert len(first.outputs[0].token_ids) == len(first.outputs[0].weight_versions) == 80
+    assert tokens(last) == tokens(fresh.generate([[5]], SHORT)[0])
+    assert last.outputs[0].weight_versions == [2] * 8
+    assert version == 2
+
+
+def test_quantised_weights_stay(model):
+    """And an engine that is started again has them."""
+
+    async def main():
+        served, launcher = threaded(model, quantization="int8")
+        async with served:
+            before = await whole(served.generate([5, 6], SHORT))
+            with pytest.raises(WeightsError, match="weights are int8, which cannot be written"):
+                await served.update_weights(tensors_of(model).items())
+            with pytest.raises(RequestError, match=r"level 2 .* int8 weights .*use level 1"):
+                await served.sleep(2)
+            launcher.kill()
+            return before, await whole(served.generate([5, 6], SHORT))
+
+    before, after = asyncio.run(main())
+    assert tokens(before) == tokens(after)
+
+
+def test_a_head_of_its_own_is_written(tmp_path):
+    """Beside an embedding that the configuration calls tied."""
+    path = make_tiny("qwen2", tmp_path / "tied")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
+    tensors = tensors_of(path)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}
+    save_file(tensors | head, path / "model.safetensors", {"format": "pt"})
+    other = {"lm_head.weight": tensors["model.embed_tokens.weight"].roll(1, 0)}
+
+    async def main():
+        async with threaded(path)[0] as served:
+            before = await whole(served.generate([5, 6], SHORT))
+            await served.update_weights(other.items())
+            return before, await whole(served.generate([5, 6], SHORT))
+
+    before, after = asyncio.run(main())
+    with LLM(path, **OPTIONS) as llm:
+        assert tokens(before) == tokens(llm.generate([[5, 6]], SHORT)[0])
+        llm.update_weights(other.items())
+        assert tokens(after) == tokens(llm.generate([[5, 6]], SHORT)[0]) != tokens(before)
+
+
+def test_one_event_loop(model):
+    async def main():
+        async with threaded(model)[0] as served:
+            with pytest.raises(ConfigError, match="started in another event loop"):
+                await asyncio.to_thread(asyncio.run, served.start())
+
+    asyncio.run(main())
