@@ -20,12 +20,14 @@ from onestem.batch import (
     run_job,
 )
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.spool import CompilePml, Spool, write_spool
+from onestem.batch.interface import Run
+from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import JobError, OnestemError
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library, to_markup
+from onestem.replicas import Replicas
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ WORDS_TOKENS = 256
 
 
 def run_file(
-    llm: LLM,
+    llm: LLM | Replicas,
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
@@ -54,22 +56,23 @@ def run_file(
     on_first_error: Callable[[str], object] | None = None,
     watch: JobWatch | None = None,
 ) -> JobSummary:
-    """Run or continue a job (see `onestem.batch.run_job`) on a model.
+    """Run or continue a job (see `onestem.batch.run_job`) on a model, or on replicas of it.
 
     Args:
         schemas: files of the PML schemas that lines may name.
         watch: of the same model; it can say afterwards what came true of a prediction.
     """
-    run, planner = partial(_run, llm), planner_of(llm.options, llm.kv_tokens)
+    run, validate = _engine_of(llm)
+    planner = planner_of(llm.options, llm.kv_tokens)
     for path in schemas:
         llm.add_schema(path)
-    if llm.engine.share == "no-attention":
+    if llm.options.share == "no-attention":
         raise JobError("share is no-attention, whose answers mean nothing: use it with bench batch")
     return run_job(
         source,
         output,
         tokenizer=llm.tokenizer,
-        validate=llm.engine.validate,
+        validate=validate,
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
         model_identity=model_identity(llm.path),
@@ -82,6 +85,13 @@ def run_file(
         on_progress=on_progress,
         on_first_error=on_first_error,
     )
+
+
+def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
+    """What answers, and what says which requests can be answered."""
+    if isinstance(llm, Replicas):
+        return llm.run, llm.validate
+    return partial(_run, llm), llm.engine.validate
 
 
 def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
@@ -104,7 +114,7 @@ def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         raise EngineDiedError(f"{type(error).__name__}: {error}", there) from error
 
 
-def _schema_options(llm: LLM) -> dict[str, str]:
+def _schema_options(llm: LLM | Replicas) -> dict[str, str]:
     """What answers to prompts in PML depend on besides; nothing where there is no schema."""
     if llm.tokenizer is None or not llm.schemas.layouts:
         return {}

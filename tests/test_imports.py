@@ -32,6 +32,7 @@ LAYERS = [
     ("batch", "cost"),
     ("llm",),
     ("forecasts",),
+    ("replicas",),
     ("bench", "bench_pml", "bench_serve", "jobs"),
     ("paper",),
     ("server",),

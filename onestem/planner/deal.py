@@ -71,7 +71,8 @@ class Deal:
     Attributes:
         owner: `[num_items]` the replica that had each item in hand last; -1: nobody yet.
         speeds: may be changed at any time.
-        present: `[num_replicas]` who computes. Others are robbed of all that they have.
+        begun: `[num_replicas]` who is there. Of others the last group may be taken too.
+        present: `[num_replicas]` who is there or will be. Others are robbed of all that they have.
         num_cuts: groups cut, once for each cut.
         cost_again: of what is computed again at cuts.
     """
@@ -80,6 +81,7 @@ class Deal:
         self.costs = costs
         self.speeds = speeds.astype(np.float64)
         self.owner = np.full(len(costs.cost), NOBODY, np.int32)
+        self.begun = np.ones(len(speeds), np.bool_)
         self.present = np.ones(len(speeds), np.bool_)
         self.num_cuts = 0
         self.cost_again = 0.0
@@ -179,7 +181,7 @@ class Deal:
 
     def leave(self, replica: int) -> None:
         """A replica computes no more; what it has not in hand is for the others."""
-        self.present[replica] = False
+        self.begun[replica] = self.present[replica] = False
 
     @property
     def num_queued(self) -> int:
@@ -227,7 +229,7 @@ class Deal:
                     self._queued[victim] -= self._body(cut, piece.end)
                     self.num_cuts += 1
                     moved.append(part)
-            elif not moved and not self.present[victim]:
+            elif not moved and not self.begun[victim]:
                 moved.append(queue.pop())
                 taken += moved[-1].cost
         self._queued[victim] -= taken

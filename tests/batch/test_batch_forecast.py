@@ -54,7 +54,7 @@ def run(llm, folder):
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     llm.engine.cache.clear()
     llm.engine.reset_stats()
-    watch = JobWatch(llm)
+    watch = JobWatch.of_llm(llm)
     return run_file(llm, source, folder / "out.jsonl", watch=watch), watch
 
 
