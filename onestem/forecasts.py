@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +165,20 @@ class Target:
             **{share: self.forecast(work, share).to_dict() for share in MODES},
         }
 
+    def report_dealt(
+        self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray, replicas: int
+    ) -> dict[str, Any]:
+        """What a plan will take on several engines like this; arguments as of `report`."""
+        work = Work.of(plan, np.maximum(outputs, 1), prompts.answers())
+        found: dict[str, Any] = {"replicas": replicas}
+        for how in get_args(Dealt):
+            dealt = self.forecast_dealt(plan, work, "full", replicas, how)
+            found[how] = dealt.to_dict()
+        best = self.forecast(work, "full").computed_prompt_tokens
+        again = found["groups"]["computed_prompt_tokens"] - best
+        found["groups"]["computed_again_tokens"] = again
+        return found
+
 
 Dealt = Literal["groups", "random", "round-robin", "prefix-hash"]
 # Of a piece, what a simulated replica takes at a time.
@@ -205,6 +219,11 @@ class ReplicasForecast:
         for name in ("seconds", "peak_kv_tokens"):
             whole[name] = max((getattr(one, name) for one in self.each), default=0)
         return Forecast(**whole)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict: the whole, `num_cuts`, and the seconds of each engine."""
+        seconds = [one.seconds for one in self.each] + [0.0] * (self.replicas - len(self.each))
+        return {**self.whole.to_dict(), "num_cuts": self.num_cuts, "replica_seconds": seconds}
 
 
 def _dealt_otherwise(plan: JobPlan, work: Work, replicas: int, how: Dealt) -> IntArray:

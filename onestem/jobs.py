@@ -23,7 +23,7 @@ from onestem.batch.first_lines import FirstLines
 from onestem.batch.interface import Run
 from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
-from onestem.errors import JobError, OnestemError
+from onestem.errors import ConfigError, JobError, OnestemError
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library, to_markup
@@ -136,6 +136,7 @@ def plan_file(
     schemas: Sequence[Path] = (),
     keep_going: bool = False,
     predicts: bool = True,
+    replicas: int | None = None,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
@@ -148,6 +149,7 @@ def plan_file(
             `onestem.cost.named_devices`.
         predicts: also what the job will take. Where this device's rates are not known, they are
             measured first, which takes some seconds.
+        replicas: also what it will take on so many engines of this kind.
         schemas: files of the PML schemas that lines may name.
         keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
@@ -156,7 +158,13 @@ def plan_file(
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
         `forecast` (None where nothing is predicted) says of which device, by which rates, of how
         many requests no length is known, and holds a `Forecast` for each of full, storage, off.
+        With `replicas`, `dealt` has a `ReplicasForecast` for each way to deal the job.
+
+    Raises:
+        ConfigError: replicas are asked for, and nothing is to be predicted.
     """
+    if replicas is not None and not predicts:
+        raise ConfigError("replicas are predicted: leave --no-predict out")
     from onestem.engine.schedule.admission import check_request, model_len
     from onestem.engine.text.tokenizer import Tokenizer
     from onestem.forecasts import Target
@@ -189,7 +197,8 @@ def plan_file(
             compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         )
         with contextlib.closing(Spool(place, "plan")) as spool:
-            return _report(spool, planner_of(options, target.kv_tokens), tokenizer, target)
+            planner = planner_of(options, target.kv_tokens)
+            return _report(spool, planner, tokenizer, target, replicas)
 
 
 def _tell_read(
@@ -215,11 +224,14 @@ def _report(
     planner: Callable[..., JobPlan],
     tokenizer: Tokenizer | None,
     target: Target,
+    replicas: int | None,
 ) -> dict[str, Any]:
     """Plan the good lines of a spool; what `plan_file` returns."""
     indices = spool.is_request.nonzero()[0]
     prompts = SpooledPrompts(spool, indices)
     plan = planner(prompts, output_lengths=spool.output_lengths(indices))
+    outputs = spool.max_output[indices]
+    dealt = None if replicas is None else target.report_dealt(plan, prompts, outputs, replicas)
     return {
         **plan.report.to_dict(),
         "largest_groups": [
@@ -227,7 +239,8 @@ def _report(
             for group in plan.largest_groups
         ],
         "failed_lines": len(spool) - len(indices),
-        "forecast": target.report(plan, prompts, spool.max_output[indices]),
+        "forecast": target.report(plan, prompts, outputs),
+        "dealt": dealt,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -25,12 +26,13 @@ class Facts:
     """What a replica says of itself when it is there.
 
     Attributes:
-        node: the machine that it is on.
+        node, pid: the machine that it is on, and its process.
         options: as its `LLM` has settled them.
         target: its model on its device.
     """
 
     node: str
+    pid: int
     options: EngineOptions
     target: Target
 
@@ -86,7 +88,7 @@ class Worker:
         """Load the model."""
         try:
             self._llm = llm = LLM.from_options(self._options)
-            return Facts(platform.node(), llm.options, Target.of_llm(llm).settled())
+            return Facts(platform.node(), os.getpid(), llm.options, Target.of_llm(llm).settled())
         except Exception as error:
             return Failure(_line(error), is_final=True)
 

@@ -63,7 +63,7 @@ class FakeCrew:
     ) -> None:
         self.random = random.Random(seed)
         self.speeds, self.room, self.dies = speeds, room, dies
-        self.starts = starts or (lambda replica: Facts(f"node {replica}", OPTIONS, TARGET))
+        self.starts = starts or (lambda replica: Facts(f"node {replica}", replica, OPTIONS, TARGET))
         self.alive: dict[int, FakeReplica] = {}
         self.starting: list[int] = []
         self.handed: dict[str, list[int]] = {}

@@ -131,7 +131,7 @@ def test_who_cannot_start_is_named_once_with_its_reason(job, tmp_path):
     def starts(replica):
         if replica in (1, 2):
             return Failure("the model needs 9 GiB", is_final=True)
-        return Facts("a", OPTIONS, TARGET)
+        return Facts("a", replica, OPTIONS, TARGET)
 
     _, told = deal(source, tmp_path / "out.jsonl", FakeCrew([1] * 4, starts=starts))
     assert told == ["replica 1 cannot start: the model needs 9 GiB: it is not started again"]
@@ -152,7 +152,7 @@ def test_a_replica_of_other_options_is_left_out(job, tmp_path):
 
     def starts(replica):
         other = OPTIONS.replace(max_model_len=100) if replica else OPTIONS
-        return Facts("a", other, TARGET)
+        return Facts("a", replica, other, TARGET)
 
     crew = FakeCrew([1, 1], starts=starts)
     _, told = deal(source, tmp_path / "out.jsonl", crew)
