@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from onestem.engine.engine import check_counts
 from onestem.engine.grammar.compiler import GrammarCompiler
@@ -16,11 +19,13 @@ from onestem.forecasts import JobWatch
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
+from onestem.planner import JobPlan, planner_of
+from onestem.planner.sort import IntArray
 from onestem.pml import Layout, Library, Schema
 from onestem.replicas.dealer import Dealer, Planned
 from onestem.replicas.ray import RayCrew
 from onestem.replicas.worker import Facts
-from onestem.request import Request, RequestOutput
+from onestem.request import Request, RequestOutput, SamplingParams
 
 __all__ = ["Replicas"]
 
@@ -71,6 +76,7 @@ class Replicas:
             raise
         self.options, self._target = facts.options, facts.target
         self.num_replicas = num_replicas
+        self._count = 0
         self._schemas: Library | None = None
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
@@ -144,6 +150,66 @@ class Replicas:
         """
         return self._dealer.run(requests)
 
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or token ids), planned together; outputs in the prompts' order.
+
+        Args:
+            sampling_params: one for all, or one each. Log-probabilities are refused: here they
+                would be without ranks and texts, which `LLM.generate` gives.
+
+        Raises:
+            RequestError: a prompt cannot be answered; it says which. Nothing is computed then.
+            JobError: no replica is left.
+        """
+        requests = self._requests(prompts, sampling_params)
+        lengths = [min(r.params.n * (r.params.max_tokens or 1), 2**31 - 1) for r in requests]
+        plan = planner_of(self.options, self.kv_tokens)(
+            [request.prompt_token_ids for request in requests], output_lengths=lengths
+        )
+        outputs = {output.request_id: output for output in self.run(_Listed(requests, plan))}
+        return [outputs[request.request_id] for request in requests]
+
+    def _requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        if isinstance(prompts, str):
+            raise RequestError("prompts is a text, expected a list of prompts")
+        each = sampling_params or SamplingParams()
+        params = [each] * len(prompts) if isinstance(each, SamplingParams) else list(each)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one "
+                "each"
+            )
+        requests = []
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request_of(prompt, its))
+                self.validate(requests[-1])
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}") from error
+        return requests
+
+    def _request_of(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None and self.tokenizer is None:
+            raise RequestError(f"text needs a tokenizer, and {self.path} has none: give token ids")
+        self._count += 1
+        return Request(
+            request_id=f"request-{self._count}",
+            prompt_token_ids=list(prompt) if text is None else self.tokenizer.encode(text),
+            prompt=text,
+            params=params,
+        )
+
     def close(self) -> None:
         """End the engines, and Ray where it was started here. Closing twice is fine."""
         if self._grammars is not None:
@@ -155,3 +221,27 @@ class Replicas:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Requests of a plan, all in memory."""
+
+    requests: list[Request]
+    plan: JobPlan
+
+    @property
+    def positions(self) -> IntArray:
+        """All of them."""
+        return np.arange(len(self.requests))
+
+    def request(self, position: int) -> Request:
+        """See `Planned`."""
+        place = int(self.plan.order[position])
+        group = int(self.plan.group_of[place])
+        return replace(
+            self.requests[place],
+            group=group,
+            group_prefix_tokens=self.plan.groups[group].prefix_tokens,
+            group_only=self.plan.group_only,
+        )

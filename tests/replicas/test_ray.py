@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from onestem import LLM, EngineOptions
-from onestem.errors import ConfigError, JobError
+from onestem import LLM, EngineOptions, SamplingParams
+from onestem.errors import ConfigError, JobError, RequestError
 from onestem.jobs import run_file
 from onestem.replicas import Replicas
 from tests.batch.fakes import chat, completion, write_lines
@@ -74,6 +74,22 @@ def test_the_file_is_that_of_one_engine(replicas, job, tmp_path):
     assert stats.output_tokens == summary.num_output_tokens > 0
     # A group is on one replica, but for what was stolen.
     assert computed <= stats.processed_prompt_tokens < 2 * computed
+
+
+def test_generate_answers_as_one_engine_does(replicas):
+    prompts = [f"Document {i % 3} says what it says. Question {i}" for i in range(12)]
+    params = [SamplingParams(max_tokens=3 + i % 4, temperature=0) for i in range(12)]
+    with LLM.from_options(OPTIONS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    found = replicas.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in found] == expected
+    assert [output.prompt for output in found] == prompts
+    with pytest.raises(RequestError, match="prompt 1: prompt has"):
+        replicas.generate(["a", "long " * 20_000])
+    with pytest.raises(RequestError, match="prompt 0: replicas give no log-probabilities"):
+        replicas.generate(["a"], SamplingParams(logprobs=2))
+    with pytest.raises(RequestError, match="1 sampling parameters for 2 prompts"):
+        replicas.generate(["a", "b"], [SamplingParams()])
 
 
 def test_killed_replicas_lose_nothing(replicas, told, job, tmp_path):
