@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -140,7 +139,6 @@ class LargeJob:
 def dealt_large_job(job: LargeJob, replicas: int) -> dict[str, Any]:
     """Seconds until the last replica ends, and prompt tokens computed, in each way."""
     own, prefix = int(job.own.sum()), int(job.prefix.sum())
-    began = time.process_time()
     deal = Deal(job.costs(), np.ones(replicas))
     ends = simulate(deal, deal.speeds, STEAL_REQUESTS)
     again = round(deal.cost_again / job.weights.prompt)
@@ -152,7 +150,6 @@ def dealt_large_job(job: LargeJob, replicas: int) -> dict[str, Any]:
             "computed_prompt_tokens": own + prefix + again,
             "computed_again_tokens": again,
             "num_cuts": deal.num_cuts,
-            "dealing_processor_seconds": time.process_time() - began,
         },
     }
     for how in get_args(Dealt)[1:]:

@@ -362,8 +362,8 @@ class JobWatch:
         return plan
 
     def run(
-        self, run: Callable[[Iterable[Request]], Iterator[RequestOutput]]
-    ) -> Callable[[Iterable[Request]], Iterator[RequestOutput]]:
+        self, run: Callable[[Iterable[Request]], Iterable[RequestOutput]]
+    ) -> Callable[[Iterable[Request]], Iterable[RequestOutput]]:
         """The same engine, whose answers' lengths are noted."""
 
         def answered(requests: Iterable[Request]) -> Iterator[RequestOutput]:

@@ -74,6 +74,9 @@ def batch(
     At the end a line says what was computed. Where `onestem plan` has measured this device for the
     model before, two more say what was predicted and what came true (docs/cost-model.md).
 
+    With --replicas the job's groups are dealt to engines in actors of Ray (docs/replicas.md); the
+    file is the same, and the same command goes on with any number of them.
+
     Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
     refused, 130 after Ctrl-C.
     """
@@ -84,7 +87,11 @@ def batch(
         from onestem.errors import JobError
 
         raise JobError(f"{input_file} is no file")
-    with contextlib.closing(_load(engine, replicas, ray_address)) as llm:
+    # Ray prints deaths of its actors to stdout.
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        contextlib.closing(_load(engine, replicas, ray_address)) as llm,
+    ):
         watch = _watch(llm)
         try:
             with JobProgress(quiet) as progress:

@@ -54,9 +54,9 @@ def deal_costs(plan: JobPlan, positions: IntArray, weights: Weights) -> Costs:
     own, opened = work.own(), work.opened()
     group = plan.group_of[plan.order[positions]]
     starts = np.flatnonzero(np.concatenate(([True], group[1:] != group[:-1])))
+    sampled = work.outputs * (weights.sampled + weights.context * own)
     return Costs(
-        cost=weights.prompt * (own + opened)
-        + work.outputs * (weights.sampled + weights.context * own),
+        cost=(weights.prompt * (own + opened) + sampled).astype(np.float64),
         again=weights.prompt * (work.tokens - own - opened).astype(np.float64),
         starts=starts.astype(np.int64),
     )

@@ -71,7 +71,7 @@ class Crew(Protocol):
         ...
 
     def wait(self) -> list[tuple[int, Facts | Report | Failure]]:
-        """What has come; waits until there is something."""
+        """What has come; waits until there is something, or for about a minute."""
         ...
 
     def stop(self, replica: int) -> None:
@@ -176,7 +176,10 @@ class Dealer:
     def _wait(self) -> list[RequestOutput]:
         """What comes next: outputs that it brings."""
         outputs: list[RequestOutput] = []
-        for replica, event in self._crew.wait():
+        events = self._crew.wait()
+        if not events and not self.facts:
+            self._tell_once("no replica is there yet: Ray has no room for one, or they load")
+        for replica, event in events:
             if isinstance(event, Facts):
                 self._came(replica, event)
             elif isinstance(event, Failure):
@@ -206,9 +209,11 @@ class Dealer:
         one.is_gone = failure.is_final or one.deaths >= MOST_DEATHS
         does = "died" if before else "cannot start"
         end = "it is not started again" if one.is_gone else "it is started again"
-        if before or failure.reason not in self._told:
-            self._told.add(failure.reason)
-            self._tell(f"replica {replica}{where} {does}: {failure.reason}: {end}")
+        told = f"replica {replica}{where} {does}: {failure.reason}: {end}"
+        if before:
+            self._tell(told)
+        else:
+            self._tell_once(told, failure.reason)
         if self._job is not None:
             self._job.lost(replica, one, failure.reason, gone=one.is_gone)
         one.facts, one.trial, one.num_waiting = None, None, 0
@@ -218,6 +223,12 @@ class Dealer:
         one.stats = EngineStats()
         if not one.is_gone:
             self._crew.start(replica)
+
+    def _tell_once(self, line: str, reason: str | None = None) -> None:
+        """Tell a line, if none was told for this reason."""
+        if (reason or line) not in self._told:
+            self._told.add(reason or line)
+            self._tell(line)
 
     # ------------------------------------------------------------------------- a run
 

@@ -15,6 +15,7 @@ from onestem.threads import usable_cores
 
 __all__ = ["RayCrew"]
 
+WAIT_SECONDS = 60.0
 MOST_REASON = 200
 # Said once in the text of an actor's death; the rest is names and addresses.
 DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |$)|(The actor's node was terminated[^.]*)")
@@ -66,7 +67,7 @@ class RayCrew:
     def wait(self) -> list[tuple[int, Facts | Report | Failure]]:
         """See `Crew`."""
         waiting = list(self._waiting)
-        self._ray.wait(waiting, num_returns=1)
+        self._ray.wait(waiting, num_returns=1, timeout=WAIT_SECONDS)
         ready, _ = self._ray.wait(waiting, num_returns=len(waiting), timeout=0)
         events: list[tuple[int, Facts | Report | Failure]] = []
         for ref in ready:

@@ -199,13 +199,19 @@ class Replicas:
     def _request_of(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None and self.tokenizer is None:
-            raise RequestError(f"text needs a tokenizer, and {self.path} has none: give token ids")
+        text: str | None = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"text needs a tokenizer, and {self.path} has none: give token ids"
+                )
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
         self._count += 1
         return Request(
             request_id=f"request-{self._count}",
-            prompt_token_ids=list(prompt) if text is None else self.tokenizer.encode(text),
+            prompt_token_ids=ids,
             prompt=text,
             params=params,
         )

@@ -187,3 +187,15 @@ def test_the_slow_give_to_the_fast(tmp_path):
     counts = [sum(those == [replica] for those in crew.handed.values()) for replica in range(3)]
     assert counts[1] > 3 * max(counts[0], counts[2])
     assert sum(counts) == 600
+
+
+def test_who_waits_for_the_first_replica_is_told_once(monkeypatch):
+    crew = FakeCrew([1])
+    events = [[], [], crew.wait]
+    monkeypatch.setattr(
+        crew, "wait", lambda: found() if callable(found := events.pop(0)) else found
+    )
+    told: list[str] = []
+    crew.starting.clear()
+    assert Dealer(crew, 1, told.append).first().node == "node 0"
+    assert told == ["no replica is there yet: Ray has no room for one, or they load"]
