@@ -101,6 +101,7 @@ class RayCrew:
 
 def _import() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Actors without a GPU keep CUDA_VISIBLE_DEVICES; otherwise Ray warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -143,9 +144,11 @@ def _share(
                 "--ray-address"
             )
         return _Share(1.0, 1, options.replace(device="cuda"))
-    cpus = resources.get("CPU", 1.0) / num_replicas
-    threads = options.threads or max(1, int(cpus))
-    return _Share(min(cpus, threads), 0, options.replace(device="cpu", threads=threads))
+    cores = resources.get("CPU", 1.0) / num_replicas
+    threads = options.threads or max(1, int(cores))
+    # Ray takes whole cores, or a part of one with four digits.
+    cpus = min(int(cores), threads) if cores >= 1 else int(1e4 * cores) / 1e4
+    return _Share(cpus, 0, options.replace(device="cpu", threads=threads))
 
 
 def _reason(error: Exception) -> str:

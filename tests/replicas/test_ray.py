@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from onestem import LLM, EngineOptions, SamplingParams
-from onestem.errors import ConfigError, JobError, RequestError
+from onestem.errors import ConfigError, RequestError
 from onestem.jobs import run_file
 from onestem.replicas import Replicas
 from tests.batch.fakes import chat, completion, write_lines
@@ -122,14 +122,6 @@ def test_a_killed_driver_is_followed_by_another(replicas, cluster, job, tmp_path
     assert (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") == 20
     assert run_file(replicas, source, output).resumed == 20
     assert output.read_bytes() == whole
-
-
-def test_replicas_that_cannot_start_say_why(cluster):
-    told = []
-    with pytest.raises(JobError, match="no replica is left"):
-        Replicas(1, OPTIONS.replace(kv_memory="900TiB"), address=cluster, tell=told.append)
-    assert len(told) == 1
-    assert "cannot start: kv_memory is 900TiB" in told[0]
 
 
 @pytest.mark.parametrize(
