@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -139,6 +139,7 @@ class Dealer:
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._run = 0
         self._told: set[str] = set()
+        self._identity: dict[str, Any] | None = None  # what answers depend on, of the first one
         self._job: _Run | None = None
         for replica in range(num_replicas):
             crew.start(replica)
@@ -179,23 +180,29 @@ class Dealer:
         events = self._crew.wait()
         if not events and not self.facts:
             self._tell_once("no replica is there yet: Ray has no room for one, or they load")
+        died: set[int] = set()  # what else has come from them is of calls that are void
         for replica, event in events:
+            if replica in died:
+                continue
             if isinstance(event, Facts):
                 self._came(replica, event)
             elif isinstance(event, Failure):
+                died.add(replica)
                 self._failed(replica, event)
             else:
                 outputs += self._worked(replica, event)
+                if event.died is not None:
+                    died.add(replica)
+                    self._failed(replica, Failure(event.died))
         return outputs
 
     def _came(self, replica: int, facts: Facts) -> None:
-        others = [one.facts for one in self._replicas if one.facts]
-        if others:
-            mine, theirs = facts.options.identity(), others[0].options.identity()
-            for name in (name for name in mine if mine[name] != theirs[name]):
-                reason = f"its {name} is {mine[name]}, that of others is {theirs[name]}"
-                self._failed(replica, Failure(f"{reason}: give it to all", is_final=True))
-                return
+        mine = facts.options.identity()
+        self._identity = theirs = self._identity or mine
+        for name in (name for name in mine if mine[name] != theirs[name]):
+            reason = f"its {name} is {mine[name]}, that of others is {theirs[name]}"
+            self._failed(replica, Failure(f"{reason}: give it to all", is_final=True))
+            return
         self._replicas[replica].facts = facts
         if self._job is not None:
             self._job.deal.begun[replica] = True
@@ -272,8 +279,6 @@ class Dealer:
             outputs = self._job.worked(replica, one, report, before)
             if outputs:
                 one.deaths = 0
-        if report.died is not None:
-            self._failed(replica, Failure(report.died))
         return outputs
 
 

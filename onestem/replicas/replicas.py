@@ -166,6 +166,8 @@ class Replicas:
             JobError: no replica is left.
         """
         requests = self._requests(prompts, sampling_params)
+        if not requests:
+            return []
         lengths = [min(r.params.n * (r.params.max_tokens or 1), 2**31 - 1) for r in requests]
         plan = planner_of(self.options, self.kv_tokens)(
             [request.prompt_token_ids for request in requests], output_lengths=lengths

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from onestem.engine.outputs import EngineStats
 from onestem.errors import JobError
 from onestem.replicas.dealer import Dealer
-from onestem.replicas.worker import Facts, Failure
+from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, SamplingParams
 from tests.batch.fakes import completion, mixed_job, results, run_fake, write_lines
 from tests.replicas.fakes import OPTIONS, TARGET, FakeCrew
@@ -161,6 +162,43 @@ def test_a_replica_of_other_options_is_left_out(job, tmp_path):
         "it is not started again"
     ]
     assert {replica for those in crew.handed.values() for replica in those} == {0}
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_the_first_ones_options_hold_when_it_is_gone(job, tmp_path):
+    source, whole = job
+    starts = []
+
+    def start(replica):
+        starts.append(replica)
+        other = OPTIONS.replace(max_model_len=100) if replica else OPTIONS
+        return Facts("a", replica, other, TARGET)
+
+    crew = FakeCrew([1, 1], starts=start, dies=lambda replica, has: len(starts) == 1)
+    _, told = deal(source, tmp_path / "out.jsonl", crew)
+    assert sum("its max_model_len is 100" in line for line in told) == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+class ErrorCrew(FakeCrew):
+    """Engines fail with an exception: both calls that are on their way say so at once."""
+
+    def wait(self):
+        events = super().wait()
+        replica, event = events[0]
+        if not isinstance(event, Failure) or event.is_final:
+            return events
+        died = Report(1, [], 0, 0.0, EngineStats(), "RuntimeError: CUDA error")
+        return [(replica, died), (replica, died)]
+
+
+def test_an_engine_that_fails_fails_once(job, tmp_path):
+    source, whole = job
+    draw = random.Random(3)
+    crew = ErrorCrew([2, 3], dies=lambda replica, has: draw.random() < 0.05)
+    _, told = deal(source, tmp_path / "out.jsonl", crew)
+    assert len(told) == crew.num_deaths > 2
+    assert "died: RuntimeError: CUDA error: it is started again" in told[0]
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
