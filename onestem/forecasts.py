@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from onestem.cost import (
+    TOKENS,
     Forecast,
     Limits,
     ModelShape,
     Rates,
     StepCost,
+    Weights,
     Work,
+    deal_costs,
     forecast,
     named_devices,
     named_rates,
@@ -28,14 +31,16 @@ from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_
 from onestem.models.config import ModelConfig
 from onestem.models.weights import formats_of, weight_bytes
 from onestem.options import EngineOptions, Quantize, ShareMode, parse_memory
+from onestem.planner import Deal, JobPlan
+from onestem.planner.deal import simulate
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
     from onestem.batch import SpooledPrompts
+    from onestem.engine.outputs import EngineStats
     from onestem.llm import LLM
-    from onestem.planner import JobPlan
 
-__all__ = ["JobWatch", "Target", "Verdict"]
+__all__ = ["Dealt", "JobWatch", "ReplicasForecast", "Target", "Verdict"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -97,6 +102,10 @@ class Target:
         most, size = llm.engine.scheduler.budget.most, llm.options.page_size
         return Target(shape, llm.kv_tokens, find, size, most)
 
+    def settled(self) -> Target:
+        """The same, for another process: with what is known of rates here."""
+        return replace(self, find_rates=_Known(self.rates))
+
     def forecast(self, work: Work, share: ShareMode) -> Forecast:
         """Of a job in one of the engine's modes.
 
@@ -105,10 +114,43 @@ class Target:
         """
         if self.rates is None:
             raise ConfigError("no rates of this device are known: onestem plan measures them")
+        cost, limits = self._costs(share)
+        return forecast(cost, work.unshared() if share == "off" else work, limits)
+
+    def _costs(self, share: ShareMode) -> tuple[StepCost, Limits]:
+        assert self.rates is not None
         cost = StepCost(self.shape, self.rates, shared=share == "full")
         most = self.step_tokens or self.rates.step_tokens
-        limits = Limits(most, self.kv_tokens, self.page_size)
-        return forecast(cost, work.unshared() if share == "off" else work, limits)
+        return cost, Limits(most, self.kv_tokens, self.page_size)
+
+    def weights(self, work: Work, share: ShareMode) -> Weights:
+        """What a job's tokens cost here; tokens count alike where no rates are known."""
+        if self.rates is None:
+            return TOKENS
+        return Weights.of(*self._costs(share), work)
+
+    def forecast_dealt(
+        self, plan: JobPlan, work: Work, share: ShareMode, replicas: int, how: Dealt = "groups"
+    ) -> ReplicasForecast:
+        """Of a job that is dealt to so many engines like this.
+
+        Args:
+            work: the job, in the plan's order. Each engine plans what it gets: it keeps this order.
+            how: `groups`: as `onestem.replicas` deals. To compare with, requests are dealt
+                at `random`, in turn (`round-robin`, in input order), or by the hash of their first
+                tokens (`prefix-hash`).
+        """
+        costs = deal_costs(plan, np.arange(len(plan.order)), self.weights(work, share))
+        deal = None
+        if how == "groups":
+            deal = Deal(costs, np.ones(replicas))
+            simulate(deal, deal.speeds, STEAL_REQUESTS)
+            owner: IntArray = deal.owner.astype(np.int64)
+        else:
+            owner = _dealt_otherwise(plan, work, replicas, how)
+        parts = [work.part(np.flatnonzero(owner == replica)) for replica in range(replicas)]
+        each = [self.forecast(part, share) for part in parts if len(part.tokens)]
+        return ReplicasForecast(each, replicas, 0 if deal is None else deal.num_cuts)
 
     def report(
         self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray
@@ -127,6 +169,85 @@ class Target:
             "unknown_lengths": int((outputs == 0).sum()),
             **{share: self.forecast(work, share).to_dict() for share in MODES},
         }
+
+    def report_dealt(
+        self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray, replicas: int
+    ) -> dict[str, Any]:
+        """What a plan will take on several engines like this; arguments as of `report`."""
+        work = Work.of(plan, np.maximum(outputs, 1), prompts.answers())
+        found: dict[str, Any] = {"replicas": replicas}
+        for how in get_args(Dealt):
+            dealt = self.forecast_dealt(plan, work, "full", replicas, how)
+            found[how] = dealt.to_dict()
+        best = self.forecast(work, "full").computed_prompt_tokens
+        again = found["groups"]["computed_prompt_tokens"] - best
+        found["groups"]["computed_again_tokens"] = again
+        return found
+
+
+Dealt = Literal["groups", "random", "round-robin", "prefix-hash"]
+# Of a piece, what a simulated replica takes at a time.
+STEAL_REQUESTS = 16
+# Routers of servers hash so much of a prompt, or less.
+HASHED_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Rates that are found already."""
+
+    rates: Rates | None
+
+    def __call__(self) -> Rates | None:
+        return self.rates
+
+
+@dataclass(frozen=True)
+class ReplicasForecast:
+    """What a job comes to on several engines.
+
+    Attributes:
+        each: of those that have a part of it.
+        replicas: how many there are.
+        num_cuts: groups cut, once for each cut.
+    """
+
+    each: list[Forecast]
+    replicas: int
+    num_cuts: int
+
+    @property
+    def whole(self) -> Forecast:
+        """Seconds until the last one ends, the most KV memory of one, and sums."""
+        names = [field.name for field in fields(Forecast)]
+        whole = {name: sum(getattr(one, name) for one in self.each) for name in names}
+        for name in ("seconds", "peak_kv_tokens"):
+            whole[name] = max((getattr(one, name) for one in self.each), default=0)
+        return Forecast(**whole)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict: the whole, `num_cuts`, and the seconds of each engine."""
+        seconds = [one.seconds for one in self.each] + [0.0] * (self.replicas - len(self.each))
+        return {**self.whole.to_dict(), "num_cuts": self.num_cuts, "replica_seconds": seconds}
+
+
+def _dealt_otherwise(plan: JobPlan, work: Work, replicas: int, how: Dealt) -> IntArray:
+    """`[num_requests]` who gets each, in the plan's order."""
+    if how == "round-robin":
+        return plan.order % replicas
+    if how == "random":
+        return np.random.default_rng(0).integers(0, replicas, len(plan.order))
+    # Requests that begin with as many equal tokens are below one node that reaches so far.
+    depth, parent = plan.tree.depth, plan.tree.parent.tolist()
+    deepest = np.minimum(depth, HASHED_TOKENS).tolist()
+    key = list(range(len(parent)))
+    for node in range(1, len(parent)):
+        if deepest[parent[node]] == HASHED_TOKENS:
+            key[node] = key[parent[node]]
+    reached = np.array(deepest) == HASHED_TOKENS
+    drawn = np.random.default_rng(0).integers(0, replicas, len(parent))
+    alone = np.random.default_rng(1).integers(0, replicas, len(plan.order))
+    return np.where(reached[work.home], drawn[np.array(key)[work.home]], alone)
 
 
 def _formed(options: EngineOptions, config: ModelConfig) -> tuple[ModelConfig, Quantize | None]:
@@ -216,20 +337,36 @@ class Verdict:
 
 
 class JobWatch:
-    """Watches a job of an `LLM`, to say afterwards what came true of its prediction.
+    """Watches a job, to say afterwards what came true of its prediction.
+
+    Args:
+        share: the engines' mode.
+        num_replicas: engines that the job is dealt to.
 
     Attributes:
-        target: where it runs.
+        target: where it runs; of replicas, one of them.
+        stats: of all engines together.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self.target = Target.of_llm(llm)
-        self._llm = llm
+    def __init__(
+        self,
+        target: Target,
+        share: ShareMode,
+        stats: Callable[[], EngineStats],
+        num_replicas: int = 1,
+    ) -> None:
+        self.target, self.stats = target, stats
+        self._share, self._num_replicas = share, num_replicas
         self._plan: JobPlan | None = None
         self._outputs: IntArray | None = None
         self._answers: IntArray | None = None
         self._prompts: SpooledPrompts | None = None
         self._lengths: dict[str, int] = {}
+
+    @staticmethod
+    def of_llm(llm: LLM) -> JobWatch:
+        """Of an engine that is here."""
+        return JobWatch(Target.of_llm(llm), llm.engine.share, lambda: llm.engine.stats)
 
     def planner(self, planner: Callable[..., JobPlan]) -> Callable[..., JobPlan]:
         """The same planner, whose first plan is noted: those after it are of lines that an engine
@@ -245,8 +382,8 @@ class JobWatch:
         return plan
 
     def run(
-        self, run: Callable[[Iterable[Request]], Iterator[RequestOutput]]
-    ) -> Callable[[Iterable[Request]], Iterator[RequestOutput]]:
+        self, run: Callable[[Iterable[Request]], Iterable[RequestOutput]]
+    ) -> Callable[[Iterable[Request]], Iterable[RequestOutput]]:
         """The same engine, whose answers' lengths are noted."""
 
         def answered(requests: Iterable[Request]) -> Iterator[RequestOutput]:
@@ -260,19 +397,23 @@ class JobWatch:
         """After a job that took so long; None where nothing was predicted."""
         if self._plan is None:
             return None
-        share, stats = self._llm.engine.share, self._llm.engine.stats
-        came = self._outputs_that_came()
-        before = Work.of(self._plan, self._outputs, self._answers)
-        after = Work.of(self._plan, came, self._answers)
+        stats, came = self.stats(), self._outputs_that_came()
         firsts = len(came) if self._answers is None else int(self._answers.sum())
         rows = stats.processed_prompt_tokens + stats.output_tokens - firsts
         return Verdict(
-            predicted=self.target.forecast(before, share),
-            at_lengths=self.target.forecast(after, share),
+            predicted=self._predicted(self._outputs),
+            at_lengths=self._predicted(came),
             seconds=seconds,
             steps=stats.steps,
             rows=rows,
         )
+
+    def _predicted(self, outputs: IntArray | None) -> Forecast:
+        assert self._plan is not None
+        work = Work.of(self._plan, outputs, self._answers)
+        if self._num_replicas == 1:
+            return self.target.forecast(work, self._share)
+        return self.target.forecast_dealt(self._plan, work, self._share, self._num_replicas).whole
 
     def _outputs_that_came(self) -> IntArray:
         """`[num_requests]` in the order of the plan's input."""

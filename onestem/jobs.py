@@ -20,12 +20,14 @@ from onestem.batch import (
     run_job,
 )
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.spool import CompilePml, Spool, write_spool
+from onestem.batch.interface import Run
+from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
-from onestem.errors import JobError, OnestemError
+from onestem.errors import ConfigError, JobError, OnestemError
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library, to_markup
+from onestem.replicas import Replicas
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ WORDS_TOKENS = 256
 
 
 def run_file(
-    llm: LLM,
+    llm: LLM | Replicas,
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
@@ -54,22 +56,23 @@ def run_file(
     on_first_error: Callable[[str], object] | None = None,
     watch: JobWatch | None = None,
 ) -> JobSummary:
-    """Run or continue a job (see `onestem.batch.run_job`) on a model.
+    """Run or continue a job (see `onestem.batch.run_job`) on a model, or on replicas of it.
 
     Args:
         schemas: files of the PML schemas that lines may name.
         watch: of the same model; it can say afterwards what came true of a prediction.
     """
-    run, planner = partial(_run, llm), planner_of(llm.options, llm.kv_tokens)
+    run, validate = _engine_of(llm)
+    planner = planner_of(llm.options, llm.kv_tokens)
     for path in schemas:
         llm.add_schema(path)
-    if llm.engine.share == "no-attention":
+    if llm.options.share == "no-attention":
         raise JobError("share is no-attention, whose answers mean nothing: use it with bench batch")
     return run_job(
         source,
         output,
         tokenizer=llm.tokenizer,
-        validate=llm.engine.validate,
+        validate=validate,
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
         model_identity=model_identity(llm.path),
@@ -82,6 +85,13 @@ def run_file(
         on_progress=on_progress,
         on_first_error=on_first_error,
     )
+
+
+def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
+    """What answers, and what says which requests can be answered."""
+    if isinstance(llm, Replicas):
+        return llm.run, llm.validate
+    return partial(_run, llm), llm.engine.validate
 
 
 def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
@@ -104,7 +114,7 @@ def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         raise EngineDiedError(f"{type(error).__name__}: {error}", there) from error
 
 
-def _schema_options(llm: LLM) -> dict[str, str]:
+def _schema_options(llm: LLM | Replicas) -> dict[str, str]:
     """What answers to prompts in PML depend on besides; nothing where there is no schema."""
     if llm.tokenizer is None or not llm.schemas.layouts:
         return {}
@@ -126,6 +136,7 @@ def plan_file(
     schemas: Sequence[Path] = (),
     keep_going: bool = False,
     predicts: bool = True,
+    replicas: int | None = None,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
@@ -138,6 +149,7 @@ def plan_file(
             `onestem.cost.named_devices`.
         predicts: also what the job will take. Where this device's rates are not known, they are
             measured first, which takes some seconds.
+        replicas: also what it will take on so many engines of this kind.
         schemas: files of the PML schemas that lines may name.
         keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
@@ -146,7 +158,13 @@ def plan_file(
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
         `forecast` (None where nothing is predicted) says of which device, by which rates, of how
         many requests no length is known, and holds a `Forecast` for each of full, storage, off.
+        With `replicas`, `dealt` has a `ReplicasForecast` for each way to deal the job.
+
+    Raises:
+        ConfigError: replicas are asked for, and nothing is to be predicted.
     """
+    if replicas is not None and not predicts:
+        raise ConfigError("replicas are predicted: leave --no-predict out")
     from onestem.engine.schedule.admission import check_request, model_len
     from onestem.engine.text.tokenizer import Tokenizer
     from onestem.forecasts import Target
@@ -179,7 +197,8 @@ def plan_file(
             compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         )
         with contextlib.closing(Spool(place, "plan")) as spool:
-            return _report(spool, planner_of(options, target.kv_tokens), tokenizer, target)
+            planner = planner_of(options, target.kv_tokens)
+            return _report(spool, planner, tokenizer, target, replicas)
 
 
 def _tell_read(
@@ -205,11 +224,14 @@ def _report(
     planner: Callable[..., JobPlan],
     tokenizer: Tokenizer | None,
     target: Target,
+    replicas: int | None,
 ) -> dict[str, Any]:
     """Plan the good lines of a spool; what `plan_file` returns."""
     indices = spool.is_request.nonzero()[0]
     prompts = SpooledPrompts(spool, indices)
     plan = planner(prompts, output_lengths=spool.output_lengths(indices))
+    outputs = spool.max_output[indices]
+    dealt = None if replicas is None else target.report_dealt(plan, prompts, outputs, replicas)
     return {
         **plan.report.to_dict(),
         "largest_groups": [
@@ -217,7 +239,8 @@ def _report(
             for group in plan.largest_groups
         ],
         "failed_lines": len(spool) - len(indices),
-        "forecast": target.report(plan, prompts, spool.max_output[indices]),
+        "forecast": target.report(plan, prompts, outputs),
+        "dealt": dealt,
     }
 
 

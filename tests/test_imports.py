@@ -33,6 +33,7 @@ LAYERS = [
     ("batch", "cost"),
     ("llm",),
     ("forecasts", "needs"),
+    ("replicas",),
     ("bench", "bench_pml", "bench_serve", "evals", "jobs"),
     ("paper",),
     ("server",),

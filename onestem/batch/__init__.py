@@ -2,6 +2,7 @@
 
 from onestem.batch.identity import model_identity
 from onestem.batch.interface import (
+    DIED_TWICE,
     EngineDiedError,
     JobInterrupted,
     JobSummary,
@@ -10,12 +11,15 @@ from onestem.batch.interface import (
     SpooledPrompts,
 )
 from onestem.batch.job import run_job
+from onestem.batch.planned import PlannedLines
 from onestem.batch.spool import Tokenizer
 
 __all__ = [
+    "DIED_TWICE",
     "EngineDiedError",
     "JobInterrupted",
     "JobSummary",
+    "PlannedLines",
     "Planner",
     "Progress",
     "SpooledPrompts",

@@ -17,6 +17,7 @@ from onestem.planner import JobPlan
 from onestem.request import Request, RequestOutput
 
 __all__ = [
+    "DIED_TWICE",
     "EngineDiedError",
     "IntArray",
     "JobInterrupted",
@@ -52,6 +53,9 @@ class EngineDiedError(JobError):
         self.there = there
         self.num_settled = num_settled
 
+
+DIED_TWICE = "the engine died twice while it answered this line"
+"""How the message of a line begins that engines died of."""
 
 # Pulls requests as it has room, hands outputs back in any order; raises `EngineDiedError`.
 Run = Callable[[Iterable[Request]], Iterable[RequestOutput]]

@@ -34,6 +34,7 @@ import numpy as np
 
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.interface import (
+    DIED_TWICE,
     EngineDiedError,
     IntArray,
     JobInterrupted,
@@ -88,8 +89,9 @@ def run_job(
     Args:
         tokenizer: None: the model has none; then lines need token ids and results carry them.
         validate: raises `RequestError` for a request that can never be answered.
-        run: the engine. An output with finish_reason "error" becomes an error object (its message
-            is a `stop_reason` that is text); one with "abort" counts as not answered.
+        run: the engine; where lines are planned, it is given `PlannedLines`. An output with
+            finish_reason "error" becomes an error object (its message is a `stop_reason` that is
+            text); one with "abort" counts as not answered.
         planner: None: input order.
         model_identity: differs whenever weights, config or tokenizer do.
         model_name: `model` in results of lines that name none.
@@ -331,7 +333,7 @@ class _Job:
 
     def _write_answers_of(self, indices: IntArray, spool: Spool, journal: Journal) -> None:
         order = self._plan(spool, indices, journal)
-        outputs = self._run(self._requests(spool, indices) if order is None else order.requests())
+        outputs = self._run(self._requests(spool, indices) if order is None else order)
         try:
             for output in outputs:
                 if output.finished and not _ended(output, "abort"):
@@ -351,7 +353,7 @@ class _Job:
         suspects = self._place.read_suspects()
         for line_number in sorted(there & suspects):
             line = spool.spooled_request(spool.index_of(line_number))
-            message = f"the engine died twice while it answered this line: {error}"
+            message = f"{DIED_TWICE}: {error}"
             journal.write(line.index, self._error(line, "engine_died", message), failed=True)
         self._place.write_suspects(suspects | there)
         return EngineDiedError(
@@ -390,8 +392,7 @@ class _Job:
         """The result line of an output, and whether it is an error."""
         if _ended(output, "error"):
             message = _engine_message(output)
-            code = "invalid_request" if is_masked(message) else "engine_error"
-            return self._error(asked, code, message), True
+            return self._error(asked, _error_code(message), message), True
         form = ResponseFormat(
             kind=asked.kind,
             model=self._identity.model_name if asked.model is None else asked.model,
@@ -433,6 +434,12 @@ def _line_number(request_id: str) -> int:
 
 def _ended(output: RequestOutput, reason: str) -> bool:
     return any(sequence.finish_reason == reason for sequence in output.outputs)
+
+
+def _error_code(message: str) -> str:
+    if is_masked(message):
+        return "invalid_request"
+    return "engine_died" if message.startswith(DIED_TWICE) else "engine_error"
 
 
 def _engine_message(output: RequestOutput) -> str:

@@ -19,8 +19,14 @@ class PlannedLines:
     """Some lines without a result, planned together with those that have one: these say how long
     answers are.
 
+    Iterated over, they are requests, made as they are pulled, in an order that answers change.
+
     Args:
         indices: of the lines to run, ascending.
+
+    Attributes:
+        plan: of all of them.
+        positions: `[num_lines_to_run]` where the lines to run stand in the plan's order, rising.
     """
 
     def __init__(self, spool: Spool, indices: IntArray, journal: Journal, planner: Planner) -> None:
@@ -38,19 +44,25 @@ class PlannedLines:
             )
         }
         self._order = RunningOrder(self.plan, known)
+        self.positions = np.flatnonzero(~np.isin(self.plan.order, list(known)))
 
     def note(self, index: int, output_tokens: int) -> None:
         """A line is answered, with so many sampled tokens."""
         self._order.note(int(np.searchsorted(self._lines, index)), output_tokens)
 
-    def requests(self) -> Iterator[Request]:
-        """The requests, made as they are pulled."""
-        for place in self._order:
-            group = int(self.plan.group_of[place])
-            prefix_tokens = self.plan.groups[group].prefix_tokens
-            yield self._spool.request(
-                int(self._lines[place]),
-                group=group if prefix_tokens else None,
-                group_prefix_tokens=prefix_tokens,
-                group_only=self.plan.group_only,
-            )
+    def __iter__(self) -> Iterator[Request]:
+        return map(self._request, self._order)
+
+    def request(self, position: int) -> Request:
+        """The request at a position of the plan's order."""
+        return self._request(int(self.plan.order[position]))
+
+    def _request(self, place: int) -> Request:
+        group = int(self.plan.group_of[place])
+        prefix_tokens = self.plan.groups[group].prefix_tokens
+        return self._spool.request(
+            int(self._lines[place]),
+            group=group if prefix_tokens else None,
+            group_prefix_tokens=prefix_tokens,
+            group_only=self.plan.group_only,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from onestem.batch import JobSummary, Progress
     from onestem.forecasts import JobWatch
     from onestem.llm import LLM
+    from onestem.replicas import Replicas
 
 __all__ = ["JobProgress", "KeepGoing", "Quiet", "batch"]
 
@@ -40,6 +42,19 @@ def batch(
             "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Engines that share the job, each an actor of Ray (docs/replicas.md)."
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The Ray cluster of the replicas (default: one is started on this machine).",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
     ] = False,
@@ -59,48 +74,73 @@ def batch(
     At the end a line says what was computed. Where `onestem plan` has measured this device for the
     model before, two more say what was predicted and what came true (docs/cost-model.md).
 
+    With --replicas the job's groups are dealt to engines in actors of Ray (docs/replicas.md); the
+    file is the same, and the same command goes on with any number of them.
+
     Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
     refused, 130 after Ctrl-C.
     """
     from onestem.batch import JobInterrupted
-    from onestem.forecasts import JobWatch
     from onestem.jobs import run_file
 
     if not input_file.is_file():
         from onestem.errors import JobError
 
         raise JobError(f"{input_file} is no file")
-    llm = options.load_llm(engine)
-    watch = JobWatch(llm)
-    try:
-        with JobProgress(quiet) as progress:
-            summary = run_file(
-                llm,
-                input_file,
-                output,
-                schemas=schemas or (),
-                force=force,
-                keep_going=keep_going,
-                on_progress=progress,
-                on_first_error=lambda error: _tell_error(error, output),
-                watch=watch,
-            )
-    except JobInterrupted as interrupted:
-        print(f"onestem: {interrupted}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    _report(llm, summary, watch)
+    # Ray prints deaths of its actors to stdout.
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        contextlib.closing(_load(engine, replicas, ray_address)) as llm,
+    ):
+        watch = _watch(llm)
+        try:
+            with JobProgress(quiet) as progress:
+                summary = run_file(
+                    llm,
+                    input_file,
+                    output,
+                    schemas=schemas or (),
+                    force=force,
+                    keep_going=keep_going,
+                    on_progress=progress,
+                    on_first_error=lambda error: _tell_error(error, output),
+                    watch=watch,
+                )
+        except JobInterrupted as interrupted:
+            print(f"onestem: {interrupted}", file=sys.stderr)
+            raise typer.Exit(130) from None
+        _report(summary, watch)
     print(summary.last_line(), file=sys.stderr)
     raise typer.Exit(summary.exit_code)
+
+
+def _load(engine: EngineOptions, replicas: int | None, address: str | None) -> LLM | Replicas:
+    if replicas is not None:
+        from onestem.replicas import Replicas
+
+        return Replicas(replicas, engine, address=address)
+    if address is not None:
+        from onestem.errors import ConfigError
+
+        raise ConfigError("ray_address is of a cluster for replicas: give --replicas too")
+    return options.load_llm(engine)
+
+
+def _watch(llm: LLM | Replicas) -> JobWatch:
+    from onestem.forecasts import JobWatch
+    from onestem.llm import LLM
+
+    return JobWatch.of_llm(llm) if isinstance(llm, LLM) else llm.watch()
 
 
 def _tell_error(error: str, output: Path) -> None:
     print(f"onestem: {error} (each such line has its reason in {output})", file=sys.stderr)
 
 
-def _report(llm: LLM, summary: JobSummary, watch: JobWatch) -> None:
+def _report(summary: JobSummary, watch: JobWatch) -> None:
     if summary.num_prompt_tokens == 0:
         return
-    stats = llm.engine.stats
+    stats = watch.stats()
     resumed = f", {summary.resumed} lines were done before" if summary.resumed else ""
     print(
         f"{stats.logical_prompt_tokens} prompt tokens, {stats.processed_prompt_tokens} computed "

@@ -57,6 +57,15 @@ def plan(
             "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Also what the job takes dealt to so many engines of this kind "
+            "(docs/replicas.md).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
@@ -84,6 +93,7 @@ def plan(
             schemas=schemas or (),
             keep_going=keep_going,
             predicts=predicts,
+            replicas=replicas,
             on_progress=bar,
             on_first_error=lambda error: print(f"onestem: {error}", file=sys.stderr),
         )
@@ -117,6 +127,8 @@ def _show(report: dict[str, Any], levels: str) -> None:
     typer.echo(f"planned in {report['planning_seconds']:.2f} s")
     if report["forecast"] is not None:
         _show_forecast(report["forecast"])
+    if report["dealt"] is not None:
+        _show_dealt(report["dealt"], report["logical_prompt_tokens"])
 
 
 def _show_forecast(found: dict[str, Any]) -> None:
@@ -134,3 +146,26 @@ def _show_forecast(found: dict[str, Any]) -> None:
             f"  {found['unknown_lengths']} requests set no max_tokens: one token is predicted of "
             "each of their answers"
         )
+
+
+def _show_dealt(found: dict[str, Any], prompt_tokens: int) -> None:
+    typer.echo(f"predicted on {found['replicas']} replicas, each of this kind:")
+    names = {
+        "groups": "groups kept whole",
+        "prefix-hash": "by the hash of the prefix",
+        "round-robin": "requests in turn",
+        "random": "requests at random",
+    }
+    for how, name in names.items():
+        one = found[how]
+        saved = 100 * (1 - one["computed_prompt_tokens"] / prompt_tokens) if prompt_tokens else 0.0
+        typer.echo(
+            f"  {name}: {one['seconds']:.1f} s, {one['computed_prompt_tokens']} prompt tokens "
+            f"computed ({saved:.1f}% saved), maximum {one['peak_kv_tokens']} tokens in KV memory"
+        )
+    groups = found["groups"]
+    typer.echo(
+        f"  replicas that get groups take {min(groups['replica_seconds']):.1f} to "
+        f"{max(groups['replica_seconds']):.1f} s; {groups['computed_again_tokens']} prompt tokens "
+        f"are computed more than once, {groups['num_cuts']} groups are cut"
+    )

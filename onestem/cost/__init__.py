@@ -1,17 +1,21 @@
 """What a step costs, and so a job, before anything is computed: docs/cost-model.md. No torch."""
 
+from onestem.cost.deal import TOKENS, Weights, deal_costs
 from onestem.cost.job import Forecast, Limits, Work, forecast
 from onestem.cost.rates import Curve, Rates, named_devices, named_rates
 from onestem.cost.step import ModelShape, StepCost
 
 __all__ = [
+    "TOKENS",
     "Curve",
     "Forecast",
     "Limits",
     "ModelShape",
     "Rates",
     "StepCost",
+    "Weights",
     "Work",
+    "deal_costs",
     "forecast",
     "named_devices",
     "named_rates",

@@ -75,6 +75,20 @@ class Work:
             tree.parent, tree.edge,
         )  # fmt: skip
 
+    def part(self, positions: IntArray) -> Work:
+        """Some of the requests; prefixes that none of them has cost nothing.
+
+        Args:
+            positions: of the requests, in the order in which they are to run.
+        """
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[positions],
+            outputs=self.outputs[positions],
+            answers=self.answers[positions],
+            home=self.home[positions],
+        )
+
     def unshared(self) -> Work:
         """The same where each sequence has all of its prompt to itself (`share="off"`)."""
         each = np.repeat(np.arange(len(self.tokens)), self.answers)
@@ -91,8 +105,8 @@ class Work:
         smallest, parent = first.tolist(), self.parent.tolist()
         for node in range(len(parent) - 1, 0, -1):
             smallest[parent[node]] = min(smallest[parent[node]], smallest[node])
-        first = np.array(smallest[1:], np.int64)
-        return np.bincount(first, self.edge[1:], len(self.tokens)).astype(np.int64)
+        first, count = np.array(smallest[1:], np.int64), len(self.tokens)
+        return np.bincount(first, self.edge[1:], count)[:count].astype(np.int64)
 
     def own(self) -> IntArray:
         """`[num_requests]` prompt tokens that no other request has."""

@@ -118,11 +118,13 @@ def _best_choice(state: RequestState) -> CompletionOutput:
             finish_reason=worst.finish_reason,
             stop_reason=worst.stop_reason,
         )
-    tree, scorings = state.choices, [s.scoring for s in state.sequences if s.scoring is not None]
+    pairs = [(s.scoring, s.weights[-1]) for s in state.sequences if s.scoring is not None]
+    tree, scorings = state.choices, [scoring for scoring, _ in pairs]
     assert params.choices is not None
     assert tree is not None
     scores = tree.scores([scoring.known for scoring in scorings])
     best = max(range(len(scores)), key=lambda i: scores[i].logprob)
+    versions = [np.full(len(scoring.rows), version) for scoring, (_, version) in pairs]
     entries: list[TokenLogprobs] | None = None
     if params.logprobs is not None:
         entries = tree.take([np.array(s.entries, object) for s in scorings])[best].tolist()
@@ -134,7 +136,7 @@ def _best_choice(state: RequestState) -> CompletionOutput:
         logprobs=entries,
         finish_reason="stop",
         choice=best,
-        weight_versions=sequence.weight_versions,
+        weight_versions=tree.take(versions)[best].tolist(),
     )
 
 

@@ -92,6 +92,11 @@ class Scoring:
         first, stop = np.searchsorted(self.rows, (start, end)).tolist()
         return max(first, self.num_known), stop
 
+    def forget(self) -> None:
+        """All are to be scored again."""
+        self.num_known = 0
+        self.entries.clear()
+
     @property
     def known(self) -> PathScores:
         return PathScores(self.logprobs, self.is_greedy)
@@ -192,10 +197,8 @@ class Sequence:
     def note_weights(self, version: int) -> None:
         """Others from here on. What is scored in part is scored again, all of it with the same."""
         if self.wants_scores:
-            self.scores.clear()
-            self.state.prompt_logprobs.clear()
-        if self.score_only:
-            self.logprobs.clear()
+            assert self.scoring is not None
+            self.scoring.forget()
         first = 0 if self.score_only else self.num_output
         self.weights = [*(one for one in self.weights if one[0] < first), (first, version)]
 

@@ -1,11 +1,13 @@
 """Offline planner: groups, order and report of a job whose prompts are all known. No torch."""
 
+from onestem.planner.deal import Deal
 from onestem.planner.plan import Group, JobPlan, default_order, plan_job, planner_of
 from onestem.planner.report import PlanReport
 from onestem.planner.running import RunningOrder
 from onestem.planner.sort import Prompts
 
 __all__ = [
+    "Deal",
     "Group",
     "JobPlan",
     "PlanReport",

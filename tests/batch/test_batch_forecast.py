@@ -54,7 +54,7 @@ def run(llm, folder):
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     llm.engine.cache.clear()
     llm.engine.reset_stats()
-    watch = JobWatch(llm)
+    watch = JobWatch.of_llm(llm)
     return run_file(llm, source, folder / "out.jsonl", watch=watch), watch
 
 
@@ -81,6 +81,17 @@ def test_a_verdict_tells_lengths_from_speed(llm, tmp_path, cache):
     assert first.endswith(f"{verdict.steps} of {verdict.rows} came")
     speed = verdict.at_lengths.seconds / 2.0
     assert second.endswith(f"the device ran at {speed:.2f} of its rates")
+
+
+def test_replicas_are_predicted_together(llm, tmp_path, cache):
+    keep_rates(llm.config, llm.dtype, llm.device, named_rates("h200"))
+    _, watch = run(llm, tmp_path)
+    one = watch.verdict(2.0)
+    watch._num_replicas = 3
+    three = watch.verdict(2.0)
+    assert three.predicted.seconds < one.predicted.seconds
+    assert three.predicted.rows >= one.predicted.rows
+    assert (three.steps, three.rows) == (one.steps, one.rows)
 
 
 def test_requests_of_unknown_length_are_counted_and_get_one_token(llm, cache):

@@ -1,0 +1,62 @@
+"""What requests of a plan cost where they are dealt to replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onestem.cost.job import IntArray, Limits, Work
+from onestem.cost.step import StepCost
+from onestem.planner import JobPlan
+from onestem.planner.deal import Costs
+
+__all__ = ["TOKENS", "Weights", "deal_costs"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Seconds of a token in full steps.
+
+    Attributes:
+        prompt: of a prompt's token that is computed.
+        sampled: of a token that is sampled.
+        context: of each token of its own that a request's prompt has, for each token sampled.
+    """
+
+    prompt: float
+    sampled: float
+    context: float
+
+    @staticmethod
+    def of(cost: StepCost, limits: Limits, work: Work) -> Weights:
+        """On a device, with as many decodes in a step as a job has requests that memory holds."""
+        held = work.own() + work.outputs * work.answers / 2
+        rows = limits.kv_tokens * work.answers.sum() / max(1.0, float(held.sum()))
+        rows = min(max(1.0, rows), float(limits.step_tokens), float(work.answers.sum()))
+        full = limits.step_tokens
+        prompt = cost.step(cost.linear(full), cost.host(0, full, 0)) / full
+        decode = cost.step(cost.linear(rows) + cost.sampling(rows), cost.host(rows, 0, 0)) / rows
+        return Weights(prompt, decode, cost.walk(1))
+
+
+TOKENS = Weights(1.0, 1.0, 0.0)
+"""Where no rates are known."""
+
+
+def deal_costs(plan: JobPlan, positions: IntArray, weights: Weights) -> Costs:
+    """Of some requests of a plan.
+
+    Args:
+        positions: where they stand in the plan's order, rising.
+    """
+    work = Work.of(plan, plan.output_tokens).part(positions)
+    own, opened = work.own(), work.opened()
+    group = plan.group_of[plan.order[positions]]
+    starts = np.flatnonzero(np.concatenate(([True], group[1:] != group[:-1])))
+    sampled = work.outputs * (weights.sampled + weights.context * own)
+    return Costs(
+        cost=(weights.prompt * (own + opened) + sampled).astype(np.float64),
+        again=weights.prompt * (work.tokens - own - opened).astype(np.float64),
+        starts=starts.astype(np.int64),
+    )

@@ -1,0 +1,276 @@
+"""A planned job dealt to replicas: groups kept whole, largest first, and stolen where one runs dry.
+
+What is dealt are stretches of the planned order. The order is depth first, so a stretch computes
+again no more than what its first item shares with those before it. The same code deals a job to
+engines (`onestem.replicas`) and in a simulation (`simulate`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onestem.planner.sort import IntArray
+
+__all__ = ["NOBODY", "Costs", "Deal", "FloatArray", "Piece", "simulate"]
+
+FloatArray = npt.NDArray[np.float64]
+
+# A cut may move by such a part of a piece, to where it costs least.
+CUT_WINDOW = 1 / 8
+# What is stolen must end by such a part earlier than where it is.
+LEAST_GAIN = 1 / 64
+# Who has nothing to do asks so many, those that would end last.
+MOST_VICTIMS = 8
+NOBODY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Items of a job in planned order, and what they cost.
+
+    Attributes:
+        cost: `[num_items]` of each, where those before it are in the same replica.
+        again: `[num_items]` what a replica that begins with the item computes besides: what the
+            item shares with those before it.
+        starts: `[num_groups]` first item of each group, rising from 0.
+    """
+
+    cost: FloatArray
+    again: FloatArray
+    starts: IntArray
+
+
+class Piece(NamedTuple):
+    """Items `first..end - 1`, of one group; `cost` is that of a replica which computes them."""
+
+    first: int
+    end: int
+    cost: float
+
+
+class Deal:
+    """Who computes which items.
+
+    At first groups are dealt largest first, each to whom it ends soonest with. A group that costs
+    more than a replica's share of the job is cut, as long as no part shares more than it has to
+    itself. Each replica has its groups in planned order. Who has handed out all of its own takes as
+    much from one that would end last as lets both end together: whole groups from its end, then a
+    part of one.
+
+    Args:
+        costs: of the job.
+        speeds: `[num_replicas]` relative to each other.
+
+    Attributes:
+        owner: `[num_items]` the replica that had each item in hand last; -1: nobody yet.
+        speeds: may be changed at any time.
+        begun: `[num_replicas]` who is there. Of others the last group may be taken too.
+        present: `[num_replicas]` who is there or will be. Others are robbed of all that they have.
+        num_cuts: groups cut, once for each cut.
+        cost_again: of what is computed again at cuts.
+    """
+
+    def __init__(self, costs: Costs, speeds: FloatArray) -> None:
+        self.costs = costs
+        self.speeds = speeds.astype(np.float64)
+        self.owner = np.full(len(costs.cost), NOBODY, np.int32)
+        self.begun = np.ones(len(speeds), np.bool_)
+        self.present = np.ones(len(speeds), np.bool_)
+        self.num_cuts = 0
+        self.cost_again = 0.0
+        self._before = np.concatenate(([0.0], np.cumsum(costs.cost)))
+        self._queues: list[deque[Piece]] = [deque() for _ in speeds]
+        self._queued = np.zeros(len(speeds))  # cost of the queues
+        self._in_hand = np.zeros(len(speeds))
+        self._begins = np.zeros(len(costs.cost), np.bool_)  # a group
+        self._begins[costs.starts] = True
+        self._deal()
+
+    # ------------------------------------------------------------------------- at first
+
+    def _deal(self) -> None:
+        pieces = list(self._pieces())
+        sizes = np.array([piece.cost for piece in pieces])
+        ends = [(0.0, replica) for replica in range(len(self.speeds))]
+        equal = len(set(self.speeds.tolist())) == 1
+        for at in np.argsort(-sizes, kind="stable").tolist():
+            if equal:
+                _, replica = heappop(ends)
+            else:
+                replica = int(np.argmin((self._queued + sizes[at]) / self.speeds))
+            self._queues[replica].append(pieces[at])
+            self._queued[replica] += sizes[at]
+            if equal:
+                heappush(ends, (float(self._queued[replica]), replica))
+        self._queues = [deque(sorted(queue)) for queue in self._queues]
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Groups, and parts of those that are too large."""
+        starts = self.costs.starts.tolist()
+        share = self._before[-1] * self.speeds.max() / self.speeds.sum()
+        for first, end in zip(starts, [*starts[1:], len(self.costs.cost)], strict=True):
+            if self._body(first, end) <= share or end - first == 1:
+                yield self._piece(first, end)
+            else:
+                yield from self._parts(first, end, share)
+
+    def _parts(self, first: int, end: int, share: float) -> Iterator[Piece]:
+        """A group in equal parts, each of a share at most."""
+        total, common = self._body(first, end), float(self.costs.again[first + 1 : end].min())
+        most = (total - common) // common if common else end - first
+        parts = int(max(1, min(-(-total // share), most, end - first)))
+        at = first
+        for part in range(1, parts):
+            cut = self._near(self._before[first] + part * total / parts, total / parts, at + 1, end)
+            if cut is not None:
+                self.num_cuts += 1
+                yield self._piece(at, cut)
+                at = cut
+        yield self._piece(at, end)
+
+    def _near(self, before: float, size: float, low: int, high: int) -> int | None:
+        """The item of `low..high - 1` to begin a part with, near where so much comes before it;
+        None: there is none."""
+        if low >= high:
+            return None
+        around = [before - size * CUT_WINDOW, before, before + size * CUT_WINDOW]
+        first, wanted, last = np.clip(np.searchsorted(self._before, around), low, high - 1).tolist()
+        again = self.costs.again[first : last + 1]
+        best = np.flatnonzero(again == again.min()) + first
+        return int(best[np.argmin(abs(best - wanted))])
+
+    def _body(self, first: int, end: int) -> float:
+        return float(self._before[end] - self._before[first])
+
+    def _piece(self, first: int, end: int) -> Piece:
+        """For a replica that has not computed what comes before."""
+        again = 0.0 if self._begins[first] else float(self.costs.again[first])
+        return Piece(first, end, self._body(first, end) + again)
+
+    # ------------------------------------------------------------------------- while it runs
+
+    def take(self, replica: int, most: int) -> Piece | None:
+        """The next items of a replica, `most` at most; None: there is nothing for it."""
+        queue = self._queues[replica]
+        if not queue and not self._steal(replica):
+            return None
+        piece = queue.popleft()
+        self._queued[replica] -= piece.cost
+        cut = piece.first + most
+        if cut < piece.end:
+            rest = Piece(cut, piece.end, self._body(cut, piece.end))
+            queue.appendleft(rest)
+            self._queued[replica] += rest.cost
+            piece = Piece(piece.first, cut, piece.cost - rest.cost)
+        body = self._body(piece.first, piece.end)
+        self.cost_again += piece.cost - body
+        self._in_hand[replica] += body
+        self.owner[piece.first : piece.end] = replica
+        return piece
+
+    def done(self, replica: int, first: int, end: int) -> None:
+        """A replica has these items in hand no more."""
+        self._in_hand[replica] -= self._body(first, end)
+
+    def leave(self, replica: int) -> None:
+        """A replica computes no more; what it has not in hand is for the others."""
+        self.begun[replica] = self.present[replica] = False
+
+    @property
+    def num_queued(self) -> int:
+        """Items that nobody has or had in hand."""
+        return sum(piece.end - piece.first for queue in self._queues for piece in queue)
+
+    def _steal(self, thief: int) -> bool:
+        """Take from one that would end last; whether there was anything."""
+        ends = (self._queued + self._in_hand) / self.speeds
+        ends[~self.present] = np.inf
+        ends[[not queue for queue in self._queues]] = -1.0
+        for victim in np.argsort(-ends, kind="stable")[:MOST_VICTIMS].tolist():
+            if ends[victim] < 0:
+                break
+            moved = self._moved(victim, thief)
+            if moved:
+                self._queues[thief].extend(sorted(moved))
+                self._queued[thief] += sum(piece.cost for piece in moved)
+                return True
+        return False
+
+    def _moved(self, victim: int, thief: int) -> list[Piece]:
+        """What a thief takes from another's queue."""
+        queue, here, there = self._queues[victim], self.speeds[thief], self.speeds[victim]
+        mine = self._in_hand[thief]
+        if self.present[victim]:
+            has = self._queued[victim] + self._in_hand[victim]
+            most = (has * here - mine * there) / (here + there)
+        else:
+            has = np.inf
+            most = self._queued[victim] / max(1, int(self.present.sum()))
+        moved: list[Piece] = []
+        while queue and queue[-1].cost <= most:
+            moved.append(queue.pop())
+            most -= moved[-1].cost
+        taken = sum(piece.cost for piece in moved)
+        if queue:
+            piece = queue[-1]
+            cut = self._cut_for_thief(piece, most, there / (here + there))
+            if cut is not None:
+                part = self._piece(cut, piece.end)
+                ends = (mine + taken + part.cost) / here
+                if ends < (1 - LEAST_GAIN) * (has - taken) / there:
+                    queue[-1] = Piece(piece.first, cut, piece.cost - self._body(cut, piece.end))
+                    self._queued[victim] -= self._body(cut, piece.end)
+                    self.num_cuts += 1
+                    moved.append(part)
+            elif not moved and not self.begun[victim]:
+                moved.append(queue.pop())
+                taken += moved[-1].cost
+        self._queued[victim] -= taken
+        return moved
+
+    def _cut_for_thief(self, piece: Piece, most: float, pays: float) -> int | None:
+        """Where a piece is cut so that its end costs so much, a part of what is computed again
+        taken off; None: nowhere."""
+        low, high = piece.first + 1, piece.end
+        if low >= high or most <= 0:
+            return None
+        cut = high - 1
+        for _ in range(2):
+            cut = int(np.searchsorted(self._before, self._before[piece.end] - most))
+            cut = min(max(cut, low), high - 1)
+            most -= pays * self.costs.again[cut]
+            if most <= 0:
+                return None
+        return self._near(float(self._before[piece.end] - most), most, low, high)
+
+
+def simulate(deal: Deal, speeds: FloatArray, most: int) -> FloatArray:
+    """Deal a job to replicas that take nothing but time: `[num_replicas]` when each one ends.
+
+    Args:
+        speeds: of the replicas, as they are; the deal learns them with their first items.
+        most: items that one takes at a time.
+    """
+    ends = np.zeros(len(speeds))
+    clock = [(0.0, replica) for replica in range(len(speeds))]
+    heapify(clock)
+    has: dict[int, Piece] = {}
+    while clock:
+        now, replica = heappop(clock)
+        before = has.pop(replica, None)
+        if before is not None:
+            deal.done(replica, before.first, before.end)
+            deal.speeds[replica] = speeds[replica]
+        piece = deal.take(replica, most)
+        if piece is not None:
+            has[replica] = piece
+            ends[replica] = now + piece.cost / speeds[replica]
+            heappush(clock, (float(ends[replica]), replica))
+    return ends

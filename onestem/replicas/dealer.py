@@ -1,0 +1,419 @@
+"""A planned job on many replicas: what each is handed, and what becomes of it when one dies.
+
+Nothing here knows how replicas are reached (`Crew`), nor any engine: tests use some that take no
+time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from onestem.batch import DIED_TWICE
+from onestem.cost import TOKENS, Work, deal_costs
+from onestem.engine.outputs import EngineStats, refused_output
+from onestem.errors import JobError
+from onestem.planner import Deal, JobPlan
+from onestem.planner.deal import Costs
+from onestem.planner.sort import IntArray
+from onestem.replicas.worker import Facts, Failure, Report
+from onestem.request import Request, RequestOutput
+
+__all__ = ["Crew", "Dealer", "Planned"]
+
+# A replica has two calls to answer, so that it need not wait for the second one.
+CALLS = 2
+CALL_SECONDS = 0.25
+# Requests that a replica has at least and has not begun.
+LEAST_AHEAD = 16
+# A speed is believed after so long.
+MEASURED_SECONDS = 0.5
+# A replica that died so often in a row, without an answer, is not started again.
+MOST_DEATHS = 3
+# A request that was alone in so many engines that died is an error.
+MOST_ALONE = 2
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """Requests that are planned, made when they are handed out.
+
+    Attributes:
+        plan: of these, and maybe of others.
+        positions: `[num_requests]` where they stand in the plan's order, rising.
+    """
+
+    @property
+    def plan(self) -> JobPlan: ...
+
+    @property
+    def positions(self) -> IntArray: ...
+
+    def request(self, position: int) -> Request:
+        """The one at a position of the plan's order."""
+        ...
+
+
+class Crew(Protocol):
+    """How replicas are reached, by their numbers. Nothing that is called waits but `wait`."""
+
+    def start(self, replica: int) -> None:
+        """Begin to start one; `wait` gives its `Facts` or a `Failure`."""
+        ...
+
+    def call(self, replica: int, run: int, requests: list[Request], seconds: float) -> None:
+        """`Worker.work`, behind the calls before; `wait` gives a `Report`, or one `Failure` for
+        all calls that are not answered."""
+        ...
+
+    def wait(self) -> list[tuple[int, Facts | Report | Failure]]:
+        """What has come; waits until there is something, or for about a minute."""
+        ...
+
+    def stop(self, replica: int) -> None:
+        """End one at once. Nothing more comes from it."""
+        ...
+
+
+@dataclass
+class _Replica:
+    """A replica, as the dealer sees it.
+
+    Attributes:
+        facts: None: it is not there.
+        is_gone: it will not be started again.
+        calls: requests in each call that is not answered.
+        num_waiting: requests that it has not begun, as far as is known.
+        ahead: requests that it is to have and not begun.
+        hand: items of its requests, by their ids.
+        trial: what it has is tried apart from others.
+        deaths: in a row, without an answer between them.
+        work, seconds: what it has computed in this run.
+        stats: of its engine; ended: of those before.
+    """
+
+    facts: Facts | None = None
+    is_gone: bool = False
+    calls: deque[int] = field(default_factory=deque)
+    num_waiting: int = 0
+    ahead: int = LEAST_AHEAD
+    hand: dict[str, int] = field(default_factory=dict)
+    trial: _Trial | None = None
+    deaths: int = 0
+    work: float = 0.0
+    seconds: float = 0.0
+    stats: EngineStats = field(default_factory=EngineStats)
+    ended: EngineStats = field(default_factory=EngineStats)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Items that an engine had when it died; they are tried together, and with no others.
+
+    Attributes:
+        died_on: replicas that died with them.
+    """
+
+    items: list[int]
+    died_on: frozenset[int]
+
+
+class Dealer:
+    """Deals runs of requests to replicas.
+
+    When a replica dies, others go on with what it had not begun. What it had is tried afterwards,
+    in halves, each alone in a replica: so one request that kills engines costs itself, and a
+    machine that was switched off costs nobody an answer.
+
+    Args:
+        num_replicas: that are started.
+        tell: told of replicas that cannot start or die, in one line.
+    """
+
+    def __init__(self, crew: Crew, num_replicas: int, tell: Callable[[str], object]) -> None:
+        self._crew, self._tell = crew, tell
+        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._run = 0
+        self._told: set[str] = set()
+        self._identity: dict[str, Any] | None = None  # what answers depend on, of the first one
+        self._job: _Run | None = None
+        for replica in range(num_replicas):
+            crew.start(replica)
+
+    # ------------------------------------------------------------------------- life
+
+    def first(self) -> Facts:
+        """Of the first replica that is there.
+
+        Raises:
+            JobError: none can start.
+        """
+        while not self.facts:
+            self._check()
+            self._wait()
+        return self.facts[0]
+
+    @property
+    def facts(self) -> list[Facts]:
+        """Of those that are there."""
+        return [one.facts for one in self._replicas if one.facts]
+
+    def stats(self) -> EngineStats:
+        """Of all engines, the ended ones too; what was the most of any is that here."""
+        total = EngineStats()
+        for one in self._replicas:
+            for part in (one.ended, one.stats):
+                _add(total, part)
+        return total
+
+    def _check(self) -> None:
+        if all(one.is_gone for one in self._replicas):
+            raise JobError("no replica is left, see above: the same command goes on")
+
+    def _wait(self) -> list[RequestOutput]:
+        """What comes next: outputs that it brings."""
+        outputs: list[RequestOutput] = []
+        events = self._crew.wait()
+        if not events and not self.facts:
+            self._tell_once("no replica is there yet: Ray has no room for one, or they load")
+        died: set[int] = set()  # what else has come from them is of calls that are void
+        for replica, event in events:
+            if replica in died:
+                continue
+            if isinstance(event, Facts):
+                self._came(replica, event)
+            elif isinstance(event, Failure):
+                died.add(replica)
+                self._failed(replica, event)
+            else:
+                outputs += self._worked(replica, event)
+                if event.died is not None:
+                    died.add(replica)
+                    self._failed(replica, Failure(event.died))
+        return outputs
+
+    def _came(self, replica: int, facts: Facts) -> None:
+        mine = facts.options.identity()
+        self._identity = theirs = self._identity or mine
+        for name in (name for name in mine if mine[name] != theirs[name]):
+            reason = f"its {name} is {mine[name]}, that of others is {theirs[name]}"
+            self._failed(replica, Failure(f"{reason}: give it to all", is_final=True))
+            return
+        self._replicas[replica].facts = facts
+        if self._job is not None:
+            self._job.deal.begun[replica] = True
+
+    def _failed(self, replica: int, failure: Failure) -> None:
+        self._crew.stop(replica)
+        one = self._replicas[replica]
+        where = f" ({one.facts.node})" if one.facts else ""
+        before = one.facts is not None
+        one.deaths += one.trial is None
+        one.is_gone = failure.is_final or one.deaths >= MOST_DEATHS
+        does = "died" if before else "cannot start"
+        end = "it is not started again" if one.is_gone else "it is started again"
+        told = f"replica {replica}{where} {does}: {failure.reason}: {end}"
+        if before:
+            self._tell(told)
+        else:
+            self._tell_once(told, failure.reason)
+        if self._job is not None:
+            self._job.lost(replica, one, failure.reason, gone=one.is_gone)
+        one.facts, one.trial, one.num_waiting = None, None, 0
+        one.hand.clear()
+        one.calls.clear()
+        _add(one.ended, one.stats)
+        one.stats = EngineStats()
+        if not one.is_gone:
+            self._crew.start(replica)
+
+    def _tell_once(self, line: str, reason: str | None = None) -> None:
+        """Tell a line, if none was told for this reason."""
+        if (reason or line) not in self._told:
+            self._told.add(reason or line)
+            self._tell(line)
+
+    # ------------------------------------------------------------------------- a run
+
+    def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
+        """Answer requests; outputs as they come. Those of a plan are dealt by its groups.
+
+        Raises:
+            JobError: no replica is left.
+        """
+        self._run += 1
+        facts = self.first()
+        for one in self._replicas:
+            one.hand.clear()
+            one.trial, one.num_waiting, one.ahead = None, 0, LEAST_AHEAD
+            one.work = one.seconds = 0.0
+        self._job = job = _Run(requests, facts, self._replicas)
+        try:
+            while job.num_left:
+                self._check()
+                self._hand_out(job)
+                yield from self._wait()
+                yield from job.blamed()
+        finally:
+            self._job = None
+
+    def _hand_out(self, job: _Run) -> None:
+        for replica, one in enumerate(self._replicas):
+            while one.facts is not None and len(one.calls) < CALLS:
+                requests = job.take(replica, one)
+                if not requests and not one.hand:
+                    break
+                one.calls.append(len(requests))
+                self._crew.call(replica, self._run, requests, CALL_SECONDS)
+
+    def _worked(self, replica: int, report: Report) -> list[RequestOutput]:
+        one = self._replicas[replica]
+        one.calls.popleft()
+        before, one.stats = one.stats, report.stats
+        outputs: list[RequestOutput] = []
+        if report.run == self._run and self._job is not None:
+            outputs = self._job.worked(replica, one, report, before)
+            if outputs:
+                one.deaths = 0
+        return outputs
+
+
+class _Run:
+    """One run's requests: who has which, and what is left."""
+
+    def __init__(
+        self,
+        requests: Planned | Iterable[Request],
+        facts: Facts,
+        replicas: Sequence[_Replica],
+    ) -> None:
+        self._request: Callable[[int], Request]
+        if isinstance(requests, Planned):
+            planned, positions = requests, requests.positions
+            self._request = lambda item: planned.request(int(positions[item]))
+            work = Work.of(planned.plan, planned.plan.output_tokens).part(positions)
+            self.weights = facts.target.weights(work, facts.options.share)
+            costs = deal_costs(planned.plan, positions, self.weights)
+        else:
+            listed = list(requests)
+            self._request = listed.__getitem__
+            self.weights, costs = TOKENS, _alone(listed)
+        self.deal = Deal(costs, np.ones(len(replicas)))
+        for replica, one in enumerate(replicas):
+            self.deal.begun[replica] = one.facts is not None
+            if one.is_gone:
+                self.deal.leave(replica)
+        self.num_left = len(costs.cost)
+        self._speeds = np.full(len(replicas), np.nan)
+        self._trials: deque[_Trial] = deque()
+        self._alone: dict[int, int] = {}
+        self._blamed: list[RequestOutput] = []
+
+    def take(self, replica: int, one: _Replica) -> list[Request]:
+        """What a replica is handed now."""
+        requests: list[Request] = []
+        if one.trial is not None:
+            return requests
+        while one.num_waiting < one.ahead:
+            piece = self.deal.take(replica, one.ahead - one.num_waiting)
+            if piece is None:
+                break
+            requests += self._handed(one, range(piece.first, piece.end))
+        if not requests and not one.hand and self._trials:
+            one.trial = self._next_trial(replica)
+            requests = self._handed(one, one.trial.items)
+        return requests
+
+    def _handed(self, one: _Replica, items: Iterable[int]) -> list[Request]:
+        requests = []
+        for item in items:
+            request = self._request(item)
+            one.hand[request.request_id] = item
+            requests.append(request)
+        one.num_waiting += len(requests)
+        return requests
+
+    def _next_trial(self, replica: int) -> _Trial:
+        """The first that did not die here, if there is one."""
+        for trial in self._trials:
+            if replica not in trial.died_on:
+                self._trials.remove(trial)
+                return trial
+        return self._trials.popleft()
+
+    def worked(
+        self, replica: int, one: _Replica, report: Report, before: EngineStats
+    ) -> list[RequestOutput]:
+        """Take a replica's report: its outputs, those of requests that it was believed to have."""
+        handed = one.num_waiting
+        outputs = []
+        for output in report.outputs:
+            item = one.hand.pop(output.request_id, None)
+            if item is not None:
+                outputs.append(output)
+                if one.trial is None:
+                    self.deal.done(replica, item, item + 1)
+        self.num_left -= len(outputs)
+        if not one.hand:
+            one.trial = None
+        one.num_waiting = report.num_waiting + sum(one.calls)
+        one.ahead = max(LEAST_AHEAD, 2 * (handed - one.num_waiting))
+        self._measure(replica, one, report, before)
+        return outputs
+
+    def _measure(self, replica: int, one: _Replica, report: Report, before: EngineStats) -> None:
+        """How fast it is, by what it has computed."""
+        now, weights = report.stats, self.weights
+        prompts = now.processed_prompt_tokens - before.processed_prompt_tokens
+        one.work += weights.prompt * prompts
+        one.work += weights.sampled * (now.output_tokens - before.output_tokens)
+        one.seconds += report.seconds
+        if one.seconds >= MEASURED_SECONDS and one.work > 0:
+            self._speeds[replica] = one.work / one.seconds
+            mean = np.nanmean(self._speeds)
+            self.deal.speeds = np.where(np.isnan(self._speeds), mean, self._speeds)
+
+    def lost(self, replica: int, one: _Replica, reason: str, *, gone: bool) -> None:
+        """A replica died with what it had in hand."""
+        self.deal.begun[replica] = False
+        if gone:
+            self.deal.leave(replica)
+        items = sorted(one.hand.values())
+        if one.trial is None:
+            for item in items:
+                self.deal.done(replica, item, item + 1)
+        if not items:
+            return
+        died_on = (one.trial.died_on if one.trial else frozenset()) | {replica}
+        if len(items) > 1:
+            half = len(items) // 2
+            self._trials += [_Trial(items[:half], died_on), _Trial(items[half:], died_on)]
+            return
+        self._alone[items[0]] = self._alone.get(items[0], 0) + 1
+        if self._alone[items[0]] < MOST_ALONE:
+            self._trials.append(_Trial(items, died_on))
+        else:
+            request = self._request(items[0])
+            self._blamed.append(refused_output(request, f"{DIED_TWICE}: {reason}"))
+
+    def blamed(self) -> list[RequestOutput]:
+        """Errors of requests that engines died of."""
+        outputs, self._blamed = self._blamed, []
+        self.num_left -= len(outputs)
+        return outputs
+
+
+def _add(total: EngineStats, part: EngineStats) -> None:
+    for name, value in vars(part).items():
+        whole = max if name == "peak_kv_tokens" else lambda a, b: a + b
+        setattr(total, name, whole(getattr(total, name), value))
+
+
+def _alone(requests: list[Request]) -> Costs:
+    """Of requests that are not planned."""
+    tokens = [len(one.prompt_token_ids) + (one.params.max_tokens or 1) for one in requests]
+    return Costs(np.array(tokens, float), np.zeros(len(requests)), np.arange(len(requests)))

@@ -1,0 +1,158 @@
+"""Replicas as actors of Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from onestem.errors import ConfigError
+from onestem.options import EngineOptions
+from onestem.replicas.worker import Facts, Failure, Report, Worker
+from onestem.request import Request
+from onestem.threads import usable_cores
+
+__all__ = ["RayCrew"]
+
+WAIT_SECONDS = 60.0
+MOST_REASON = 200
+# Said once in the text of an actor's death; the rest is names and addresses.
+DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |$)|(The actor's node was terminated[^.]*)")
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What an actor takes of the cluster, and the options of its engine."""
+
+    cpus: float
+    gpus: int
+    options: EngineOptions
+
+
+class RayCrew:
+    """Starts an actor for each replica, and talks with them.
+
+    Args:
+        options: of each engine. Its model is found by each actor, on its own machine.
+        num_replicas: that there are to be.
+        address: of a cluster; None: Ray is started on this machine, and ends with the process.
+
+    Raises:
+        ConfigError: Ray is not installed, or not there; or the options make no sense for replicas.
+    """
+
+    def __init__(self, options: EngineOptions, num_replicas: int, address: str | None) -> None:
+        self._ray = ray = _import()
+        self._began_ray = not ray.is_initialized()
+        if self._began_ray:
+            _init(ray, address)
+        share = _share(options, num_replicas, ray.cluster_resources(), local=address is None)
+        self._options = share.options
+        self._actor = ray.remote(
+            num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=0, max_task_retries=0
+        )(Worker)
+        self._actors: dict[int, Any] = {}
+        self._waiting: dict[Any, int] = {}
+
+    def start(self, replica: int) -> None:
+        """See `Crew`."""
+        self._actors[replica] = actor = self._actor.remote(self._options)
+        self._waiting[actor.load.remote()] = replica
+
+    def call(self, replica: int, run: int, requests: list[Request], seconds: float) -> None:
+        """See `Crew`."""
+        self._waiting[self._actors[replica].work.remote(run, requests, seconds)] = replica
+
+    def wait(self) -> list[tuple[int, Facts | Report | Failure]]:
+        """See `Crew`."""
+        waiting = list(self._waiting)
+        self._ray.wait(waiting, num_returns=1, timeout=WAIT_SECONDS)
+        ready, _ = self._ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        events: list[tuple[int, Facts | Report | Failure]] = []
+        for ref in ready:
+            replica = self._waiting.pop(ref, None)
+            if replica is None:
+                continue  # of one that failed with the call before
+            try:
+                events.append((replica, self._ray.get(ref)))
+            except self._ray.exceptions.RayError as error:
+                self._forget(replica)
+                events.append((replica, Failure(_reason(error))))
+        return events
+
+    def _forget(self, replica: int) -> None:
+        self._waiting = {ref: one for ref, one in self._waiting.items() if one != replica}
+
+    def stop(self, replica: int) -> None:
+        """See `Crew`."""
+        self._forget(replica)
+        actor = self._actors.pop(replica, None)
+        if actor is not None:
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """End all actors, and Ray where it was started here."""
+        for replica in list(self._actors):
+            self.stop(replica)
+        if self._began_ray:
+            self._ray.shutdown()
+
+
+def _import() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Actors without a GPU keep CUDA_VISIBLE_DEVICES; otherwise Ray warns that this will change.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "replicas need Ray, which is not installed: pip install 'onestem[ray]'"
+        ) from None
+    return ray
+
+
+def _init(ray: Any, address: str | None) -> None:
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address is None:
+        settings |= {"num_cpus": usable_cores(), "include_dashboard": False}
+    try:
+        ray.init(address or "local", **settings)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        told = " ".join(str(error).split())[:MOST_REASON]
+        raise ConfigError(
+            f"Ray cannot be reached at {address or 'this machine'}: {told}"
+        ) from error
+
+
+def _share(
+    options: EngineOptions, num_replicas: int, resources: dict[str, float], *, local: bool
+) -> _Share:
+    """Of a cluster, for each of so many replicas."""
+    if options.trace is not None:
+        raise ConfigError("trace is a file of one engine: leave it out with replicas")
+    if ":" in options.device:
+        raise ConfigError(f"device is {options.device!r}: with replicas say cuda, each takes one")
+    if os.path.isdir(options.model):
+        options = options.replace(model=os.path.abspath(options.model))
+    options = options.replace(random_weights=options.makes_weights_up)
+    gpus = int(resources.get("GPU", 0))
+    if options.device == "cuda" or (options.device == "auto" and gpus):
+        if local and gpus < num_replicas:
+            raise ConfigError(
+                f"replicas is {num_replicas}, there are {gpus} GPUs here: lower it, or give "
+                "--ray-address"
+            )
+        return _Share(1.0, 1, options.replace(device="cuda"))
+    cores = resources.get("CPU", 1.0) / num_replicas
+    threads = options.threads or max(1, int(cores))
+    # Ray takes whole cores, or a part of one with four digits.
+    cpus = min(int(cores), threads) if cores >= 1 else int(1e4 * cores) / 1e4
+    return _Share(cpus, 0, options.replace(device="cpu", threads=threads))
+
+
+def _reason(error: Exception) -> str:
+    """Why an actor died, in one line."""
+    text = " ".join(str(error).split())
+    found = DETAIL.search(text)
+    return (found.group(1) or found.group(2) if found else text)[:MOST_REASON]

@@ -1,0 +1,255 @@
+"""`Replicas`: many engines of one model that answer a job together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onestem.engine.engine import check_counts
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.outputs import EngineStats
+from onestem.engine.schedule.admission import check_pml, check_request, longest_choice
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import RequestError, UnsupportedError
+from onestem.forecasts import JobWatch
+from onestem.models.config import GenerationDefaults, ModelConfig
+from onestem.models.find import find_model
+from onestem.options import EngineOptions
+from onestem.planner import JobPlan, planner_of
+from onestem.planner.sort import IntArray
+from onestem.pml import Layout, Library, Schema
+from onestem.replicas.dealer import Dealer, Planned
+from onestem.replicas.ray import RayCrew
+from onestem.replicas.worker import Facts
+from onestem.request import Request, RequestOutput, SamplingParams
+
+__all__ = ["Replicas"]
+
+
+def _say(line: str) -> None:
+    print(f"onestem: {line}", file=sys.stderr)
+
+
+class Replicas:
+    """Engines of one model, each an actor of Ray with a GPU of its own, or with its part of the
+    cores. This process holds no weights: it plans, deals and writes.
+
+    It stands beside `LLM` and not in it: an `LLM` is one engine in this process, with its cache,
+    its pinned prefixes and its statistics, none of which many engines have.
+
+    Args:
+        num_replicas: engines to start; what comes late joins in.
+        options: of each engine.
+        address: of a Ray cluster; None: Ray is started on this machine.
+        tell: told in one line of each replica that cannot start or dies.
+
+    Attributes:
+        options: as the first engine settled them.
+
+    Raises:
+        OnestemError: Ray is not there, or no engine can start.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        options: EngineOptions,
+        *,
+        address: str | None = None,
+        tell: Callable[[str], object] = _say,
+    ) -> None:
+        check_counts(replicas=num_replicas)
+        self.name = str(options.model)
+        self.path = find_model(self.name)
+        self.config = ModelConfig.from_directory(self.path)
+        self.tokenizer = Tokenizer.from_directory(self.path)
+        self._crew = RayCrew(options, num_replicas, address)
+        try:
+            self._dealer = Dealer(self._crew, num_replicas, tell)
+            facts = self._dealer.first()
+        except BaseException:
+            self._crew.close()
+            raise
+        self.options, self._target = facts.options, facts.target
+        self.num_replicas = num_replicas
+        self._count = 0
+        self._schemas: Library | None = None
+        self._grammars: GrammarCompiler | None = None
+        if self.tokenizer is not None:
+            size = self.config.vocab_size
+            ends = GenerationDefaults.from_directory(self.path).eos_token_ids
+            eos = tuple(token for token in ends if 0 <= token < size)
+            self._grammars = GrammarCompiler(self.tokenizer, size, eos or None)
+
+    @property
+    def replicas(self) -> list[Facts]:
+        """Those that are there."""
+        return self._dealer.facts
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV memory of the first one holds."""
+        return self._target.kv_tokens
+
+    def watch(self) -> JobWatch:
+        """What says after a job what came true of its prediction."""
+        return JobWatch(self._target, self.options.share, self.stats, self.num_replicas)
+
+    def stats(self) -> EngineStats:
+        """Of all engines together; `peak_kv_tokens` is that of the fullest one."""
+        return self._dealer.stats()
+
+    @property
+    def schemas(self) -> Library:
+        """PML schemas that prompts may name."""
+        if self._schemas is None:
+            if self.tokenizer is None:
+                raise RequestError(f"PML needs a tokenizer, and {self.path} has none")
+            positions = self.config.max_position_embeddings
+            self._schemas = Library(self.tokenizer, max_positions=positions)
+        return self._schemas
+
+    def add_schema(self, schema: Schema | str | os.PathLike[str]) -> Layout:
+        """Make a PML schema known; see `LLM.add_schema`."""
+        return self.schemas.add(schema)
+
+    def validate(self, request: Request) -> None:
+        """Raise `RequestError` for a request that can never be answered."""
+        size, max_model_len = self.options.page_size, self.options.max_model_len
+        assert max_model_len is not None  # settled by an engine
+        check_request(
+            request,
+            max_model_len=max_model_len,
+            vocab_size=self.config.vocab_size,
+            tokenizer=self.tokenizer,
+            max_num_seqs=self.options.max_num_seqs,
+        )
+        if self._grammars is not None:
+            try:
+                self._grammars.compile(request.params.response_format)
+            except UnsupportedError as error:
+                raise RequestError(str(error)) from error
+        if request.pml is not None:
+            check_pml(
+                request.pml,
+                self.config,
+                num_pages=self.kv_tokens // size,
+                page_size=size,
+                answer_tokens=longest_choice(request, self.tokenizer) or 1,
+            )
+
+    def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
+        """Answer requests; outputs as they finish. Those of a plan are dealt by its groups.
+
+        Raises:
+            JobError: no replica is left.
+        """
+        return self._dealer.run(requests)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or token ids), planned together; outputs in the prompts' order.
+
+        Args:
+            sampling_params: one for all, or one each. Log-probabilities are refused: here they
+                would be without ranks and texts, which `LLM.generate` gives.
+
+        Raises:
+            RequestError: a prompt cannot be answered; it says which. Nothing is computed then.
+            JobError: no replica is left.
+        """
+        requests = self._requests(prompts, sampling_params)
+        if not requests:
+            return []
+        lengths = [min(r.params.n * (r.params.max_tokens or 1), 2**31 - 1) for r in requests]
+        plan = planner_of(self.options, self.kv_tokens)(
+            [request.prompt_token_ids for request in requests], output_lengths=lengths
+        )
+        outputs = {output.request_id: output for output in self.run(_Listed(requests, plan))}
+        return [outputs[request.request_id] for request in requests]
+
+    def _requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        if isinstance(prompts, str):
+            raise RequestError("prompts is a text, expected a list of prompts")
+        each = sampling_params or SamplingParams()
+        params = [each] * len(prompts) if isinstance(each, SamplingParams) else list(each)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one "
+                "each"
+            )
+        requests = []
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request_of(prompt, its))
+                self.validate(requests[-1])
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}") from error
+        return requests
+
+    def _request_of(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
+        text: str | None = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"text needs a tokenizer, and {self.path} has none: give token ids"
+                )
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        self._count += 1
+        return Request(
+            request_id=f"request-{self._count}",
+            prompt_token_ids=ids,
+            prompt=text,
+            params=params,
+        )
+
+    def close(self) -> None:
+        """End the engines, and Ray where it was started here. Closing twice is fine."""
+        if self._grammars is not None:
+            self._grammars.close()
+        self._crew.close()
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Requests of a plan, all in memory."""
+
+    requests: list[Request]
+    plan: JobPlan
+
+    @property
+    def positions(self) -> IntArray:
+        """All of them."""
+        return np.arange(len(self.requests))
+
+    def request(self, position: int) -> Request:
+        """See `Planned`."""
+        place = int(self.plan.order[position])
+        group = int(self.plan.group_of[place])
+        return replace(
+            self.requests[place],
+            group=group,
+            group_prefix_tokens=self.plan.groups[group].prefix_tokens,
+            group_only=self.plan.group_only,
+        )

@@ -1,0 +1,134 @@
+"""One replica: an `LLM` that is handed requests while it computes others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from onestem.engine.outputs import EngineStats
+from onestem.errors import OnestemError
+from onestem.forecasts import Target
+from onestem.llm import LLM
+from onestem.options import EngineOptions
+from onestem.request import Request, RequestOutput
+
+__all__ = ["Facts", "Failure", "Report", "Worker"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a replica says of itself when it is there.
+
+    Attributes:
+        node, pid: the machine that it is on, and its process.
+        options: as its `LLM` has settled them.
+        target: its model on its device.
+    """
+
+    node: str
+    pid: int
+    options: EngineOptions
+    target: Target
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A replica could not start, or is no more.
+
+    Attributes:
+        reason: one line.
+        is_final: another attempt would end alike.
+    """
+
+    reason: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replica did in a while.
+
+    Attributes:
+        run: of which run its requests are.
+        outputs: finished ones.
+        num_waiting: requests that it has not begun.
+        seconds: how long it computed.
+        stats: of its engine, since it was started.
+        died: why the engine is of no use any more; None: it is well.
+    """
+
+    run: int
+    outputs: list[RequestOutput]
+    num_waiting: int
+    seconds: float
+    stats: EngineStats
+    died: str | None = None
+
+
+class Worker:
+    """An engine's side of a replica. Its methods are called one at a time.
+
+    Args:
+        options: of the engine.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._run = 0
+        self._num_jobs = 0
+        self._num_waiting = 0
+
+    def load(self) -> Facts | Failure:
+        """Load the model."""
+        try:
+            self._llm = llm = LLM.from_options(self._options)
+            return Facts(platform.node(), os.getpid(), llm.options, Target.of_llm(llm).settled())
+        except Exception as error:
+            return Failure(_line(error), is_final=True)
+
+    def work(self, run: int, requests: Sequence[Request], seconds: float) -> Report:
+        """Take requests and compute for so long, or until none of those that were there waits.
+        Requests of another run are given up."""
+        engine = self._llm.engine
+        began, outputs, died = time.monotonic(), list[RequestOutput](), None
+        try:
+            if run != self._run:
+                self._forget(run)
+            if requests:
+                self._num_jobs += 1
+                self._num_waiting += len(requests)
+                engine.add_job(str(self._num_jobs), self._counted(list(requests)))
+            had_waiting = self._num_waiting > 0
+            while engine.has_unfinished():
+                outputs += [output for output in engine.step() if output.finished]
+                if (had_waiting and not self._num_waiting) or time.monotonic() - began >= seconds:
+                    break
+        except Exception as error:
+            log.error("the engine died", exc_info=error)
+            died = _line(error)
+        spent = time.monotonic() - began
+        return Report(run, outputs, self._num_waiting, spent, engine.stats, died)
+
+    def _forget(self, run: int) -> None:
+        for job in self._llm.engine.job_ids:
+            self._llm.engine.remove_job(job)
+        self._run, self._num_waiting = run, 0
+
+    def _counted(self, requests: list[Request]) -> Iterator[Request]:
+        run = self._run
+        for request in requests:
+            if run == self._run:
+                self._num_waiting -= 1
+            yield request
+
+
+def _line(error: Exception) -> str:
+    """An error in one line."""
+    told = " ".join(str(error).split())
+    return told if isinstance(error, OnestemError) else f"{type(error).__name__}: {told}"

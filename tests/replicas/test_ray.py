@@ -1,0 +1,136 @@
+"""Replicas as actors of a Ray on this machine; skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from onestem import LLM, EngineOptions, SamplingParams
+from onestem.errors import ConfigError, RequestError
+from onestem.jobs import run_file
+from onestem.replicas import Replicas
+from tests.batch.fakes import chat, completion, write_lines
+from tests.forked import Command
+
+OPTIONS = EngineOptions(
+    dtype="float32", kv_memory="2MiB", device="cpu", max_step_tokens=64, threads=1
+)
+FLAGS = OPTIONS.flags()
+
+
+def test_without_ray_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'onestem\[ray\]'"):
+        Replicas(2, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def told():
+    return []
+
+
+@pytest.fixture(scope="module")
+def replicas(cluster, told):
+    with Replicas(2, OPTIONS, address=cluster, tell=told.append) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job, and the file that one engine writes."""
+    folder = tmp_path_factory.mktemp("job")
+    lines = []
+    for i in range(60):
+        document = f"Document {i % 5} says what documents of its kind say. " * 3
+        more = {"n": 3, "temperature": 1.0} if i % 7 == 0 else {"temperature": 0}
+        lines.append(completion(f"c{i}", f"{document}Question {i}", max_tokens=4 + i % 9, **more))
+    lines += [chat("chat", max_tokens=5), completion("long", "x" * 40_000), completion("c1")]
+    lines.append(completion("j", max_tokens=9, response_format={"type": "regex", "regex": "(a"}))
+    source = write_lines(folder / "in.jsonl", lines)
+    with LLM.from_options(OPTIONS) as llm:
+        summary = run_file(llm, source, folder / "whole.jsonl")
+        computed = llm.engine.stats.processed_prompt_tokens
+    assert summary.failed == 3
+    return source, (folder / "whole.jsonl").read_bytes(), computed
+
+
+def test_the_file_is_that_of_one_engine(replicas, job, tmp_path):
+    source, whole, computed = job
+    summary = run_file(replicas, source, tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    stats = replicas.stats()
+    assert stats.output_tokens == summary.num_output_tokens > 0
+    # A group is on one replica, but for what was stolen.
+    assert computed <= stats.processed_prompt_tokens < 2 * computed
+
+
+def test_generate_answers_as_one_engine_does(replicas):
+    prompts = [f"Document {i % 3} says what it says. Question {i}" for i in range(12)]
+    params = [SamplingParams(max_tokens=3 + i % 4, temperature=0) for i in range(12)]
+    with LLM.from_options(OPTIONS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    found = replicas.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in found] == expected
+    assert [output.prompt for output in found] == prompts
+    with pytest.raises(RequestError, match="prompt 1: prompt has"):
+        replicas.generate(["a", "long " * 20_000])
+    with pytest.raises(RequestError, match="prompt 0: replicas give no log-probabilities"):
+        replicas.generate(["a"], SamplingParams(logprobs=2))
+    with pytest.raises(RequestError, match="1 sampling parameters for 2 prompts"):
+        replicas.generate(["a", "b"], [SamplingParams()])
+
+
+def test_killed_replicas_lose_nothing(replicas, told, job, tmp_path):
+    """SIGKILL at three points, for both of them at last; each comes again."""
+    source, whole, _ = job
+    kills, killed = [1, 8, 16], []
+
+    def progress(now):
+        alive = [one.pid for one in replicas.replicas if one.pid not in killed]
+        if now.last is not None and kills and now.done >= kills[0] and alive:
+            kills.pop(0)
+            killed.append(alive[-1])
+            os.kill(alive[-1], signal.SIGKILL)
+
+    summary = run_file(replicas, source, tmp_path / "out.jsonl", on_progress=progress)
+    assert summary.failed == 3
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert not kills
+    assert sum("died" in line and "it is started again" in line for line in told) == 3
+
+
+def test_a_killed_driver_is_followed_by_another(replicas, cluster, job, tmp_path):
+    """The command had one replica; who goes on has two."""
+    source, whole, _ = job
+    output = tmp_path / "out.jsonl"
+    flags = (*FLAGS, "--replicas", 1, "--ray-address", cluster, "-q")
+    command = Command("batch", source, "-o", output, *flags, signal_after=(20, signal.SIGKILL))
+    killed = command.wait()
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") == 20
+    assert run_file(replicas, source, output).resumed == 20
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"trace": "steps.jsonl"}, "trace is a file of one engine"),
+        ({"device": "cuda:1"}, "with replicas say cuda"),
+    ],
+)
+def test_options_of_one_engine_are_refused(cluster, options, error):
+    with pytest.raises(ConfigError, match=error):
+        Replicas(2, OPTIONS.replace(**options), address=cluster)
