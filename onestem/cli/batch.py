@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from onestem.forecasts import JobWatch
     from onestem.llm import LLM
 
-__all__ = ["JobProgress", "KeepGoing", "Quiet", "batch"]
+__all__ = ["JobProgress", "KeepGoing", "Quiet", "batch", "score"]
 
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
+]
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Go on if the first 256 lines all fail.")
 ]
@@ -30,9 +36,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 @options.with_options
 def batch(
     input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
-    ],
+    output: Output,
     engine: EngineOptions,
     schemas: Annotated[
         list[Path] | None,
@@ -40,9 +44,7 @@ def batch(
             "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
-    ] = False,
+    force: Force = False,
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
 ) -> None:
@@ -62,6 +64,42 @@ def batch(
     Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
     refused, 130 after Ctrl-C.
     """
+    _run(input_file, output, engine, schemas or [], force, keep_going, quiet)
+
+
+@options.with_options
+def score(
+    input_file: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="Prompts and completions, or texts.")
+    ],
+    output: Output,
+    engine: EngineOptions,
+    force: Force = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
+) -> None:
+    """Score completions of prompts, or whole texts; killed, the same command goes on.
+
+    A line is {"custom_id": ..., "prompt": ..., "completions": [...]} or {"custom_id": ..., "text":
+    ...}, with text or token ids. Its result has logprob, token_ids, token_logprobs and is_greedy of
+    each completion, or of the text (docs/scores.md).
+
+    Apart from its lines it is `onestem batch`: the same errors, files, continuation and exit codes.
+    Each takes the other's lines too.
+    """
+    _run(input_file, output, engine, [], force, keep_going, quiet)
+
+
+def _run(
+    input_file: Path,
+    output: Path,
+    engine: EngineOptions,
+    schemas: list[Path],
+    force: bool,
+    keep_going: bool,
+    quiet: bool,
+) -> None:
+    """Run a job to its end and report it; raises `typer.Exit` with its exit code."""
     from onestem.batch import JobInterrupted
     from onestem.forecasts import JobWatch
     from onestem.jobs import run_file
@@ -78,7 +116,7 @@ def batch(
                 llm,
                 input_file,
                 output,
-                schemas=schemas or (),
+                schemas=schemas,
                 force=force,
                 keep_going=keep_going,
                 on_progress=progress,
