@@ -52,8 +52,9 @@ from onestem.scores import (
     Score,
     ScoreTree,
     completion_tree,
-    encode_pairs,
+    pair_ids,
     rolling_windows,
+    whole_ids,
 )
 from onestem.threads import usable_cores
 
@@ -393,28 +394,16 @@ class LLM:
         self, prompt: Prompt, completions: Sequence[Prompt]
     ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         _check_list("completions", completions)
-        if isinstance(prompt, str) and all(isinstance(one, str) for one in completions):
-            tokenizer = self._need_tokenizer("text")
-            texts = cast(Sequence[str], completions)
-            ids, given = encode_pairs(prompt, texts, tokenizer.encode_batch, tokenizer.first_id)
-            pair = np.array(ids, np.int64), [np.array(one, np.int64) for one in given]
-        elif isinstance(prompt, str) or any(isinstance(one, str) for one in completions):
-            raise RequestError(
-                "a prompt and its completions are text and ids mixed: give one of both"
-            )
-        else:
-            pair = _ids_of(prompt).array, [_ids_of(one).array for one in completions]
-        if not len(pair[0]):
-            raise RequestError("prompt is empty: expected at least one token")
-        if not all(map(len, pair[1])):
-            raise RequestError("a completion is empty: expected at least one token")
-        return pair
+        ids, given = pair_ids(
+            _text_or_ids(prompt), [_text_or_ids(one) for one in completions], self.tokenizer
+        )
+        return np.asarray(ids, np.int64), [np.asarray(one, np.int64) for one in given]
 
     def _score_texts(self, texts: Sequence[Prompt]) -> list[Score]:
         items, starts, whose = [], [], []
         for i, text in enumerate(texts):
             with _named("text", i, len(texts)):
-                ids = self._whole_ids(text)
+                ids = whole_ids(_text_or_ids(text), self.tokenizer)
             for first, start, end in rolling_windows(len(ids), self.engine.max_model_len):
                 items.append(ids[first:end])
                 starts.append(start - first)
@@ -423,20 +412,6 @@ class LLM:
         for i, score in zip(whose, self._score_items(items, starts, whose), strict=True):
             parts[i].append(score)
         return list(map(Score.joined, parts))
-
-    def _whole_ids(self, text: Prompt) -> NDArray[np.int64]:
-        """A text behind the token that stands for its beginning."""
-        first = None if self.tokenizer is None else self.tokenizer.first_id
-        if isinstance(text, str):
-            tokenizer = self._need_tokenizer("text")
-            ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
-        else:
-            ids = _ids_of(text).array
-        if first is not None and (not len(ids) or ids[0] != first):
-            ids = np.concatenate(([first], ids))
-        if len(ids) < 2:
-            raise RequestError("text is empty: expected at least one token behind its first")
-        return ids
 
     def _score_items(
         self, items: list[NDArray[np.int64]], starts: list[int], whose: list[int]
@@ -872,6 +847,10 @@ class _Ids(NamedTuple):
 
     listed: list[int]
     array: NDArray[np.int64]
+
+
+def _text_or_ids(prompt: Prompt) -> str | NDArray[np.int64]:
+    return prompt if isinstance(prompt, str) else _ids_of(prompt).array
 
 
 def _ids_of(prompt: object) -> _Ids:

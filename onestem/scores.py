@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,17 +21,22 @@ from onestem.checked import show
 from onestem.errors import RequestError
 
 __all__ = [
+    "Encoder",
     "PathScores",
     "Score",
     "ScorePath",
+    "ScoreTask",
     "ScoreTree",
     "completion_tree",
     "encode_pairs",
+    "pair_ids",
     "rolling_windows",
+    "whole_ids",
 ]
 
 EncodeBatch = Callable[[list[str]], list[list[int]]]
 IntArray = NDArray[np.int64]
+Ids = Sequence[int] | IntArray
 Value = TypeVar("Value", bound=np.generic)
 
 
@@ -188,11 +194,123 @@ class ScoreTree:
         return list(map(Score.of, given, logprobs, greedy))
 
 
-def completion_tree(completions: Iterable[Sequence[int]]) -> tuple[ScoreTree, list[ScorePath]]:
+def completion_tree(completions: Iterable[Ids]) -> tuple[ScoreTree, list[ScorePath]]:
     """Token ids of texts that may follow one prompt, none of them empty; and their paths."""
     items = [[0, *ids] for ids in completions]  # the first stands for the prompt
     tree = ScoreTree(items, [1] * len(items))
     return tree, tree.paths(range(len(tree.leaves)), prompt_tokens=1)
+
+
+@dataclass(frozen=True)
+class ScoreTask:
+    """What one request scores.
+
+    Attributes:
+        prompt: its token ids, one at least.
+        completions: token ids of texts that may follow it, none of them empty.
+        whole: the prompt's tokens from the second on are scored too. So a text that is scored whole
+            is a prompt of all its tokens but the last, which is the only completion.
+    """
+
+    prompt: Sequence[int]
+    completions: Sequence[Sequence[int]]
+    whole: bool = False
+
+    @staticmethod
+    def read(
+        prompt: str | Sequence[int],
+        completions: Sequence[str | Sequence[int]] | None,
+        tokenizer: Encoder | None,
+    ) -> ScoreTask:
+        """Of a prompt and its completions, all text or all ids; None: of a text or ids that are
+        scored whole. Raises `RequestError`."""
+        if completions is not None:
+            ids, given = pair_ids(prompt, completions, tokenizer)
+            return ScoreTask(_listed(ids), list(map(_listed, given)))
+        ids = _listed(whole_ids(prompt, tokenizer))
+        return ScoreTask(ids[:-1], [ids[-1:]], whole=True)
+
+    @cached_property
+    def _tree(self) -> tuple[ScoreTree, list[ScorePath]]:
+        if not self.whole:
+            return completion_tree(self.completions)
+        (last,) = self.completions
+        tree = ScoreTree([np.concatenate((self.prompt, last))], [1])
+        return tree, tree.paths((0,))
+
+    @property
+    def paths(self) -> tuple[ScorePath, ...]:
+        """Of the request."""
+        return tuple(self._tree[1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and its completions."""
+        return len(self.prompt) + sum(map(len, self.completions))
+
+    def scores(self, of_paths: Sequence[PathScores]) -> list[Score]:
+        """Of each completion, or of the text."""
+        return self._tree[0].scores(of_paths)
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer. Texts that it refuses raise `RequestError`."""
+
+    def encode_batch(
+        self, texts: list[str], /, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text, BOS included where the model wants it."""
+        ...
+
+    @property
+    def first_id(self) -> int | None:
+        """The token that stands for the beginning of a text; None: there is none."""
+        ...
+
+
+def _listed(ids: Ids) -> list[int]:
+    listed: list[int] = np.asarray(ids, np.int64).tolist()
+    return listed
+
+
+def pair_ids(
+    prompt: str | Ids, completions: Sequence[str | Ids], tokenizer: Encoder | None
+) -> tuple[Ids, list[Ids]]:
+    """Token ids of a prompt and of its completions, all of them text or all of them ids."""
+    texts = [one for one in completions if isinstance(one, str)]
+    pair: tuple[Ids, list[Ids]]
+    if isinstance(prompt, str) and len(texts) == len(completions):
+        encoder = _needed(tokenizer)
+        ids, given = encode_pairs(prompt, texts, encoder.encode_batch, encoder.first_id)
+        pair = ids, [*given]
+    elif isinstance(prompt, str) or texts:
+        raise RequestError("a prompt and its completions are text and ids mixed: give one of both")
+    else:
+        pair = prompt, [one for one in completions if not isinstance(one, str)]
+    if not len(pair[0]):
+        raise RequestError("prompt is empty: expected at least one token")
+    if not all(map(len, pair[1])):
+        raise RequestError("a completion is empty: expected at least one token")
+    return pair
+
+
+def whole_ids(text: str | Ids, tokenizer: Encoder | None) -> IntArray:
+    """A text behind the token that stands for its beginning, int64 `[n]`."""
+    if isinstance(text, str):
+        (text,) = _needed(tokenizer).encode_batch([text], add_special_tokens=False)
+    ids = np.asarray(text, np.int64)
+    first = None if tokenizer is None else tokenizer.first_id
+    if first is not None and (not len(ids) or ids[0] != first):
+        ids = np.concatenate(([first], ids))
+    if len(ids) < 2:
+        raise RequestError("text is empty: expected at least one token behind its first")
+    return ids
+
+
+def _needed(tokenizer: Encoder | None) -> Encoder:
+    if tokenizer is None:
+        raise RequestError("text needs a tokenizer, and the model has none: give token ids")
+    return tokenizer
 
 
 def encode_pairs(

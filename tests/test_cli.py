@@ -67,7 +67,7 @@ def write_job(path, lines) -> None:
 def test_help_names_every_verb():
     text = typed("--help").stdout
     below = {"bench": "batch", "pml": "show"}
-    for verb in ("batch", "generate", "plan", "models", "env", "bench", "pml"):
+    for verb in ("batch", "generate", "plan", "score", "models", "env", "bench", "pml"):
         assert verb in text
         words = [verb, *([below[verb]] if verb in below else [])]
         assert "--help" in onestem(*words, "--help").stdout
@@ -400,6 +400,30 @@ def test_killed_several_times_it_goes_on(model, tmp_path):
     assert "43 lines were done before" in onestem(*job, folder=model.parent).stderr
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
+
+
+def test_scores_go_on_after_a_kill(model, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = [f"All of these are about one document. {i}?" for i in range(12)]
+    asked = [{"prompt": prompt, "completions": [" A", " B"]} for prompt in prompts]
+    lines = [*asked, {"text": "A whole text."}, {"text": ""}]
+    write_job(source, [{"custom_id": str(i), **line} for i, line in enumerate(lines)])
+    job = ("score", source, "-o", output, "--model", model, "--dtype", "float32",
+           "--device", "cpu", "--kv-memory", "1MiB", "-q")  # fmt: skip
+    killed = Command(*job, signal_after=(5, signal.SIGKILL))
+    assert killed.wait().returncode == -signal.SIGKILL
+    done = onestem(*job, code=1)
+    assert "5 lines were done before" in done.stderr
+    assert done.stderr.strip().splitlines()[-1].endswith("14 lines, 1 failed")
+    *found, bad = [json.loads(line) for line in output.read_text().splitlines()]
+    with LLM(model, dtype="float32", device="cpu", kv_memory="1MiB") as llm:
+        wanted = [*llm.score(prompts, [[" A", " B"]] * 12), llm.score(["A whole text."])]
+    for line, scores in zip(found, wanted, strict=True):
+        (data,) = line["response"]["body"]["data"]
+        for one, score in zip(data["scores"], scores, strict=True):
+            assert tuple(one["token_ids"]) == score.token_ids
+            assert one["token_logprobs"] == pytest.approx(score.token_logprobs, rel=1e-6, abs=1e-5)
+    assert "text is empty" in bad["error"]["message"]
 
 
 def test_ctrl_c_says_how_to_go_on(model, tmp_path):

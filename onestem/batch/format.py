@@ -1,6 +1,10 @@
 """A line of an OpenAI batch file -> `BatchRequest`, or a `LineError` that says what is wrong.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "..."}}
+    {"custom_id": "b", "prompt": "...", "completions": ["...", "..."]}
+    {"custom_id": "c", "text": "..."}
+
+The second and third are short for lines of /v1/score with these fields as their body.
 
 A line is UTF-8 JSON. Lines end with LF or CRLF, the last one need not; a byte order mark before
 the first is skipped; blank lines hold no request and get no result. Keys that stand twice in an
@@ -19,11 +23,12 @@ from onestem.openai.read import Asked, JsonError, Prompt, read_line_body, read_o
 from onestem.openai.schema import Kind
 from onestem.request import MAX_DEPTH
 
-__all__ = ["KIND_OF_URL", "BatchRequest", "LineError", "parse_line"]
+__all__ = ["KIND_OF_URL", "BatchRequest", "LineError", "parse_line", "url_of"]
 
 KIND_OF_URL: Mapping[str, Kind] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
+    "/v1/score": "score",
 }
 TOP_FIELDS = ("custom_id", "method", "url", "body")
 MAX_MESSAGE = 500
@@ -54,6 +59,10 @@ class BatchRequest:
     def prompt(self) -> Prompt:
         return self.asked.prompts[0]
 
+    @property
+    def is_scored(self) -> bool:
+        return self.asked.kind == "score"
+
 
 def parse_line(raw: bytes) -> BatchRequest:
     """The request in a line of the input; raises `LineError` alone, whatever the bytes are."""
@@ -63,13 +72,29 @@ def parse_line(raw: bytes) -> BatchRequest:
         raise LineError("invalid_json_line", str(error), error.custom_id) from error
     custom_id = _custom_id(record)
     try:
-        kind = _kind(record)
-        return BatchRequest(custom_id=custom_id, asked=read_line_body(kind, record["body"]))
+        if _is_short(record):
+            body = {name: value for name, value in record.items() if name != "custom_id"}
+            asked = read_line_body("score", body)
+        else:
+            asked = read_line_body(_kind(record), record["body"])
+        return BatchRequest(custom_id=custom_id, asked=asked)
     except LineError as error:
         error.custom_id = custom_id
         raise
     except RequestError as error:
         raise LineError("invalid_request", str(error), custom_id) from error
+
+
+def url_of(record: Mapping[str, Any]) -> object:
+    """The endpoint that a line names; None: it names none."""
+    return "/v1/score" if _is_short(record) else record.get("url")
+
+
+def _is_short(record: Mapping[str, Any]) -> bool:
+    """Whether a line is the body of one that asks for scores."""
+    return not record.keys().isdisjoint(("completions", "text")) and record.keys().isdisjoint(
+        ("method", "url", "body")
+    )
 
 
 def _custom_id(record: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from onestem.batch.spool import (
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
-from onestem.openai.write import NotANumberError, ResponseFormat
+from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, scores_body
 from onestem.request import Request, RequestOutput, is_masked
 
 __all__ = ["run_job"]
@@ -393,19 +394,27 @@ class _Job:
         if _ended(output, "error"):
             message = _engine_message(output)
             return self._error(asked, _error_code(message), message), True
+        job = self._identity.job
+        body = partial(self._body, asked=asked, output=output)
+        try:
+            return answer_line(job, asked.line_number, asked.custom_id, body), False
+        except NotANumberError as error:
+            return self._error(asked, "engine_error", str(error)), True
+
+    def _body(self, name: str, asked: SpooledRequest, output: RequestOutput) -> dict[str, Any]:
+        model = self._identity.model_name if asked.model is None else asked.model
+        task = asked.task(output.prompt_token_ids)
+        if task is not None:
+            return scores_body(name, model, [(task, output.scores)])
         form = ResponseFormat(
             kind=asked.kind,
-            model=self._identity.model_name if asked.model is None else asked.model,
+            model=model,
             logprobs=asked.sampling.get("logprobs"),
             return_token_ids=asked.return_token_ids or self._tokenizer is None,
             token_bytes=self._token_bytes,
             tools=self._tokenizer.tool_form if asked.has_tools and self._tokenizer else None,
         )
-        job = self._identity.job
-        try:
-            return answer_line(job, asked.line_number, asked.custom_id, output, form), False
-        except NotANumberError as error:
-            return self._error(asked, "engine_error", str(error)), True
+        return answer_body(name, output, form)
 
     def _tell_run(self, last: RequestOutput | None) -> None:
         counts, total = self._counts, self._summary.total

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from onestem.openai.write import ResponseFormat, answer_body
-from onestem.request import RequestOutput
 
 __all__ = ["answer_line", "derived_seed", "error_line", "result_id", "split_result_id"]
 
@@ -71,9 +68,9 @@ def error_line(job: str, line_number: int, custom_id: str | None, code: str, mes
 
 
 def answer_line(
-    job: str, line_number: int, custom_id: str, output: RequestOutput, form: ResponseFormat
+    job: str, line_number: int, custom_id: str, body: Callable[[str], Mapping[str, Any]]
 ) -> bytes:
-    """The result of a line whose request was answered."""
+    """The result of a line whose request was answered; `body` makes its body, with a name."""
     name = _digest(job, custom_id).hex()[:24]
     return _line(
         {
@@ -82,7 +79,7 @@ def answer_line(
             "response": {
                 "status_code": 200,
                 "request_id": f"req_{name}",
-                "body": answer_body(name, output, form),
+                "body": body(name),
             },
             "error": None,
         }

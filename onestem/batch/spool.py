@@ -38,6 +38,7 @@ from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
+from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
     "CompilePml",
@@ -64,12 +65,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NO_TOKENIZER = "the model has no tokenizer: give /v1/completions a prompt of token ids"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Encoder, Protocol):
     """What a job needs of a tokenizer. Texts that it refuses raise `RequestError`."""
-
-    def encode_batch(self, texts: list[str], /) -> list[list[int]]:
-        """Token ids of each text, BOS included where the model wants it."""
-        ...
 
     def apply_chat_template(
         self,
@@ -161,6 +158,12 @@ class SpooledRequest:
     pml: str | None = None
     isolation: str = "anchored"
     has_tools: bool = False
+    completions: Sequence[Sequence[int]] = ()
+    whole: bool = False
+
+    def task(self, prompt: Sequence[int]) -> ScoreTask | None:
+        """What is scored, of a line that asks for scores; `prompt`: its token ids."""
+        return ScoreTask(prompt, self.completions, self.whole) if self.completions else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +254,14 @@ class Spool:
             assert self._compile_pml is not None  # else the line would have been refused
             compiled = self._compile_pml(spooled.pml, spooled.isolation)
         plain = compiled is None  # a group shares a prefix, and modules are no prefixes
+        prompt = self.prompt(index).tolist()
+        task = spooled.task(prompt)
         return Request(
             request_id=result_id(self.job, spooled.line_number),
-            prompt_token_ids=self.prompt(index).tolist(),
+            prompt_token_ids=prompt,
             params=_params(self.job, spooled.custom_id, spooled.sampling),
             pml=compiled,
+            paths=task.paths if task is not None else (),
             group=group if plain else None,
             group_prefix_tokens=group_prefix_tokens if plain else 0,
             group_only=group_only and plain,
@@ -280,6 +286,7 @@ class _Line:
     error: LineError | None = None
     ids: Sequence[int] = ()
     pml: CompiledPrompt | None = None
+    task: ScoreTask | None = None
 
     def refuse(self, error: RequestError) -> None:
         if not isinstance(error, LineError):
@@ -415,8 +422,9 @@ class _FirstPass:
         """Texts of a chunk at once; if one of them is refused, each alone, to find out which."""
         texts = {}
         for line in lines:
-            text = line.request.prompt.text if line.request else None
-            if text is not None and self._tokenizer is not None:
+            assert line.request is not None
+            text = line.request.prompt.text
+            if text is not None and self._tokenizer is not None and not line.request.is_scored:
                 texts[line.number] = text
         try:
             encoded = self._tokenizer.encode_batch([*texts.values()]) if self._tokenizer else []
@@ -433,7 +441,10 @@ class _FirstPass:
         assert line.request is not None
         prompt = line.request.prompt
         try:
-            if prompt.pml is not None:
+            if line.request.is_scored:
+                line.task = line.request.asked.task(0, self._tokenizer)
+                line.ids = line.task.prompt
+            elif prompt.pml is not None:
                 line.pml = self._compiled(prompt.pml, prompt.isolation)
                 line.ids = line.pml.ordered_token_ids.tolist()
             else:
@@ -473,6 +484,7 @@ class _FirstPass:
                     prompt_token_ids=line.ids,
                     params=request.asked.params,
                     pml=line.pml,
+                    paths=line.task.paths if line.task is not None else (),
                 )
             )
         except RequestError as error:
@@ -529,4 +541,6 @@ def _record(line: _Line) -> dict[str, Any]:
         record["has_tools"] = True
     if prompt.pml is not None:
         record |= {"pml": prompt.pml, "isolation": prompt.isolation}
+    if line.task is not None:
+        record |= {"completions": line.task.completions, "whole": line.task.whole}
     return record | {"sampling": dict(asked.sampling)}

@@ -35,6 +35,7 @@ app = typer.Typer(
     help="LLM inference for prompts that share text.",
 )
 app.command("batch")(batch.batch)
+app.command("score")(batch.score)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +23,31 @@ if TYPE_CHECKING:
     from onestem.llm import LLM
     from onestem.replicas import Replicas
 
-__all__ = ["JobProgress", "KeepGoing", "Quiet", "batch"]
+__all__ = ["JobProgress", "KeepGoing", "Quiet", "batch", "score"]
 
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
+]
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Go on if the first 256 lines all fail.")
+]
+NumReplicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        min=1,
+        help="Engines that share the job, each an actor of Ray (docs/replicas.md).",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="The Ray cluster of the replicas (default: one is started on this machine).",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
@@ -32,9 +55,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 @options.with_options
 def batch(
     input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
-    ],
+    output: Output,
     engine: EngineOptions,
     schemas: Annotated[
         list[Path] | None,
@@ -42,22 +63,9 @@ def batch(
             "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
         ),
     ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Engines that share the job, each an actor of Ray (docs/replicas.md)."
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The Ray cluster of the replicas (default: one is started on this machine).",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
-    ] = False,
+    replicas: NumReplicas = None,
+    ray_address: RayAddress = None,
+    force: Force = False,
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
 ) -> None:
@@ -80,6 +88,46 @@ def batch(
     Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
     refused, 130 after Ctrl-C.
     """
+    load = partial(_load, engine, replicas, ray_address)
+    _run(input_file, output, load, schemas or [], force, keep_going, quiet)
+
+
+@options.with_options
+def score(
+    input_file: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="Prompts and completions, or texts.")
+    ],
+    output: Output,
+    engine: EngineOptions,
+    replicas: NumReplicas = None,
+    ray_address: RayAddress = None,
+    force: Force = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
+) -> None:
+    """Score completions of prompts, or whole texts; killed, the same command goes on.
+
+    A line is {"custom_id": ..., "prompt": ..., "completions": [...]} or {"custom_id": ..., "text":
+    ...}, with text or token ids. Its result has logprob, token_ids, token_logprobs and is_greedy of
+    each completion, or of the text (docs/scores.md).
+
+    Apart from its lines it is `onestem batch`: the same errors, files, continuation and exit codes.
+    Each takes the other's lines too.
+    """
+    load = partial(_load, engine, replicas, ray_address)
+    _run(input_file, output, load, [], force, keep_going, quiet)
+
+
+def _run(
+    input_file: Path,
+    output: Path,
+    load: Callable[[], LLM | Replicas],
+    schemas: list[Path],
+    force: bool,
+    keep_going: bool,
+    quiet: bool,
+) -> None:
+    """Run a job to its end and report it; raises `typer.Exit` with its exit code."""
     from onestem.batch import JobInterrupted
     from onestem.jobs import run_file
 
@@ -90,7 +138,7 @@ def batch(
     # Ray prints deaths of its actors to stdout.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        contextlib.closing(_load(engine, replicas, ray_address)) as llm,
+        contextlib.closing(load()) as llm,
     ):
         watch = _watch(llm)
         try:
@@ -99,7 +147,7 @@ def batch(
                     llm,
                     input_file,
                     output,
-                    schemas=schemas or (),
+                    schemas=schemas,
                     force=force,
                     keep_going=keep_going,
                     on_progress=progress,

@@ -20,10 +20,12 @@ from onestem.openai.schema import (
     Kind,
     Message,
     PrefixBody,
+    ScoreBody,
     ToolChoice,
 )
 from onestem.openai.tools import CheckSchema, ToolForm, Tools
-from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, SamplingParams, is_deep
+from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, ONE_TOKEN, SamplingParams, is_deep
+from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
     "Asked",
@@ -123,6 +125,13 @@ class Prompt:
     isolation: str = "anchored"
     template: ChatTemplate = ChatTemplate()
 
+    @property
+    def given(self) -> str | list[int]:
+        """Of one that is text or token ids."""
+        value = self.token_ids if self.text is None else self.text
+        assert value is not None
+        return value
+
 
 @dataclass(frozen=True)
 class Echo:
@@ -137,7 +146,8 @@ class Asked:
 
     Attributes:
         model: the body's `model`, echoed in the answer.
-        prompts: one, or several for /v1/completions.
+        prompts: one, or several for /v1/completions and /v1/score.
+        completions: of each prompt, for /v1/score; None: prompts are texts that are scored whole.
         sampling: keyword arguments for `SamplingParams`, as JSON has them.
         params: what they make.
         return_token_ids: put token ids beside the texts of the answer.
@@ -158,6 +168,16 @@ class Asked:
     timeout: float | None = None
     tools: Tools | None = None
     echo: Echo | None = None
+    completions: Sequence[Sequence[Prompt]] | None = None
+
+    def task(self, index: int, tokenizer: Encoder | None) -> ScoreTask:
+        """What of a prompt is to be scored; raises `RequestError`."""
+        some = None if self.completions is None else self.completions[index]
+        return ScoreTask.read(
+            self.prompts[index].given,
+            None if some is None else [one.given for one in some],
+            tokenizer,
+        )
 
     def held(
         self,
@@ -224,6 +244,8 @@ SERVER_FIELDS: Mapping[str, object] = {
 
 def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
     """What the body of an HTTP call asks; raises `RequestError` if that can never be answered."""
+    if kind == "score":
+        return _read_score(body)
     given = without_nulls(body)
     sampling = {name: given.pop(name) for name in SAMPLING[kind] & given.keys()}
     fields = check(FIELDS[kind], given)
@@ -263,6 +285,48 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         raise RequestError("prefix and pml are both given: a schema has its own beginning")
     _check_sequences(asked)
     return asked
+
+
+def _read_score(body: Mapping[str, Any]) -> Asked:
+    fields = check(ScoreBody, without_nulls(body))
+    if (fields.prompt is None) == (fields.text is None):
+        raise RequestError("body has not exactly one of prompt and text")
+    if (fields.prompt is None) != (fields.completions is None):
+        raise RequestError("prompt and completions go together, and text needs neither")
+    name = "prompt" if fields.text is None else "text"
+    given = getattr(fields, name)
+    prompts = _prompts_in(given, name)
+    completions = None
+    if fields.completions is not None:
+        each = fields.completions if _is_several(given) else [fields.completions]
+        if not isinstance(each, list) or len(each) != len(prompts):
+            raise RequestError(
+                f"completions is {show(fields.completions)}, expected a list for each of the "
+                f"{len(prompts)} prompts"
+            )
+        for one in each:
+            if not _is_several(one):
+                raise RequestError(
+                    f"completions of a prompt are {show(one)}, expected a list of texts or of "
+                    "lists of token ids"
+                )
+        completions = [_prompts_in(one, "completions") for one in each]
+        total = sum(map(len, completions))
+        if total > MAX_SEQUENCES:
+            raise RequestError(
+                f"there are {total} completions, limit is {MAX_SEQUENCES} in all: "
+                "send several requests"
+            )
+    return Asked(
+        kind="score",
+        model=fields.model,
+        prompts=prompts,
+        sampling=ONE_TOKEN.model_dump(exclude_unset=True),
+        params=ONE_TOKEN,
+        cache_salt=fields.cache_salt or "",
+        timeout=fields.timeout,
+        completions=completions,
+    )
 
 
 def read_line_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
@@ -419,7 +483,7 @@ def _prompts(fields: Any) -> list[Prompt]:
     if given is None:
         raise RequestError(f"body has no {name} and no pml")
     if isinstance(fields, CompletionFields):
-        return _completion_prompts(given)
+        return _prompts_in(given, name)
     return [read_conversation(fields)]
 
 
@@ -459,35 +523,40 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) and not is_deep(value) else text
 
 
-def _completion_prompts(value: Any) -> list[Prompt]:
-    """One prompt, or those of a list of texts or of lists of token ids."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
-        return [_completion_prompt(value)]
+def _is_several(value: Any) -> bool:
+    """Whether it is a list of texts or of lists of token ids."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+
+
+def _prompts_in(value: Any, name: str) -> list[Prompt]:
+    """One prompt, or those of a list of texts or of lists of token ids; `name`: of the field."""
+    if not _is_several(value):
+        return [_prompt_in(value, name)]
     if len(value) > MAX_PROMPTS:
         raise RequestError(
-            f"prompt is a list of {len(value)} prompts, limit is {MAX_PROMPTS}: "
-            "send several requests"
+            f"{name} is a list of {len(value)} {'texts' * (name != 'prompt') or 'prompts'}, limit "
+            f"is {MAX_PROMPTS}: send several requests"
         )
     odd = next((one for one in value if not isinstance(one, type(value[0]))), None)
     if odd is not None:
-        raise RequestError(f"prompt has {show(odd)} among others of another type")
-    return [_completion_prompt(one) for one in value]
+        raise RequestError(f"{name} has {show(odd)} among others of another type")
+    return [_prompt_in(one, name) for one in value]
 
 
-def _completion_prompt(value: Any) -> Prompt:
+def _prompt_in(value: Any, name: str) -> Prompt:
     if isinstance(value, str):
         return Prompt(text=value)
     if value == []:
-        raise RequestError("prompt has no tokens")
+        raise RequestError(f"{name} has no tokens")
     if not isinstance(value, list):
-        raise RequestError(f"prompt is {show(value)}, expected text or a list of token ids")
+        raise RequestError(f"{name} is {show(value)}, expected text or a list of token ids")
     # `type`, not `isinstance`: true and false are integers to Python.
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
         return Prompt(token_ids=value)
     for token in value:
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise RequestError(
-                f"a token id in prompt is {show(token)}, expected an integer from 0 to "
+                f"a token id in {name} is {show(token)}, expected an integer from 0 to "
                 f"{MAX_TOKEN_ID}"
             )
     raise AssertionError("one of them is bad")

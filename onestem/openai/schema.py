@@ -48,11 +48,12 @@ __all__ = [
     "Messages",
     "PrefixBody",
     "SchemaBody",
+    "ScoreBody",
     "TokenizeBody",
     "UploadBody",
 ]
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "score"]
 
 MAX_MESSAGES = 4096  # and parts of one; a chat template takes 0.04 ms for each
 MAX_PROMPTS = 256
@@ -75,6 +76,11 @@ PROMPT = {
         {**_TEXTS, "items": _IDS},
         {"type": "null"},
     ]
+}
+
+_EACH = {"anyOf": [_TEXTS, {**_TEXTS, "items": _IDS}]}
+COMPLETIONS = {
+    "anyOf": [*_EACH["anyOf"], {"type": "array", "items": _EACH, "minItems": 1}, {"type": "null"}]
 }
 
 
@@ -231,11 +237,26 @@ class StreamOptions(Object):
     """End the stream with a chunk that has the whole answer's `usage`."""
 
 
-class _Fields(Object):
-    """Fields of both kinds of completion, beside those of `SamplingParams`."""
+class _CallFields(Object):
+    """Fields of all that a model answers."""
 
     model: str | None = None
     """The served model; left out: that one."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Requests of different salts share nothing in the cache."""
+
+    timeout: Annotated[float, Field(ge=0.001, le=86400)] | None = Field(
+        default=None, json_schema_extra={EXPECTED: "seconds from 0.001 to 86400"}
+    )
+    """Seconds until the request is given up."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class _Fields(_CallFields):
+    """Fields of both kinds of completion, beside those of `SamplingParams`."""
 
     return_token_ids: bool | None = None
     """Put token ids beside the texts."""
@@ -245,14 +266,6 @@ class _Fields(Object):
 
     prefix: Text | None = None
     """Name of the prefix that stands before the prompt."""
-
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Requests of different salts share nothing in the cache."""
-
-    timeout: Annotated[float, Field(ge=0.001, le=86400)] | None = Field(
-        default=None, json_schema_extra={EXPECTED: "seconds from 0.001 to 86400"}
-    )
-    """Seconds until the request is given up."""
 
     pml: str | None = None
     """A prompt in PML, in place of the other kinds."""
@@ -266,8 +279,6 @@ class _Fields(Object):
     guided_grammar: str | None = None
     """With the three before it: vLLM's older names of `structured_outputs`."""
 
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -386,6 +397,20 @@ ChatBody = _whole("ChatBody", "chat", {"max_tokens": None})
 CompletionBody = _whole("CompletionBody", "completion", {})
 
 
+class ScoreBody(_CallFields):
+    """How probable texts are: those that may follow a prompt, or whole ones."""
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
+    """Text or token ids, or a list of either: a prompt each."""
+
+    completions: Annotated[Any, WithJsonSchema(COMPLETIONS)] = None
+    """A list of texts, or of lists of token ids, as the prompt is; of several prompts a list each.
+    """
+
+    text: Annotated[Any, WithJsonSchema(PROMPT)] = None
+    """In place of both: text or token ids, or a list of either, scored from the first token on."""
+
+
 # ----------------------------------------------------------------------------- other routes
 
 
@@ -416,7 +441,7 @@ class UploadBody(Object):
 
 class BatchBody(Object):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/score"]
     completion_window: Literal["24h"] = Field(
         json_schema_extra={EXPECTED: "'24h' (batches do not expire here)"}
     )

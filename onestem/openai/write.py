@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from onestem.openai.schema import Kind
 from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
+from onestem.scores import PathScores, Score, ScoreTask
 
-__all__ = ["Chunks", "NotANumberError", "ResponseFormat", "answer_body", "echoed", "message_of"]
+__all__ = [
+    "Chunks",
+    "NotANumberError",
+    "ResponseFormat",
+    "answer_body",
+    "echoed",
+    "message_of",
+    "scores_body",
+]
 
 CREATED = 0
 LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
@@ -44,6 +53,42 @@ def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[
     """The answer to a request as OpenAI's API gives it; `created` is 0."""
     body = _chat_body if form.kind == "chat" else _completion_body
     return body(name, output, form)
+
+
+def scores_body(
+    name: str, model: str, answered: Iterable[tuple[ScoreTask, Sequence[PathScores] | None]]
+) -> dict[str, Any]:
+    """The answer to what is to be scored, each with the scores of its request's paths; `created` is
+    0. Log-probabilities are natural logarithms.
+
+    Raises:
+        NotANumberError: one of them is none, or is missing.
+    """
+    data: list[dict[str, Any]] = []
+    num_tokens = 0
+    for task, of_paths in answered:
+        if of_paths is None:
+            raise NotANumberError("the engine gave no scores")
+        data.append({"index": len(data), "scores": list(map(_score, task.scores(of_paths)))})
+        num_tokens += task.num_tokens
+    return {
+        "id": f"score-{name}",
+        "object": "score",
+        "created": CREATED,
+        "model": model,
+        "data": data,
+        "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
+    }
+
+
+def _score(score: Score) -> dict[str, Any]:
+    logprobs = list(map(_logprob, score.token_logprobs))
+    return {
+        "logprob": sum(logprobs),
+        "token_ids": score.token_ids,
+        "token_logprobs": logprobs,
+        "is_greedy": score.is_greedy,
+    }
 
 
 def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:

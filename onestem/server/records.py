@@ -258,7 +258,7 @@ class History:
                 "id": call.requests[part].request_id,
                 "key": call.tenant.name or None,
                 "app": call.app or None,
-                "endpoint": "chat" if call.kind == "chat" else "completions",
+                "endpoint": "completions" if call.kind == "completion" else call.kind,
                 "time": call.created,
                 "prompt_tokens": metrics.num_prompt_tokens,
                 "cached_tokens": metrics.num_cached_tokens,

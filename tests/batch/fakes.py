@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onestem.batch import JobSummary, run_job
 from onestem.errors import RequestError
 from onestem.planner import plan_job
 from onestem.request import CompletionOutput, Request, RequestOutput
+from onestem.scores import PathScores, ScorePath
 
 BOS = 1
 FIRST_BYTE = 3
@@ -25,11 +28,14 @@ class FakeTokenizer:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    first_id = BOS
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self.batches.append(len(texts))
         if any("refuse me" in text for text in texts):
             raise RequestError("the tokenizer refuses this text")
-        return [[BOS, *(byte + FIRST_BYTE for byte in text.encode())] for text in texts]
+        first = [BOS] * add_special_tokens
+        return [[*first, *(byte + FIRST_BYTE for byte in text.encode())] for text in texts]
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **how: Any
@@ -72,7 +78,32 @@ def _answer(request: Request, index: int) -> CompletionOutput:
     )
 
 
+def _path_scores(request: Request, path: ScorePath) -> PathScores:
+    """Of what stands before each target, and of it."""
+    ids = [*request.prompt_token_ids, *path.tokens.tolist()]
+    ends = (path.rows + len(request.prompt_token_ids)).tolist()
+    digests = [
+        hashlib.sha256(repr((ids[:end], target)).encode()).digest()
+        for end, target in zip(ends, path.targets.tolist(), strict=True)
+    ]
+    return PathScores(
+        np.array([-1 - digest[0] / 7 for digest in digests]),
+        np.array([digest[1] % 2 == 0 for digest in digests]),
+    )
+
+
 def answer(request: Request) -> RequestOutput:
+    if request.paths:
+        sequences = [CompletionOutput(index=i, text="", token_ids=[], finish_reason="stop")
+                     for i in range(len(request.paths))]  # fmt: skip
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=sequences,
+            finished=True,
+            scores=[_path_scores(request, path) for path in request.paths],
+        )
     outputs = [_answer(request, i) for i in range(request.params.n)]
     output = RequestOutput(
         request_id=request.request_id,

@@ -89,7 +89,9 @@ def test_killed_at_any_moment(tmp_path, source, expected, seed):
 
 def test_every_event_of_a_small_job(tmp_path):
     """Each moment of one job: killed there once, then run to its end."""
-    source = write_lines(tmp_path / "in.jsonl", [completion("a"), b"bad", completion("b", "xyz")])
+    scored = {"custom_id": "c", "prompt": "which?", "completions": [" A", " B"]}
+    lines = [completion("a"), b"bad", completion("b", "xyz"), scored]
+    source = write_lines(tmp_path / "in.jsonl", lines)
     run_fake(source, tmp_path / "whole.jsonl")
     expected = (tmp_path / "whole.jsonl").read_bytes()
     folder = tmp_path / "killed"

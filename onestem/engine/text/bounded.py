@@ -65,6 +65,10 @@ class BoundedTokenizer:
         return self._tokenizer.prefilled_tokens(fields)
 
     @property
+    def first_id(self) -> int | None:
+        return self._tokenizer.first_id
+
+    @property
     def tool_form(self) -> ToolForm | None:
         return self._tokenizer.tool_form
 

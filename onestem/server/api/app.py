@@ -24,6 +24,7 @@ from onestem.openai.schema import (
     DetokenizeBody,
     PrefixBody,
     SchemaBody,
+    ScoreBody,
     TokenizeBody,
     UploadBody,
 )
@@ -102,6 +103,12 @@ async def chat_completions(request: Request, service: Serves, tenant: Asks) -> R
 async def completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Continue one prompt or several."""
     return await answer(service, "completion", request, tenant)
+
+
+@api.post("/score", openapi_extra=json_body(ScoreBody))
+async def score(request: Request, service: Serves, tenant: Asks) -> Response:
+    """How probable given texts are: completions of prompts, or whole texts."""
+    return await answer(service, "score", request, tenant)
 
 
 @api.get("/models")

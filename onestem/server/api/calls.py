@@ -14,6 +14,7 @@ from onestem.openai.read import Echo
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
 from onestem.request import CompletionOutput, Request, RequestMetrics, Rerendered
+from onestem.scores import ScoreTask
 from onestem.server.errors import TOO_LATE, ApiError, EngineDownError, too_late
 from onestem.server.link.client import EngineClient
 from onestem.server.link.messages import Delta
@@ -30,8 +31,9 @@ class Call:
     """A call that was found good.
 
     Attributes:
-        id: `chatcmpl-...` or `cmpl-...`; its requests are called `id-0`, `id-1`, ...
+        id: `chatcmpl-...`, `cmpl-...` or `score-...`; its requests are called `id-0`, `id-1`, ...
         requests: one per prompt.
+        tasks: what each of them scores; none where answers are sampled.
         chunk_size: of its stream's chunks, behind the first one; None: a token each.
         echo: how its prompts are given back; None: they are not.
         tools: the form of its calls; None: it has none.
@@ -45,6 +47,7 @@ class Call:
     model: str
     tenant: Tenant
     requests: Sequence[Request]
+    tasks: Sequence[ScoreTask] = ()
     app: str = ""
     stream: bool = False
     include_usage: bool = False
@@ -139,6 +142,8 @@ class Call:
 def usage_of(call: Call) -> dict[str, object]:
     """OpenAI's `usage`; a prompt counts once, however many answers it gets."""
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
+    if call.tasks:
+        prompt = sum(task.num_tokens for task in call.tasks)
     output = sum(metrics.num_output_tokens for metrics in call.metrics)
     if call.echo is not None and call.echo.alone:
         output = 0

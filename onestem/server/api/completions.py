@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: from a body to its answer."""
+"""/v1/chat/completions, /v1/completions and /v1/score: from a body to its answer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,16 @@ from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, Prompt, read_body, read_conversation, read_object
 from onestem.openai.schema import DetokenizeBody, Kind, TokenizeBody
-from onestem.openai.write import Chunks, NotANumberError, ResponseFormat, answer_body, echoed
+from onestem.openai.write import (
+    Chunks,
+    NotANumberError,
+    ResponseFormat,
+    answer_body,
+    echoed,
+    scores_body,
+)
 from onestem.request import CompletionOutput, Request, RequestOutput, is_masked, masking_fields
+from onestem.scores import ScoreTask
 from onestem.server.api.calls import Call, usage_of
 from onestem.server.api.http import (
     DONE,
@@ -45,6 +53,8 @@ __all__ = ["answer", "check_piece", "detokenize", "events", "tokenize", "whole_b
 
 SLOW_READER_SECONDS = 60.0  # that a reader gets after its deadline to take the rest
 QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
+SCORED_CHARACTERS = 1 << 26  # which take half a minute to tokenise
+ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
 CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
 
 
@@ -72,9 +82,12 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
 
 async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
     """The call of a body: tokenised and checked, in a thread where that takes time."""
-    name = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
+    name = ID_OF[asked.kind] + secrets.token_hex(12)
     prefix = service.prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
-    if _is_quick(asked):
+    tasks: list[ScoreTask] = []
+    if asked.kind == "score":
+        requests, tasks = await service.in_thread(_score_requests, service, asked, tenant, name)
+    elif _is_quick(asked):
         requests = _requests(service, asked, tenant, prefix, name)
     else:
         requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
@@ -93,6 +106,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         model=asked.model or service.settings.names[0],
         tenant=tenant,
         requests=requests,
+        tasks=tasks,
         app=begun.name if begun is not None else "",
         stream=asked.stream,
         include_usage=asked.include_usage,
@@ -147,6 +161,44 @@ def _requests(
         service.check(request)
         requests.append(request)
     return requests
+
+
+def _tasks(service: Service, asked: Asked) -> list[ScoreTask]:
+    """Tokenised, each prompt once more with each of its completions."""
+    some = asked.completions or [()] * len(asked.prompts)
+    characters = sum(
+        len(prompt.text) * (1 + len(completions))
+        for prompt, completions in zip(asked.prompts, some, strict=True)
+        if prompt.text is not None
+    )
+    if characters > SCORED_CHARACTERS:
+        raise RequestError(
+            f"prompts have {characters} characters, each counted again for each completion, limit "
+            f"is {SCORED_CHARACTERS}: send several requests, or token ids"
+        )
+    return [asked.task(number, service.bounded_tokenizer) for number in range(len(asked.prompts))]
+
+
+def _score_requests(
+    service: Service, asked: Asked, tenant: Tenant, name: str
+) -> tuple[list[Request], list[ScoreTask]]:
+    """What is scored of each prompt, and a request for it, found good."""
+    requests = []
+    tasks = _tasks(service, asked)
+    for number, task in enumerate(tasks):
+        ids = array("i", task.prompt)
+        common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
+        request = Request(
+            request_id=f"{name}-{number}",
+            prompt_token_ids=ids,
+            params=asked.params,
+            paths=task.paths,
+            cache_salt=tenant.salt(asked.cache_salt),
+            common_prefix_tokens=common.length(ids) if common is not None else 0,
+        )
+        service.check(request)
+        requests.append(request)
+    return requests, tasks
 
 
 def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
@@ -346,6 +398,10 @@ def whole_body(
     call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
 ) -> dict[str, Any]:
     """The body of a call that is answered: the choices of its prompts one after the other."""
+    whole = {"id": call.id, "created": call.created, "usage": usage_of(call)}
+    if call.tasks:
+        answered = zip(call.tasks, (delta.scores for delta in call.deltas), strict=True)
+        return _spelled(lambda: scores_body(call.id, call.model, answered)) | whole
     bodies = []
     for part, request in enumerate(call.requests):
         outputs = [piece for (of, _), piece in pieces.items() if of == part]
@@ -370,7 +426,7 @@ def whole_body(
     body["choices"] = [choice for one in bodies for choice in one["choices"]]
     for index, choice in enumerate(body["choices"]):
         choice["index"] = index
-    return body | {"id": call.id, "created": call.created, "usage": usage_of(call)}
+    return body | whole
 
 
 def _spelled(write: Any) -> Any:

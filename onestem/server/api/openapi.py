@@ -18,6 +18,7 @@ from onestem.openai.schema import (
     ErrorAnswer,
     PrefixBody,
     SchemaBody,
+    ScoreBody,
     TokenizeBody,
     UploadBody,
 )
@@ -26,8 +27,8 @@ __all__ = ["ERRORS", "answers", "body_of", "document", "json_body"]
 
 REF = "#/components/schemas/{model}"
 MODELS: tuple[type[BaseModel], ...] = (
-    ChatBody, CompletionBody, PrefixBody, SchemaBody, BatchBody, TokenizeBody, DetokenizeBody,
-    UploadBody, ErrorAnswer,
+    ChatBody, CompletionBody, ScoreBody, PrefixBody, SchemaBody, BatchBody, TokenizeBody,
+    DetokenizeBody, UploadBody, ErrorAnswer,
 )  # fmt: skip
 _ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -22,6 +22,7 @@ from onestem.request import (
     Reuse,
     TokenLogprobs,
 )
+from onestem.scores import PathScores
 
 __all__ = [
     "Abort",
@@ -174,13 +175,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new in a request's answers. `metrics`, `prompt_logprobs` and `reuse` come last."""
+    """What is new in a request's answers. `metrics`, `prompt_logprobs`, `scores` and `reuse` come
+    last."""
 
     request_id: str
     pieces: list[CompletionOutput]
     finished: bool = False
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    scores: list[PathScores] | None = None
     reuse: Reuse | None = None
 
 

@@ -152,6 +152,7 @@ def _last(output: RequestOutput, pieces: list[CompletionOutput]) -> Delta:
         finished=True,
         metrics=output.metrics,
         prompt_logprobs=output.prompt_logprobs,
+        scores=output.scores,
         reuse=output.reuse,
     )
 

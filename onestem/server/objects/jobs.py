@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onestem.batch import EngineDiedError, JobSummary, Planner, Progress, run_job
-from onestem.batch.format import KIND_OF_URL
+from onestem.batch.format import KIND_OF_URL, url_of
 from onestem.checked import check, show, without_nulls
 from onestem.errors import JobError, OnestemError, RequestError
 from onestem.jobs import schema_options
@@ -335,7 +335,7 @@ def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
         for number, raw in enumerate(file, 1):
             run.check()
             try:
-                url = read_object(raw).get("url")
+                url = url_of(read_object(raw))
             except JsonError:
                 continue
             if url in KIND_OF_URL and url != endpoint:
