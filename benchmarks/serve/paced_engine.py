@@ -70,7 +70,7 @@ def main() -> None:
             step += 1
             texts = [WORDS[(step + number) % len(WORDS)] for number in numbers]
             zeros = array("q", bytes(8 * len(numbers)))
-            tokens = Tokens(numbers, zeros, numbers, texts)
+            tokens = Tokens(requests=numbers, indices=zeros, token_ids=numbers, texts=texts)
             report = Report(
                 tokens=tokens, num_running=len(numbers), num_taken=num_taken, busy=True
             )  # fmt: skip

@@ -191,8 +191,10 @@ class Sequence:
     def weight_versions(self) -> list[int]:
         """Of the weights that each of its tokens was sampled (or scored) with."""
         ends = [*(first for first, _ in self.weights[1:]), self.num_output]
-        runs = zip(self.weights, ends, strict=True)
-        return [version for (first, version), end in runs for _ in range(first, end)]
+        versions: list[int] = []
+        for (first, version), end in zip(self.weights, ends, strict=True):
+            versions += [version] * (end - first)
+        return versions
 
     def note_weights(self, version: int) -> None:
         """Others from here on. What is scored in part is scored again, all of it with the same."""
