@@ -27,6 +27,8 @@ __all__ = [
     "Yarn",
 ]
 
+MAX_LAYERS = 4096  # a damaged file has more, which would take minutes to describe
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -258,6 +260,8 @@ class Description:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_hidden_layers is {self.num_layers}, limit is {MAX_LAYERS}")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads is {self.num_q_heads}, expected a multiple of "

@@ -258,6 +258,11 @@ def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
         ModelConfig.from_directory(_directory(tmp_path, config))
 
 
+def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000, limit is 4096"):
+        ModelConfig.from_directory(_directory(tmp_path, {**LLAMA, "num_hidden_layers": 10**6}))
+
+
 def test_no_directory_no_json_no_object(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         ModelConfig.from_directory(tmp_path / "nowhere")
