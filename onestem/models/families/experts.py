@@ -3,8 +3,7 @@ experts."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from dataclasses import replace
 
 from onestem.models.description import (
     ClampedSwiglu,
@@ -14,7 +13,7 @@ from onestem.models.description import (
     TensorNames,
 )
 from onestem.models.families import llama
-from onestem.models.families.shared import layer_windows, rotary
+from onestem.models.families.shared import layer_windows
 from onestem.models.fields import Fields
 
 __all__ = ["names", "read_glm4", "read_gpt_oss", "read_mixtral", "read_olmoe", "read_qwen"]
@@ -31,9 +30,8 @@ def read_mixtral(fields: Fields, architecture: str) -> Description:
     window = None
     if fields.values.get("sliding_window") is not None:
         window = fields.positive("sliding_window")
-    return _description(
-        fields, architecture, experts, theta=1e6, eps=1e-5, sliding_windows=(window,) * num_layers
-    )
+    common = llama.plain(fields, architecture, theta=1e6, norm_eps=1e-5)
+    return replace(common, experts=experts, sliding_windows=(window,) * num_layers)
 
 
 def read_qwen(fields: Fields, architecture: str) -> Description:
@@ -52,8 +50,12 @@ def read_qwen(fields: Fields, architecture: str) -> Description:
         shared_gate=not newer,
     )
     bias = fields.boolean("attention_bias" if newer else "qkv_bias", not newer)
-    return _description(
-        fields, architecture, experts, qkv_bias=bias, o_bias=newer and bias, qk_norm=newer
+    return replace(
+        llama.plain(fields, architecture),
+        experts=experts,
+        qkv_bias=bias,
+        o_bias=newer and bias,
+        qk_norm=newer,
     )
 
 
@@ -84,12 +86,9 @@ def read_glm4(fields: Fields, architecture: str) -> Description:
         top_groups=fields.positive("topk_group", 1),
         shared_size=size * fields.positive("n_shared_experts", 1),
     )
-    return _description(
-        fields,
-        architecture,
-        experts,
-        eps=1e-5,
-        rotary_factor=0.5,
+    return replace(
+        llama.plain(fields, architecture, turned=0.5, norm_eps=1e-5),
+        experts=experts,
         qkv_bias=fields.boolean("attention_bias", False),
         qk_norm=fields.boolean("use_qk_norm", False),
     )
@@ -106,11 +105,9 @@ def read_olmoe(fields: Fields, architecture: str) -> Description:
     )
     bias = fields.boolean("attention_bias", False)
     clip = fields.values.get("clip_qkv")
-    return _description(
-        fields,
-        architecture,
-        experts,
-        eps=1e-5,
+    return replace(
+        llama.plain(fields, architecture, norm_eps=1e-5),
+        experts=experts,
         qkv_bias=bias,
         o_bias=bias,
         qkv_clip=None if clip is None else fields.number("clip_qkv"),
@@ -141,56 +138,13 @@ def read_gpt_oss(fields: Fields, architecture: str) -> Description:
     )
     bias = fields.boolean("attention_bias", True)
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
-    return _description(
-        fields,
-        architecture,
-        experts,
-        theta=150000.0,
-        eps=1e-5,
-        head_dim=64,
+    return replace(
+        llama.plain(fields, architecture, head_dim=64, theta=150000.0, norm_eps=1e-5),
+        experts=experts,
         sliding_windows=layer_windows(fields, fields.positive("sliding_window", 128), default),
         qkv_bias=bias,
         o_bias=bias,
         sinks=True,
-    )
-
-
-def _description(
-    fields: Fields,
-    architecture: str,
-    experts: Experts,
-    *,
-    theta: float = 10000.0,
-    eps: float = 1e-6,
-    rotary_factor: float | None = None,
-    head_dim: int | None = None,
-    **more: Any,
-) -> Description:
-    """What all of them have, and `more` fields of the description. Of `theta`, `eps`,
-    `rotary_factor` and `head_dim` what the file says goes first."""
-    num_q_heads = fields.positive("num_attention_heads")
-    num_layers = fields.positive("num_hidden_layers")
-    max_position_embeddings = fields.positive("max_position_embeddings")
-    if head_dim is None and fields.values.get("head_dim") is None:
-        head_dim = fields.head_dim("hidden_size", "num_attention_heads")
-    head_dim = fields.positive("head_dim", head_dim)
-    fields.refuse_others(hidden_act="silu")
-    return Description(
-        architecture=architecture,
-        vocab_size=fields.positive("vocab_size"),
-        hidden_size=fields.positive("hidden_size"),
-        intermediate_size=fields.positive("intermediate_size"),
-        num_layers=num_layers,
-        num_q_heads=num_q_heads,
-        num_kv_heads=fields.positive("num_key_value_heads", num_q_heads),
-        head_dim=head_dim,
-        positions=rotary(fields, head_dim, max_position_embeddings, rotary_factor, theta=theta),
-        max_position_embeddings=max_position_embeddings,
-        norm_eps=fields.number("rms_norm_eps", eps),
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        experts=experts,
-        initializer_range=fields.number("initializer_range", 0.02),
-        **{"sliding_windows": (None,) * num_layers, **more},
     )
 
 
@@ -216,7 +170,7 @@ def names(description: Description) -> TensorNames:
     glm = description.architecture == "Glm4MoeForCausalLM"
     mixtral = description.architecture == "MixtralForCausalLM"
     layers = [f"model.layers.{layer}." for layer in range(description.num_layers)]
-    return dataclasses.replace(
+    return replace(
         llama.names(description),
         experts=_NAMES[description.architecture],
         sinks="self_attn.sinks" if description.sinks else None,
