@@ -23,9 +23,9 @@ from onestem.engine.residence import Residence
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.admission import (
     SequenceFactory,
+    check_format,
     check_pml,
     check_request,
-    longest_choice,
     model_len,
 )
 from onestem.engine.schedule.memory import (
@@ -45,7 +45,7 @@ from onestem.engine.step.runner import Logits
 from onestem.engine.step.slots import Slots
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
-from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.errors import ConfigError, RequestError
 from onestem.interrupts import uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
@@ -214,7 +214,7 @@ class Engine:
 
     def _compile(self, request: Request) -> None:
         if self._grammars is not None:
-            _refuse_unsupported(self._grammars.compile, request)
+            check_format(self._grammars.compile, request)
 
     def _check(self, request: Request, token_ids: NDArray[np.integer] | None = None) -> None:
         check_request(
@@ -227,16 +227,15 @@ class Engine:
         )
         self._sampler.settings_of(request.params)
         if self._grammars is not None:
-            _refuse_unsupported(self._grammars.check, request)
-        if request.pml is not None:
-            pool = self.cache.pool
-            check_pml(
-                request.pml,
-                self.decoder.config,
-                num_pages=pool.num_pages - self.pins.num_pages,
-                page_size=pool.page_size,
-                answer_tokens=longest_choice(request, self.tokenizer) or 1,
-            )
+            check_format(self._grammars.check, request)
+        pool = self.cache.pool
+        check_pml(
+            request,
+            self.decoder.config,
+            self.tokenizer,
+            num_pages=pool.num_pages - self.pins.num_pages,
+            page_size=pool.page_size,
+        )
 
     def add_request(self, request: Request, *, key: str = "", weight: float = 1.0) -> None:
         """Queue a request; its outputs come from `step`. One with a grammar that is not compiled
@@ -737,14 +736,6 @@ def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 def _is_fatal(error: Exception) -> bool:
     """Whether a device has failed, and nothing can be computed any more."""
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-
-
-def _refuse_unsupported(check: Callable[..., object], request: Request) -> None:
-    """Check a request's `response_format`: what is not supported is a fault of the request."""
-    try:
-        check(request.params.response_format)
-    except UnsupportedError as error:
-        raise RequestError(str(error)) from error
 
 
 def _attention_for(decoder: Decoder, name: str) -> AttentionImpl:

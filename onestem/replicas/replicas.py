@@ -12,9 +12,9 @@ import numpy as np
 from onestem.engine.engine import check_counts
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
-from onestem.engine.schedule.admission import check_pml, check_request, longest_choice
+from onestem.engine.schedule.admission import check_format, check_pml, check_request
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import RequestError, UnsupportedError
+from onestem.errors import RequestError
 from onestem.forecasts import JobWatch
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
@@ -129,18 +129,9 @@ class Replicas:
             max_num_seqs=self.options.max_num_seqs,
         )
         if self._grammars is not None:
-            try:
-                self._grammars.compile(request.params.response_format)
-            except UnsupportedError as error:
-                raise RequestError(str(error)) from error
-        if request.pml is not None:
-            check_pml(
-                request.pml,
-                self.config,
-                num_pages=self.kv_tokens // size,
-                page_size=size,
-                answer_tokens=longest_choice(request, self.tokenizer) or 1,
-            )
+            check_format(self._grammars.compile, request)
+        num_pages = self.kv_tokens // size
+        check_pml(request, self.config, self.tokenizer, num_pages=num_pages, page_size=size)
 
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests; outputs as they finish. Those of a plan are dealt by its groups.

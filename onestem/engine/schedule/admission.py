@@ -23,9 +23,8 @@ from onestem.engine.schedule.queue import Gate
 from onestem.engine.sequence import RequestState, Scoring, Sequence
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import ConfigError, OnestemError, RequestError
+from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.models.config import ModelConfig
-from onestem.pml import CompiledPrompt
 from onestem.request import Request, RequestMetrics, RequestOutput
 from onestem.scores import ScorePath, completion_tree
 from onestem.seeds import derive_seed
@@ -33,10 +32,10 @@ from onestem.seeds import derive_seed
 __all__ = [
     "MAX_CHOICE_TOKENS",
     "SequenceFactory",
+    "check_format",
     "check_pml",
     "check_request",
     "choice_ids",
-    "longest_choice",
     "model_len",
 ]
 
@@ -106,13 +105,21 @@ def check_request(
         _check_choices(request, max_model_len, tokenizer)
 
 
+def check_format(check: Callable[..., object], request: Request) -> None:
+    """Check a request's `response_format`: what is not supported is a fault of the request."""
+    try:
+        check(request.params.response_format)
+    except UnsupportedError as error:
+        raise RequestError(str(error)) from error
+
+
 def check_pml(
-    compiled: CompiledPrompt,
+    request: Request,
     config: ModelConfig,
+    tokenizer: Tokenizer | None,
     *,
     num_pages: int,
     page_size: int,
-    answer_tokens: int = 1,
 ) -> None:
     """Raise `RequestError` for a prompt in PML that, with the least of an answer, the model's
     positions or the KV memory have no room for.
@@ -120,6 +127,10 @@ def check_pml(
     Args:
         num_pages: pages that it could have.
     """
+    compiled = request.pml
+    if compiled is None:
+        return
+    answer_tokens = longest_choice(request, tokenizer) or 1
     prompt = PmlPrompt(compiled, "", "")
     positions = config.max_position_embeddings
     if compiled.next_position + answer_tokens > positions:
