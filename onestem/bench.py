@@ -202,7 +202,7 @@ def _warm_up(llm: LLM, prompts: list[list[int]]) -> None:
     # Other tokens than the job's: nothing of it may be cached when the clock starts. A full step of
     # them: its kernels are not those of a few rows, and the first launch of each takes long.
     room, other = llm.engine.scheduler.budget.most, []
-    for ids in prompts[: llm.engine.scheduler.budget.most // 64]:
+    for ids in prompts[: room // 64]:
         other.append([(token + 1) % llm.config.vocab_size for token in ids[: max(room, 8)]])
         room -= len(ids)
     _answer(llm, other, [_greedy(2)] * len(other))

@@ -13,6 +13,7 @@ done to each by itself.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -137,7 +138,7 @@ def _kind(weight: Channels | Groups) -> str:
     return f"{'fp8' if floats else f'int{weight.bits}'} in groups of {weight.group}"
 
 
-class _Quantized:
+class _Quantized(ABC):
     """What these products have in common."""
 
     scratch_bytes = 0
@@ -151,8 +152,13 @@ class _Quantized:
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
 
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Projection`."""
+
+    @abstractmethod
     def held(self) -> list[Tensor]:
-        raise NotImplementedError
+        """All tensors but the bias."""
 
     def tensors(self) -> list[Tensor]:
         return self.held() + ([] if self.bias is None else [self.bias])
