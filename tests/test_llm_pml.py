@@ -112,6 +112,7 @@ def run(*arguments: str):
 
 
 def test_run_answers_and_says_what_it_cost(llm):
+    llm.add_schema(EXAMPLES / "travel" / "schema.xml")
     path = EXAMPLES / "travel" / "prompt.xml"
     options = ["--max-tokens", "6", "--temperature", "0", "--dtype", "float32"]
     result = run("run", str(path), *options)
