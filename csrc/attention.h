@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "linear.h"
+
 namespace onestem {
 
 struct bf16 {
@@ -83,6 +85,7 @@ struct AttentionCall {
   float* state_sum;           // [num_states, q_heads]
 };
 
+// `wide_weight(s)`: weights of norms are float32, whatever rows are.
 struct AddRmsNormCall {
   void* hidden;       // [rows, width], changed in place
   const void* delta;  // [rows, width], or null
@@ -90,18 +93,22 @@ struct AddRmsNormCall {
   void* out;
   int64_t width;
   float eps;
+  bool wide_weight;
 };
 
 struct RopeWriteCall {
-  const void* qkv;  // [rows, (q_heads + 2 * kv_heads) * dim]
+  const void* qkv;  // [rows, (q_heads + kv_heads + value_heads) * dim]
   const void *q_norm, *k_norm;  // [dim], or null
   const float *cos, *sin;       // [rows, dim / 2]
   const int64_t* slots;         // [rows]
   void *q, *k_pages, *v_pages;
   int32_t q_heads, kv_heads, dim;
+  int32_t value_heads;  // 0: values are keys, before norm and rotation
   float eps;
   int32_t page_size;
   PageStrides pages;
+  bool wide_weights;
+  bool value_norm;  // values are normed, without a weight
 };
 
 struct SiluMulCall {
@@ -147,6 +154,7 @@ struct KernelsOf {
 
 struct Kernels {
   KernelsOf of[kNumDtypes];
+  LinearKernels linear8, linear4;  // of weights of 8 and of 4 bits
   bool (*race)(const RaceCall&);
   float (*top_logit)(const float* logits, int64_t count);
   double (*sum_of_exp)(const float* logits, int64_t count, float top);

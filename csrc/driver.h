@@ -42,6 +42,10 @@ class PreparedPlan {
 // Attends with a plan's work list. The call's `work` and its workspace are filled in here.
 void attend(AttentionCall call, PreparedPlan& prepared, Dtype dtype, int32_t threads);
 
+// Multiplies rows of type `x` with a weight; results have type `y`. The call's `packed` is filled in
+// here.
+void multiply(const Kernels& kernels, LinearCall call, Dtype x, Dtype y, int32_t threads);
+
 // Calls run(begin, end) for pieces of 0..rows-1, on several threads where `bytes` of work deserve it.
 void over_rows(int64_t rows, int64_t bytes, int32_t threads,
                const std::function<void(int64_t, int64_t)>& run);

@@ -74,7 +74,10 @@ bool has_avx512() {
   return has_avx2() && saves(0xe6) && bit(ebx, 16) && bit(ebx, 17) && bit(ebx, 30) && bit(ebx, 31);
 }
 
-bool has_avx512_bf16() { return has_avx512() && bit(cpuid(7, 1).eax, 5); }
+// VNNI came before it, so it is no set of its own.
+bool has_avx512_bf16() {
+  return has_avx512() && bit(cpuid(7, 1).eax, 5) && bit(cpuid(7, 0).ecx, 11);
+}
 
 // Linux gives the tile registers to a process that asks for them.
 bool may_use_tiles() {
@@ -89,7 +92,7 @@ bool may_use_tiles() {
 bool has_amx_bf16() {
   const uint32_t edx = cpuid(7, 0).edx;
   static const bool allowed = has_avx512_bf16() && saves(0x60000) && bit(edx, 22) &&
-                              bit(edx, 24) && may_use_tiles();
+                              bit(edx, 24) && bit(edx, 25) && may_use_tiles();
   return allowed;
 }
 

@@ -1,4 +1,5 @@
 #define ONESTEM_ISA amx_bf16
+#define ONESTEM_VNNI
 #include "kernels/vec_avx512.h"
 
 #include "kernels/table.h"
@@ -8,6 +9,10 @@
 #include "kernels/products_amx.h"
 
 #include "kernels/products_amx_few.h"
+
+#include "kernels/linear_vnni.h"
+
+#include "kernels/linear_amx.h"
 
 namespace onestem {
 
@@ -21,6 +26,8 @@ Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
                                           {0.06f, 0.035f, 0.15f, 0.005f, 0.4f, 0.1f});
+  kernels.linear8 = {path<Linear8<ByteDots8>>(1), path<AmxCodes8>(16), {1, 1, 1}};
+  kernels.linear4 = {path<Linear4>(1), path<AmxCodes4>(16), {INT32_MAX, 2, INT32_MAX}};
   return kernels;
 }
 

@@ -103,9 +103,9 @@ std::vector<float> default_rates(const std::string& isa, int dtype) {
 
 void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t delta,
                   uintptr_t weight, uintptr_t out, int64_t rows, int64_t width, float eps,
-                  int32_t threads) {
+                  bool wide_weight, int32_t threads) {
   const AddRmsNormCall call{pointer<void>(hidden), pointer<void>(delta), pointer<void>(weight),
-                            pointer<void>(out),    width,                eps};
+                            pointer<void>(out),    width,                eps, wide_weight};
   const auto run = kernels_of(isa).of[dtype].add_rms_norm;
   nb::gil_scoped_release released;
   over_rows(rows, rows * width * 8, threads,
@@ -115,19 +115,20 @@ void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t
 bool rope_write(const std::string& isa, int dtype, uintptr_t qkv, uintptr_t q_norm,
                 uintptr_t k_norm, uintptr_t cos, uintptr_t sin, uintptr_t slots, uintptr_t q,
                 uintptr_t k_pages, uintptr_t v_pages, std::array<int64_t, 3> strides,
-                int64_t rows, int32_t q_heads, int32_t kv_heads, int32_t dim, float eps,
-                int32_t page_size, int64_t num_slots, int32_t threads) {
+                int64_t rows, int32_t q_heads, int32_t kv_heads, int32_t value_heads, int32_t dim,
+                float eps, int32_t page_size, int64_t num_slots, bool wide_weights,
+                bool value_norm, int32_t threads) {
   const RopeWriteCall call{pointer<void>(qkv),     pointer<void>(q_norm), pointer<void>(k_norm),
                            pointer<float>(cos),    pointer<float>(sin),   pointer<int64_t>(slots),
                            pointer<void>(q),       pointer<void>(k_pages), pointer<void>(v_pages),
-                           q_heads, kv_heads, dim, eps, page_size,
-                           {strides[0], strides[1], strides[2]}};
+                           q_heads, kv_heads, dim, value_heads, eps, page_size,
+                           {strides[0], strides[1], strides[2]}, wide_weights, value_norm};
   for (int64_t i = 0; i < rows; ++i) {
     if (call.slots[i] < 0 || call.slots[i] >= num_slots) return false;
   }
   const auto run = kernels_of(isa).of[dtype].rope_write;
   nb::gil_scoped_release released;
-  over_rows(rows, rows * (q_heads + 2 * kv_heads) * dim * 8, threads,
+  over_rows(rows, rows * (q_heads + kv_heads + value_heads) * dim * 8, threads,
             [&](int64_t begin, int64_t end) { run(call, begin, end); });
   return true;
 }
@@ -139,6 +140,27 @@ void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t ou
   nb::gil_scoped_release released;
   over_rows(rows, rows * width * 16, threads,
             [&](int64_t begin, int64_t end) { run(call, begin, end); });
+}
+
+void multiply_codes(const std::string& isa, std::array<int, 2> dtypes, uintptr_t x, uintptr_t y,
+                    int64_t rows, int32_t in, int32_t out, uintptr_t codes, uintptr_t scales,
+                    uintptr_t zeros, uintptr_t bias, int32_t bits, int32_t group, int32_t pairs,
+                    int32_t chunks, int32_t threads) {
+  const int32_t depth = chunks * (kCodeBytes * 8 / bits);
+  const PackedCodes weight{pointer<uint8_t>(codes),
+                           pointer<float>(scales),
+                           pointer<uint8_t>(zeros),
+                           bits,
+                           group,
+                           pairs,
+                           chunks,
+                           depth,
+                           group == 0 ? 1 : depth / group};
+  const LinearCall call{weight, pointer<float>(bias), pointer<void>(x), pointer<void>(y), rows, in,
+                        out,    nullptr};
+  const Kernels& kernels = kernels_of(isa);
+  nb::gil_scoped_release released;
+  multiply(kernels, call, static_cast<Dtype>(dtypes[0]), static_cast<Dtype>(dtypes[1]), threads);
 }
 
 // Runs a call over rows in pieces; each row's logits are read some times.
@@ -195,6 +217,7 @@ NB_MODULE(ONESTEM_MODULE, m) {
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);
+  m.def("multiply_codes", multiply_codes);
   m.def("draw_tokens", draw_rows);
   m.def("log_sums", log_sums_of);
   m.def("leading_tokens", leading_of);

@@ -1,8 +1,9 @@
-// AMX: tiles and their products of bf16. What the processor refuses is a fault here, and so is all
+// AMX: tiles and their products of bf16 and of bytes. What the processor refuses is a fault here, and so is all
 // that a kernel can only mean by mistake: a tile that is not configured, shapes that do not fit.
 #pragma once
 
 #include "emulate/bf16.h"
+#include "emulate/vnni.h"
 
 namespace onestem {
 namespace emulated {
@@ -134,6 +135,29 @@ inline void _tile_dpbf16ps(int sums, int left, int right) {
   const emulated::Tile &a = emulated::t_tiles.at(left), &b = emulated::t_tiles.at(right);
   if (!emulated::fit(c, a, b)) fault("TDPBF16PS: shapes of the tiles do not fit");
   for (int half = 0; half < 2; ++half) emulated::multiply_half(a, b, half, c);
+}
+
+// TDPBUSD: sums [m][n] += left [m][k fours of unsigned bytes] * right [k][n fours of signed ones].
+inline void _tile_dpbusd(int sums, int left, int right) {
+  using emulated::fault;
+  if (sums == left || sums == right || left == right) fault("TDPBUSD: two operands are one tile");
+  emulated::Tile& c = emulated::t_tiles.at(sums);
+  const emulated::Tile &a = emulated::t_tiles.at(left), &b = emulated::t_tiles.at(right);
+  if (!emulated::fit(c, a, b)) fault("TDPBUSD: shapes of the tiles do not fit");
+  const auto word = [](const emulated::Tile& tile, int row, int at) {
+    uint32_t value;
+    __builtin_memcpy(&value, tile.data[row] + 4 * at, sizeof value);
+    return value;
+  };
+  for (int m = 0; m < c.rows; ++m) {
+    for (int n = 0; n < c.row_bytes / 4; ++n) {
+      int32_t sum = static_cast<int32_t>(word(c, m, n));
+      for (int k = 0; k < b.rows; ++k) {
+        sum = emulated::dot_bytes(word(a, m, k), word(b, k, n), sum);
+      }
+      __builtin_memcpy(c.data[m] + 4 * n, &sum, sizeof sum);
+    }
+  }
 }
 
 }  // namespace onestem

@@ -15,6 +15,8 @@ typedef int32_t v16si __attribute__((vector_size(64)));
 typedef uint32_t v16su __attribute__((vector_size(64)));
 typedef uint16_t v16hu __attribute__((vector_size(32)));
 typedef uint64_t v8lu __attribute__((vector_size(64)));
+typedef uint16_t v32hu __attribute__((vector_size(64)));
+typedef uint8_t v16qu __attribute__((vector_size(16)));
 
 // What the processor would answer with an exception, or what this file does not know.
 [[noreturn]] inline void fault(const std::string& what) {
@@ -95,6 +97,39 @@ inline __m512i _mm512_slli_epi32(__m512i x, unsigned count) {
 }
 inline __m512i _mm512_srli_epi32(__m512i x, unsigned count) {
   return count > 31 ? __m512i{} : emulated::integers(emulated::words(x) >> count);
+}
+
+inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) {
+  return emulated::integers(emulated::words(a) - emulated::words(b));
+}
+inline __m512i _mm512_srli_epi16(__m512i x, unsigned count) {
+  return count > 15 ? __m512i{}
+                    : emulated::integers(__builtin_bit_cast(emulated::v32hu, x) >> count);
+}
+// Of each pair the sum of products, which wraps where all four factors are -32768.
+inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
+  const emulated::Halves x = emulated::halves(emulated::floats(a));
+  const emulated::Halves y = emulated::halves(emulated::floats(b));
+  const auto sums = [](__m256 p, __m256 q) {
+    return _mm256_castsi256_ps(_mm256_madd_epi16(_mm256_castps_si256(p), _mm256_castps_si256(q)));
+  };
+  return emulated::integers(emulated::whole(sums(x.low, y.low), sums(x.high, y.high)));
+}
+// Words of `x` by the low five bits of each index.
+inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i x) {
+  const auto at = __builtin_bit_cast(emulated::v32hu, index);
+  const auto from = __builtin_bit_cast(emulated::v32hu, x);
+  emulated::v32hu out{};
+  for (int i = 0; i < 32; ++i) out[i] = from[at[i] & 31];
+  return emulated::integers(out);
+}
+inline __m512i _mm512_broadcast_i64x4(__m256i x) {
+  const __m256 half = _mm256_castsi256_ps(x);
+  return emulated::integers(emulated::whole(half, half));
+}
+inline __m512i _mm512_cvtepu8_epi32(__m128i x) {
+  return emulated::integers(
+      __builtin_convertvector(__builtin_bit_cast(emulated::v16qu, x), emulated::v16su));
 }
 
 // Bit i of `table` is the result where the bits of a, b and c read i as a number, a's first.
@@ -237,6 +272,16 @@ inline float _mm512_reduce_add_ps(__m512 x) {
   const __m256 eight = _mm256_add_ps(h.high, h.low);
   const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+inline int _mm512_reduce_add_epi32(__m512i x) {
+  uint32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += emulated::words(x)[i];
+  return static_cast<int>(sum);
+}
+inline __m512 _mm512_setr_ps(float a, float b, float c, float d, float e, float f, float g,
+                             float h, float i, float j, float k, float l, float m, float n,
+                             float o, float p) {
+  return __m512{a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
 }
 inline float _mm512_reduce_max_ps(__m512 x) {
   const emulated::Halves h = emulated::halves(x);

@@ -43,4 +43,20 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
                          emulated::add_pairs(c.high, x.high, y.high));
 }
 
+// VCVTNEPS2BF16: to the nearest, ties to even; denormals become zeros of their sign, NaN quiet.
+inline __m256bh _mm512_cvtneps_pbh(__m512 x) {
+  emulated::v16hu out{};
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = emulated::words(x)[i];
+    if ((bits & 0x7f800000) == 0) {
+      out[i] = bits >> 16 & 0x8000;
+    } else if (x[i] != x[i]) {
+      out[i] = bits >> 16 | 0x40;
+    } else {
+      out[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+  }
+  return __builtin_bit_cast(__m256bh, out);
+}
+
 }  // namespace onestem

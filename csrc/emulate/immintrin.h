@@ -1,5 +1,5 @@
 // Stands before the compiler's own header where kernels are built for instructions that the machine
-// need not have: what they use of AVX-512, its bf16 products and AMX is then computed with AVX2,
+// need not have: what they use of AVX-512, its bf16 products, VNNI and AMX is then computed with AVX2,
 // FMA and F16C. For tests.
 //
 // The kernels live in namespaces inside `onestem`, so the functions of that name hide the
@@ -19,9 +19,11 @@
 #undef _mm512_reduce_ps
 #undef _mm512_scalef_ps
 #undef _mm512_slli_epi32
+#undef _mm512_srli_epi16
 #undef _mm512_srli_epi32
 #undef _mm512_ternarylogic_epi32
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 #undef _tile_loadconfig
 #undef _tile_loadd
 #undef _tile_release
@@ -31,5 +33,7 @@
 #include "emulate/avx512.h"
 
 #include "emulate/bf16.h"
+
+#include "emulate/vnni.h"
 
 #include "emulate/amx.h"

@@ -66,6 +66,32 @@ Floats dpbf16_ps(const Floats& sums, const Words& a, const Words& b) {
       std::bit_cast<__m512>(sums), std::bit_cast<__m512bh>(a), std::bit_cast<__m512bh>(b)));
 }
 
+using Bytes = std::array<uint8_t, 64>;
+using Pairs = std::array<uint16_t, 32>;
+
+template <class E>
+__m512i vector_of(const std::array<E, 64 / sizeof(E)>& x) {
+  return std::bit_cast<__m512i>(x);
+}
+
+Words madd_epi16(const Pairs& a, const Pairs& b) {
+  return std::bit_cast<Words>(_mm512_madd_epi16(vector_of<uint16_t>(a), vector_of<uint16_t>(b)));
+}
+
+Pairs permutexvar_epi16(const Pairs& index, const Pairs& x) {
+  return std::bit_cast<Pairs>(
+      _mm512_permutexvar_epi16(vector_of<uint16_t>(index), vector_of<uint16_t>(x)));
+}
+
+Words dpbusd(const Words& sums, const Bytes& a, const Bytes& b) {
+  return std::bit_cast<Words>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(sums),
+                                                  vector_of<uint8_t>(a), vector_of<uint8_t>(b)));
+}
+
+Halfwords cvtneps_pbh(const Floats& x) {
+  return std::bit_cast<Halfwords>(_mm512_cvtneps_pbh(std::bit_cast<__m512>(x)));
+}
+
 void tile_loadconfig(const nb::bytes& config) {
   if (config.size() != 64) throw nb::value_error("expected 64 bytes");
   _tile_loadconfig(config.c_str());
@@ -99,11 +125,16 @@ void add_instructions(nb::module_& m) {
   m.def("cvtps_ph", cvtps_ph);
   m.def("cvtph_ps", cvtph_ps);
   m.def("dpbf16_ps", dpbf16_ps);
+  m.def("madd_epi16", madd_epi16);
+  m.def("permutexvar_epi16", permutexvar_epi16);
+  m.def("dpbusd", dpbusd);
+  m.def("cvtneps_pbh", cvtneps_pbh);
   m.def("tile_loadconfig", tile_loadconfig);
   m.def("tile_release", [] { _tile_release(); });
   m.def("tile_zero", [](int tile) { _tile_zero(tile); });
   m.def("tile_loadd", tile_loadd);
   m.def("tile_stored", tile_stored);
+  m.def("tile_dpbusd", [](int sums, int left, int right) { _tile_dpbusd(sums, left, right); });
   m.def("tile_dpbf16ps", [](int sums, int left, int right) { _tile_dpbf16ps(sums, left, right); });
 }
 

@@ -24,9 +24,10 @@ inline float inverse_rms(float sum_of_squares, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares / static_cast<float>(width) + eps);
 }
 
-template <class T>
-void add_rms_norm(const AddRmsNormCall& call, int64_t begin, int64_t end) {
-  const T* weight = static_cast<const T*>(call.weight);
+// Rows of T, a weight of W.
+template <class T, class W>
+void add_rms_norm_of(const AddRmsNormCall& call, int64_t begin, int64_t end) {
+  const W* weight = static_cast<const W*>(call.weight);
   for (int64_t row = begin; row < end; ++row) {
     T* hidden = static_cast<T*>(call.hidden) + row * call.width;
     const T* delta = static_cast<const T*>(call.delta) + row * call.width;
@@ -47,20 +48,28 @@ void add_rms_norm(const AddRmsNormCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// One head's RMSNorm (where it has a weight) and rotation: pair i is (x[i], x[i + dim / 2]).
 template <class T>
-void rotate_head(const T* x, const T* norm, const RopeWriteCall& call, int64_t row, T* out) {
+void add_rms_norm(const AddRmsNormCall& call, int64_t begin, int64_t end) {
+  call.wide_weight ? add_rms_norm_of<T, float>(call, begin, end)
+                   : add_rms_norm_of<T, T>(call, begin, end);
+}
+
+template <class T>
+float head_factor(const T* x, const RopeWriteCall& call) {
+  vf squares = zeros();
+  for_vectors(call.dim, [&](int64_t d, int32_t n) {
+    const vf value = get(x + d, n);
+    squares = fma(value, value, squares);
+  });
+  return inverse_rms(sum(squares), call.dim, call.eps);
+}
+
+// One head's RMSNorm (where it has a weight) and rotation: pair i is (x[i], x[i + dim / 2]).
+template <class T, class W>
+void rotate_head(const T* x, const W* norm, const RopeWriteCall& call, int64_t row, T* out) {
   const int32_t half = call.dim / 2;
   const float *cos = call.cos + row * half, *sin = call.sin + row * half;
-  float factor = 1.0f;
-  if (norm != nullptr) {
-    vf squares = zeros();
-    for_vectors(call.dim, [&](int64_t d, int32_t n) {
-      const vf value = get(x + d, n);
-      squares = fma(value, value, squares);
-    });
-    factor = inverse_rms(sum(squares), call.dim, call.eps);
-  }
+  const float factor = norm == nullptr ? 1.0f : head_factor(x, call);
   for_vectors(half, [&](int64_t d, int32_t n) {
     vf low = get(x + d, n), high = get(x + half + d, n);
     if (norm != nullptr) {
@@ -74,8 +83,19 @@ void rotate_head(const T* x, const T* norm, const RopeWriteCall& call, int64_t r
 }
 
 template <class T>
-void rope_write(const RopeWriteCall& call, int64_t begin, int64_t end) {
-  const int64_t width = int64_t{call.q_heads + 2 * call.kv_heads} * call.dim;
+void write_value(const T* x, const RopeWriteCall& call, T* out) {
+  if (!call.value_norm) {
+    __builtin_memcpy(out, x, static_cast<size_t>(call.dim) * sizeof(T));
+    return;
+  }
+  const vf factor = all(head_factor(x, call));
+  for_vectors(call.dim, [&](int64_t d, int32_t n) { put(out + d, get(x + d, n) * factor, n); });
+}
+
+template <class T, class W>
+void rope_write_of(const RopeWriteCall& call, int64_t begin, int64_t end) {
+  const int64_t heads = int64_t{call.q_heads} + call.kv_heads + call.value_heads;
+  const int64_t width = heads * call.dim;
   const PageStrides& pages = call.pages;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.qkv) + row * width;
@@ -85,15 +105,22 @@ void rope_write(const RopeWriteCall& call, int64_t begin, int64_t end) {
     T* k = static_cast<T*>(call.k_pages) + at;
     T* v = static_cast<T*>(call.v_pages) + at;
     for (int32_t h = 0; h < call.q_heads; ++h, x += call.dim, q += call.dim) {
-      rotate_head(x, static_cast<const T*>(call.q_norm), call, row, q);
+      rotate_head(x, static_cast<const W*>(call.q_norm), call, row, q);
     }
+    const T* values = call.value_heads > 0 ? x + int64_t{call.kv_heads} * call.dim : x;
     for (int32_t h = 0; h < call.kv_heads; ++h, x += call.dim, k += pages.head) {
-      rotate_head(x, static_cast<const T*>(call.k_norm), call, row, k);
+      rotate_head(x, static_cast<const W*>(call.k_norm), call, row, k);
     }
-    for (int32_t h = 0; h < call.kv_heads; ++h, x += call.dim, v += pages.head) {
-      __builtin_memcpy(v, x, static_cast<size_t>(call.dim) * sizeof(T));
+    for (int32_t h = 0; h < call.kv_heads; ++h, values += call.dim, v += pages.head) {
+      write_value(values, call, v);
     }
   }
+}
+
+template <class T>
+void rope_write(const RopeWriteCall& call, int64_t begin, int64_t end) {
+  call.wide_weights ? rope_write_of<T, float>(call, begin, end)
+                    : rope_write_of<T, T>(call, begin, end);
 }
 
 template <class T>

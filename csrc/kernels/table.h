@@ -11,6 +11,7 @@
 #include "kernels/wide.h"
 #include "kernels/thin.h"
 #include "kernels/layers.h"
+#include "kernels/linear.h"
 #include "kernels/sampling.h"
 
 namespace onestem::ONESTEM_ISA {
@@ -44,6 +45,8 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   kernels.count_before = count_before;
   kernels.group_tops = group_tops;
   kernels.tokens_from = tokens_from;
+  kernels.linear8 = one_way<Linear8<WordDots8>>();
+  kernels.linear4 = one_way<Linear4>();
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;

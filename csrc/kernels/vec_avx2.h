@@ -117,6 +117,34 @@ inline vi pair_words(vi low, vi high) {
 inline vi even_pairs(vi a, vi b) { return _mm256_unpacklo_epi64(a, b); }
 inline vi odd_pairs(vi a, vi b) { return _mm256_unpackhi_epi64(a, b); }
 
+// Pairs of 16-bit integers in 32-bit lanes.
+inline vi load_bytes(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+template <int COUNT>
+inline vi shift_words(vi x) {
+  return _mm256_srli_epi16(x, COUNT);
+}
+inline vi both(vi a, vi b) { return _mm256_and_si256(a, b); }
+inline vi subtract(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+// sums + a[0] * b[0] + a[1] * b[1] in each lane.
+inline vi multiply_pairs(vi a, vi b, vi sums) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+}
+inline vf load_codes(const uint8_t* p) {
+  return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// As it is: the compiler may not round it together with what is done to it next.
+inline vf apart(vf x) {
+  __asm__("" : "+x"(x));
+  return x;
+}
+
+inline int32_t sum(vi x) {
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  half = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+  return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 1)));
+}
 inline float sum(vf x) {
   __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
   half += _mm_movehl_ps(half, half);

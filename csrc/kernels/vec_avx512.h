@@ -114,6 +114,36 @@ inline vi pair_words(vi low, vi high) {
 inline vi even_pairs(vi a, vi b) { return _mm512_unpacklo_epi64(a, b); }
 inline vi odd_pairs(vi a, vi b) { return _mm512_unpackhi_epi64(a, b); }
 
+// Pairs of 16-bit integers in 32-bit lanes.
+inline vi load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+template <int COUNT>
+inline vi shift_words(vi x) {
+  return _mm512_srli_epi16(x, COUNT);
+}
+inline vi both(vi a, vi b) { return _mm512_and_si512(a, b); }
+inline vi subtract(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+// sums + a[0] * b[0] + a[1] * b[1] in each lane.
+inline vi multiply_pairs(vi a, vi b, vi sums) {
+#ifdef ONESTEM_VNNI
+  return _mm512_dpwssd_epi32(sums, a, b);
+#else
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+#endif
+}
+inline vf load_codes(const uint8_t* p) {
+  return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// As it is: the compiler may not round it together with what is done to it next.
+inline vf apart(vf x) {
+#ifdef ONESTEM_EMULATED
+  __asm__("" : "+m"(x));  // no register holds it
+#else
+  __asm__("" : "+v"(x));
+#endif
+  return x;
+}
+
+inline int32_t sum(vi x) { return _mm512_reduce_add_epi32(x); }
 inline float sum(vf x) { return _mm512_reduce_add_ps(x); }
 inline float top_of(vf x) { return _mm512_reduce_max_ps(x); }
 

@@ -156,6 +156,38 @@ inline vi odd_pairs(vi a, vi b) {
   return narrow_lanes(vw{wide(a)[1], wide(b)[1], wide(a)[3], wide(b)[3]});
 }
 
+// Pairs of 16-bit integers in 32-bit lanes.
+typedef uint16_t vh __attribute__((vector_size(32)));
+inline vi load_bytes(const void* p) {
+  vi x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+template <int COUNT>
+inline vi shift_words(vi x) {
+  return __builtin_bit_cast(vi, __builtin_bit_cast(vh, x) >> COUNT);
+}
+inline vi both(vi a, vi b) { return a & b; }
+inline vi subtract(vi a, vi b) { return a - b; }
+// sums + a[0] * b[0] + a[1] * b[1] in each lane.
+inline vi multiply_pairs(vi a, vi b, vi sums) {
+  const auto low = [](vi x) { return __builtin_bit_cast(vi, __builtin_bit_cast(vu, x) << 16) >> 16; };
+  return sums + low(a) * low(b) + (a >> 16) * (b >> 16);
+}
+inline vf load_codes(const uint8_t* p) {
+  vf x;
+  for (int i = 0; i < kLanes; ++i) x[i] = p[i];
+  return x;
+}
+// As it is: the compiler may not round it together with what is done to it next.
+inline vf apart(vf x) {
+  __asm__("" : "+m"(x));
+  return x;
+}
+
+inline int32_t sum(vi x) {
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
 inline float sum(vf x) {
   return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }

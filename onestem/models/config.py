@@ -8,15 +8,18 @@ that is absent has the value that its family's own configuration gives it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.description import (
     Alibi,
     Description,
+    LayerHeads,
     LayerRotary,
     Learned,
     LongRope,
+    Proportional,
     RopeScaling,
     Rotary,
     TensorNames,
@@ -31,10 +34,12 @@ __all__ = [
     "ARCHITECTURES",
     "Alibi",
     "GenerationDefaults",
+    "LayerHeads",
     "LayerRotary",
     "Learned",
     "LongRope",
     "ModelConfig",
+    "Proportional",
     "RopeScaling",
     "Rotary",
     "Yarn",
@@ -77,7 +82,7 @@ class ModelConfig(Description):
             eos_token_ids=_eos_token_ids(common, generation),
         )
 
-    @property
+    @cached_property
     def tensor_names(self) -> TensorNames:
         """What the family's checkpoints call their tensors."""
         return FAMILIES[self.architecture].names(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +16,19 @@ from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.linear import Head, Projection, padded_rows, step_rows
-from onestem.models.mlp import Activation, ExpertLayer, Mlp
+from onestem.models.mlp import Activation, ExpertLayer, ExpertsBeside, Mlp
 from onestem.models.places import Place
 from onestem.models.rope import Rope
+from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
+from onestem.ops.rounding import Rows
 
 __all__ = ["Attend", "Decoder", "Layer", "Norm", "Scores"]
 
 GPU_STEP_ROWS = 8192
 
 # attend(layer, qkv, heads, angles) -> out
-#   qkv [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], before norms and rotation;
+#   qkv [num_rows, heads.num_projected * head_dim], before norms and rotation;
 #   out [num_rows, num_q_heads, head_dim].
 # What is done to the scores is `Decoder.scores`, for the caller to hand on; where heads have sinks,
 # the caller gives them their share (`LayerOps.share_sinks`).
@@ -58,12 +60,15 @@ class Layer:
 
     Attributes:
         input_norm: before attention; None: it reads the residual itself.
-        qkv: hidden_size -> (num_q_heads + 2 * num_kv_heads) * head_dim, in the order q, k, v.
+        qkv: hidden_size -> heads.num_projected * head_dim, in the order q, k, v.
         heads: how its result divides, and the norms over heads.
         post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
             residual itself.
         output_norm, down_norm: of what attention and what the MLP give, before it is added.
         qk_norms: of all query heads at once, and of all key heads.
+        beside: experts beside the MLP.
+        vectors: what is done with the layer's vectors of tokens.
+        scalar: `[1]`, what the layer's result is multiplied by.
     """
 
     input_norm: Norm | None
@@ -75,6 +80,9 @@ class Layer:
     output_norm: Norm | None = None
     down_norm: Norm | None = None
     qk_norms: tuple[Tensor, Tensor] | None = None
+    beside: ExpertsBeside | None = None
+    vectors: LayerVectors | None = None
+    scalar: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
@@ -83,7 +91,17 @@ class Layer:
         of_heads = (self.heads.q_norm, self.heads.k_norm, self.heads.sinks)
         held += [tensor for tensor in of_heads if tensor is not None]
         held += self.qk_norms or ()
+        held += [] if self.scalar is None else [self.scalar]
+        for part in (self.beside, self.vectors):
+            held += [] if part is None else part.tensors()
         return held + self.qkv.tensors() + self.output.tensors() + self.mlp.tensors()
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """Its products, without those of experts."""
+        beside = () if self.beside is None else self.beside.experts.linears
+        vectors = () if self.vectors is None else (self.vectors.gate, self.vectors.output)
+        return (self.qkv, self.output, *self.mlp.linears, *beside, *vectors)
 
 
 class Decoder:
@@ -92,6 +110,7 @@ class Decoder:
     Attributes:
         scores: what attention does to scores.
         places: name of a tensor in a checkpoint -> what it became.
+        normed: adds to the residual and gives a norm of it.
         quantised: format of its weights, which cannot be written again; None: they can.
     """
 
@@ -105,13 +124,15 @@ class Decoder:
         num_parameters: int,
         *,
         positions: Tensor | None = None,
+        vectors: TokenVectors | None = None,
         ops: LayerOps | None = None,
         places: Iterable[Place] = (),
         quantised: str | None = None,
     ) -> None:
         """embedding [vocab_size, hidden_size] gives dtype and device.
 
-        `positions` [max_position_embeddings, hidden_size] are learned ones. `ops` is what runs
+        `positions` [max_position_embeddings, hidden_size] are learned ones, `vectors` those that
+        layers have for tokens. `ops` is what runs
         between the products; None: the fastest that the device has.
         """
         self.config = config
@@ -120,6 +141,7 @@ class Decoder:
         self.num_parameters = num_parameters
         self.embedding = embedding
         self.positions = positions
+        self.vectors = vectors
         self.layers = tuple(layers)
         self.norm = norm
         self.head = head
@@ -138,8 +160,9 @@ class Decoder:
         }
         # As transformers rounds it; a Python number would stay float32 inside the product.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
-        self._add_norm = _add_norm(config, self.ops)
+        self.normed = _add_norm(config, self.ops)
         self._activation = _activation(config, self.ops)
+        self._rounded_activation = self.ops.rounded_silu_mul if config.mlp == "silu_gated" else None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -147,21 +170,29 @@ class Decoder:
 
         The result is what `logits` takes: the final norm has been applied.
         """
-        angles, add_norm = self.rope.angles(positions), self._add_norm
+        angles, add_norm = self.rope.angles(positions), self.normed
         growth = _growth(self.config, positions, self.dtype)
         sequential = self.config.block == "sequential"
         hidden = self._embed(token_ids, positions)
+        vectors = None if self.vectors is None else self.vectors(token_ids, hidden, self.ops)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            normed = add_norm(hidden, delta, layer.input_norm)
+            normed = add_norm(
+                hidden, delta, layer.input_norm, layer.qkv.rounds if sequential else None
+            )
             out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
             delta = self._given(layer.output(out.flatten(1)), layer.output_norm)
             if sequential:
-                delta = self.mlp(layer, add_norm(hidden, delta, layer.post_norm))
-                delta = self._given(delta, layer.down_norm)
+                normed = add_norm(hidden, delta, layer.post_norm, layer.mlp.rounds)
+                delta = self._given(self.mlp(layer, normed, hidden), layer.down_norm)
             else:
                 beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
-                delta += self.mlp(layer, beside)
+                delta += self.mlp(layer, beside, hidden)
+            if layer.vectors is not None and vectors is not None:
+                delta = layer.vectors(hidden.add_(delta), vectors[:, index])
+                delta = self._rms_norm(delta, layer.vectors.norm)
+            if layer.scalar is not None:
+                hidden, delta = hidden.add_(delta).mul_(layer.scalar), None
         return add_norm(hidden, delta, self.norm)
 
     def padded_rows(self, rows: int) -> int:
@@ -181,7 +212,7 @@ class Decoder:
             hidden *= self._embedding_scale
         return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
 
-    def _qkv(self, layer: Layer, normed: Tensor, growth: Tensor | None) -> Tensor:
+    def _qkv(self, layer: Layer, normed: Rows, growth: Tensor | None) -> Tensor:
         qkv, clip = layer.qkv(normed), self.config.qkv_clip
         if layer.qk_norms is not None:
             sizes = [len(weight) for weight in layer.qk_norms]
@@ -193,14 +224,21 @@ class Decoder:
             qkv[:, : layer.heads.num_q_heads * layer.heads.head_dim] *= growth
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
-    def mlp(self, layer: Layer, normed: Tensor) -> Tensor:
-        """A layer's MLP or experts: [num_rows, hidden_size] -> the same."""
-        return layer.mlp(normed, self._activation)
+    def mlp(self, layer: Layer, normed: Rows, hidden: Tensor) -> Tensor:
+        """A layer's MLP or experts, or both: [num_rows, hidden_size] -> the same. `hidden`: the
+        residual."""
+        out = layer.mlp(normed, self._activation, self._rounded_activation)
+        if layer.beside is None:
+            return out
+        return layer.beside.added(out, hidden, self._rms_norm, self._activation)
+
+    def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.add_rms_norm(rows, None, weight, self.config.norm_eps)
 
     def _given(self, delta: Tensor, norm: Norm | None) -> Tensor:
         """What a part of a layer adds to the residual."""
         if norm is not None:
-            delta = self._add_norm(delta, None, norm)
+            delta = self.normed(delta, None, norm)
         scale = self.config.residual_scale
         return delta if scale == 1 else delta.mul_(scale)
 
@@ -222,6 +260,7 @@ class Decoder:
         """All weights, each once."""
         held = [self.embedding, *self.norm.tensors(), *self.head.tensors()]
         held += [] if self.positions is None else [self.positions]
+        held += [] if self.vectors is None else self.vectors.tensors()
         held += [tensor for layer in self.layers for tensor in layer.tensors()]
         return list({id(tensor): tensor for tensor in held}.values())
 
@@ -255,8 +294,9 @@ class Decoder:
     @property
     def scratch_bytes(self) -> int:
         """Memory on a GPU that the largest product takes beside its rows and weights."""
-        linears = ((one.qkv, one.output, *one.mlp.linears) for one in self.layers)
-        return max((one.scratch_bytes for layer in linears for one in layer), default=0)
+        linears = [one for layer in self.layers for one in layer.linears]
+        linears += [] if self.vectors is None else [self.vectors.projection]
+        return max((one.scratch_bytes for one in linears), default=0)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -264,16 +304,33 @@ class Decoder:
         return self.config.kv_values_per_token * self.dtype.itemsize
 
 
-# (hidden, delta, norm) -> the norm of hidden + delta, which becomes hidden; without one, hidden.
-AddNorm = Callable[[Tensor, Tensor | None, Norm | None], Tensor]
+class AddNorm(Protocol):
+    """The norm of hidden + delta, which becomes hidden; without one, hidden. For a product that
+    `rounds` rows it may be rounded already."""
+
+    @overload
+    def __call__(self, hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        norm: Norm | None,
+        rounds: torch.dtype | None,
+    ) -> Rows: ...
 
 
 def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
     eps = config.norm_eps
 
-    def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+    def add_norm(
+        hidden: Tensor, delta: Tensor | None, norm: Norm | None, rounds: torch.dtype | None = None
+    ) -> Any:
         if norm is None:
             return hidden if delta is None else hidden.add_(delta)
+        if config.norm == "rms" and rounds is not None:
+            return ops.rounded_rms_norm(hidden, delta, norm.weight, eps, rounds)
         if config.norm == "rms":
             return ops.add_rms_norm(hidden, delta, norm.weight, eps)
         return add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)

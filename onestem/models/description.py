@@ -17,13 +17,16 @@ __all__ = [
     "Description",
     "ExpertNames",
     "Experts",
+    "LayerHeads",
     "LayerRotary",
     "Learned",
     "LongRope",
+    "Proportional",
     "QueryGrowth",
     "RopeScaling",
     "Rotary",
     "TensorNames",
+    "TokenVectorNames",
     "Yarn",
 ]
 
@@ -80,6 +83,15 @@ class LongRope:
 
 
 @dataclass(frozen=True)
+class Proportional:
+    """Of the pairs that RoPE would turn, the first `pairs` turn, at the frequencies that they have
+    among all, divided by `factor`; the others stay (Gemma 4)."""
+
+    pairs: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Rotary:
     """RoPE (arXiv 2104.09864) over the first `dim` dimensions of each head; the others stay.
 
@@ -88,7 +100,7 @@ class Rotary:
 
     dim: int
     theta: float = 10000.0
-    scaling: RopeScaling | Yarn | LongRope | None = None
+    scaling: RopeScaling | Yarn | LongRope | Proportional | None = None
     interleaved: bool = False
 
 
@@ -97,6 +109,22 @@ class LayerRotary:
     """RoPE that differs by layer; None: that layer's heads are not turned."""
 
     layers: tuple[Rotary | None, ...]
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Keys and values of a layer, and the size of its heads.
+
+    Attributes:
+        kv_layer: an earlier layer whose keys and values it reads, of as many heads of that size;
+            None: its own.
+        value_is_key: nothing is projected for values: they are keys, before norm and rotation.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    kv_layer: int | None = None
+    value_is_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +188,12 @@ class Experts:
         shared_size: size of an MLP that every row takes beside; 0: there is none.
         shared_gate: its result is multiplied by the sigmoid of a product of the row.
         bias: the router and the experts' products have biases.
-        clamp: None: `silu(gate) * up`.
+        clamp: None: the gate is activated as the layers' MLP's is.
         mxfp4: files hold experts in four bits.
+        beside_mlp: layers with experts have the MLP too. Experts read the residual through a norm
+            of their own, the router through one without weights, times a vector; each branch's
+            result has a norm before they are added (Gemma 4).
+        expert_scales: what each expert gives is multiplied by a number, behind `normalized`.
     """
 
     num: int
@@ -179,6 +211,8 @@ class Experts:
     bias: bool = False
     clamp: ClampedSwiglu | None = None
     mxfp4: bool = False
+    beside_mlp: bool = False
+    expert_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.num % self.num_groups:
@@ -215,6 +249,11 @@ class Description:
         qkv_clip: what q, k and v are clamped to, in size.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
         qk_norm_of_all: the same over all query heads at once, and over all key heads.
+        v_norm: RMSNorm over every value head, without a weight.
+        layer_heads: per layer, keys and values; None: as `num_kv_heads` and `head_dim` say.
+        wide_mlps: layers whose MLP is twice as wide.
+        token_vectors: size of a vector that each layer has for each token of the vocabulary, and
+            adds behind the MLP (Gemma 3n and 4: per-layer embeddings); 0: they have none.
         sinks: each query head has a logit more in its softmax, of a key without a value.
         experts: in place of the MLP in some layers.
         max_position_embeddings: position ids are lower.
@@ -254,6 +293,10 @@ class Description:
     qkv_clip: float | None = None
     qk_norm: bool = False
     qk_norm_of_all: bool = False
+    v_norm: bool = False
+    layer_heads: tuple[LayerHeads, ...] | None = None
+    wide_mlps: frozenset[int] = frozenset()
+    token_vectors: int = 0
     sinks: bool = False
     experts: Experts | None = None
     sliding_windows: tuple[int | None, ...]
@@ -262,27 +305,39 @@ class Description:
     def __post_init__(self) -> None:
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"num_hidden_layers is {self.num_layers}, limit is {MAX_LAYERS}")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads is {self.num_q_heads}, expected a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}, expected an even number (RoPE pairs)")
-        for rotary in self.rotaries:
-            self._check_rotary(rotary)
-        for layers in (self.sliding_windows, self.rotaries):
+        for layers in (self.sliding_windows, self.rotaries, self.heads):
             if len(layers) != self.num_layers:
                 raise ConfigError(
                     f"layer_types gives {len(layers)} layers, expected {self.num_layers}"
                 )
+        for index, heads in enumerate(self.heads):
+            self._check_heads(index, heads)
+        for heads, rotary in zip(self.heads, self.rotaries, strict=True):
+            self._check_rotary(heads, rotary)
 
-    def _check_rotary(self, rotary: Rotary | None) -> None:
+    def _check_heads(self, index: int, heads: LayerHeads) -> None:
+        if self.num_q_heads % heads.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads is {self.num_q_heads}, expected a multiple of "
+                f"num_key_value_heads ({heads.num_kv_heads})"
+            )
+        if heads.head_dim % 2:
+            raise ConfigError(f"head_dim is {heads.head_dim}, expected an even number (RoPE pairs)")
+        if heads.kv_layer is None:
+            return
+        read = self.heads[heads.kv_layer]
+        if (read.num_kv_heads, read.head_dim) != (heads.num_kv_heads, heads.head_dim):
+            raise ConfigError(
+                f"layer {index} has {heads.num_kv_heads} KV heads of {heads.head_dim} and reads "
+                f"layer {heads.kv_layer}'s, which has {read.num_kv_heads} of {read.head_dim}"
+            )
+
+    def _check_rotary(self, heads: LayerHeads, rotary: Rotary | None) -> None:
         if rotary is None:
             return
         if rotary.dim % 2:
             raise ConfigError(
-                f"partial_rotary_factor turns {rotary.dim} of {self.head_dim} dimensions, "
+                f"partial_rotary_factor turns {rotary.dim} of {heads.head_dim} dimensions, "
                 "expected an even number (RoPE pairs)"
             )
         if isinstance(rotary.scaling, LongRope):
@@ -301,6 +356,30 @@ class Description:
         return (rotary,) * self.num_layers
 
     @property
+    def heads(self) -> tuple[LayerHeads, ...]:
+        """Each layer's."""
+        same = LayerHeads(self.num_kv_heads, self.head_dim)
+        return (same,) * self.num_layers if self.layer_heads is None else self.layer_heads
+
+    @property
+    def head_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Sizes of heads, and query heads per KV head, each pair once."""
+        pairs = ((one.head_dim, self.num_q_heads // one.num_kv_heads) for one in self.heads)
+        return tuple(dict.fromkeys(pairs))
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """For each layer, the one whose keys and values it reads: itself, or an earlier one."""
+        read = (heads.kv_layer for heads in self.heads)
+        return tuple(own if layer is None else layer for own, layer in enumerate(read))
+
+    def mlp_size(self, layer: int) -> int:
+        return self.intermediate_size * (2 if layer in self.wide_mlps else 1)
+
+    def has_mlp(self, layer: int) -> bool:
+        return not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp)
+
+    @property
     def gated(self) -> bool:
         """The MLP has a gate beside its upward projection."""
         return self.mlp.endswith("_gated")
@@ -313,8 +392,14 @@ class Description:
         windows, experts = self.sliding_windows[:count], self.experts
         if experts is not None:
             experts = replace(experts, layers=experts.layers[:count])
+        heads = None if self.layer_heads is None else self.layer_heads[:count]
         return replace(
-            self, num_layers=count, sliding_windows=windows, positions=positions, experts=experts
+            self,
+            num_layers=count,
+            sliding_windows=windows,
+            positions=positions,
+            experts=experts,
+            layer_heads=heads,
         )
 
     def without_experts(self) -> Self:
@@ -322,12 +407,17 @@ class Description:
         if self.experts is None:
             return self
         size = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size
+        size += self.intermediate_size if self.experts.beside_mlp else 0
         return replace(self, experts=None, intermediate_size=size)
 
     @property
     def kv_values_per_token(self) -> int:
         """Numbers in one token's keys and values over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return sum(
+            2 * heads.num_kv_heads * heads.head_dim
+            for heads in self.heads
+            if heads.kv_layer is None
+        )
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -346,6 +436,8 @@ class ExpertNames:
         each: a module per expert, with a place for its index; what a file may hold instead, with
             `each_up` (gate and up) and `each_down` behind.
         correction: a tensor.
+        router_scale, expert_scales: tensors. input_norm, mlp_norm, output_norm: modules, of what
+            experts read, and of what the MLP beside them and they give.
         shared_up, shared_down, shared_gate: modules.
     """
 
@@ -357,9 +449,32 @@ class ExpertNames:
     each_down: str = "down_proj"
     alternating: bool = False
     correction: str = "mlp.gate.e_score_correction_bias"
+    router_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    input_norm: str = "pre_feedforward_layernorm_2"
+    mlp_norm: str = "post_feedforward_layernorm_1"
+    output_norm: str = "post_feedforward_layernorm_2"
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class TokenVectorNames:
+    """Names of modules around vectors that layers have for tokens.
+
+    Attributes:
+        table: of all layers, side by side. projection: of embeddings, to be added to them.
+        norm: of what it gives, for each layer.
+        gate, output, output_norm: below a layer's name.
+    """
+
+    table: str = "model.embed_tokens_per_layer"
+    projection: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    output_norm: str = "post_per_layer_input_norm"
 
 
 @dataclass(frozen=True)
@@ -376,6 +491,8 @@ class TensorNames:
         output_norm, down_norm: of what attention and what the MLP give, before it is added.
         positions: of learned positions.
         sinks: a tensor.
+        token_vectors: of all layers, side by side, and what stands around them.
+        layer_scalar: a tensor, by which all that a layer gives is multiplied, its residual too.
         prefix: a checkpoint of the model without its head leaves it out everywhere.
         renamed: (beginning of a name in some checkpoints, what it is here).
         transposed: weights of linear layers are `[in_features, out_features]`.
@@ -401,6 +518,8 @@ class TensorNames:
     qk_norm: tuple[str, ...] = ()
     positions: str | None = None
     sinks: str | None = None
+    token_vectors: TokenVectorNames | None = None
+    layer_scalar: str | None = None
     transposed: bool = False
     grouped: bool = False
     renamed: tuple[tuple[str, str], ...] = ()

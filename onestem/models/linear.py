@@ -54,7 +54,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -164,18 +164,21 @@ class Projection(Protocol):
     Attributes:
         kind: its format and product, as a person is told.
         scratch_bytes: what a product takes on a device beside its result.
+        rounds: dtype of 8 bits that it rounds its rows to, and takes them in as well; None: it
+            takes them as they are.
     """
 
     out_features: int
     in_features: int
     kind: str
     scratch_bytes: int
+    rounds: torch.dtype | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [num_rows, in_features] -> [num_rows, out_features] in its dtype."""
+    def __call__(self, x: Any) -> Tensor:
+        """x [num_rows, in_features] -> [num_rows, out_features] in the model's dtype."""
         ...
 
-    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+    def pieces(self, x: Any) -> tuple[Any, ...]:
         """x in the pieces in which results that are used up at once had better be computed."""
         ...
 
@@ -224,6 +227,7 @@ class Linear(_Weight):
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
 
     scratch_bytes = 0
+    rounds: torch.dtype | None = None
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, layout: Layout | None = None

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from onestem.models.description import Experts
 from onestem.models.linear import Head, Layout, Projection, padded_rows
+from onestem.ops.rounding import RoundedRows, Rows
 
 __all__ = [
     "Activation",
     "ExpertLayer",
     "ExpertProducts",
+    "ExpertsBeside",
     "Mlp",
+    "RoundedActivation",
     "SortedBlocks",
     "clamped_swiglu",
     "route",
@@ -27,6 +30,8 @@ __all__ = [
 
 # up's result -> down's input: [n, 2 * size] (gate, up) or [n, size] -> [n, size].
 Activation = Callable[[Tensor], Tensor]
+# The same, and rounded to a dtype for a down that takes it so.
+RoundedActivation = Callable[[Tensor, torch.dtype], RoundedRows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +45,16 @@ class Mlp:
     up: Projection
     down: Projection
 
-    def __call__(self, x: Tensor, activation: Activation) -> Tensor:
+    @property
+    def rounds(self) -> torch.dtype | None:
+        """See `Projection`."""
+        return self.up.rounds
+
+    def __call__(
+        self, x: Rows, activation: Activation, rounded: RoundedActivation | None = None
+    ) -> Tensor:
+        if rounded is not None and self.down.rounds is not None:
+            return self.down(rounded(self.up(x), self.down.rounds))
         pieces = [activation(self.up(piece)) for piece in self.up.pieces(x)]
         return self.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
@@ -73,6 +87,7 @@ class ExpertLayer:
         correction: float32 `[num]`.
         shared_gate: gives one logit.
         route: gives scores and numbers of each row's experts.
+        expert_scales: float32 `[num]`, what scores are multiplied by.
     """
 
     experts: Experts
@@ -82,14 +97,27 @@ class ExpertLayer:
     shared: Mlp | None
     shared_gate: Head | None
     route: Callable[[Tensor, Experts, Tensor | None], tuple[Tensor, Tensor]]
+    expert_scales: Tensor | None = None
+    rounds = None  # the router takes rows as they are
 
-    def __call__(self, x: Tensor, activation: Activation) -> Tensor:
-        """`activation` is the shared MLP's."""
-        scores, chosen = self.route(self.router(x), self.experts, self.correction)
+    def __call__(
+        self,
+        x: Rows,
+        activation: Activation,
+        rounded: RoundedActivation | None = None,
+        routed_by: Tensor | None = None,
+    ) -> Tensor:
+        """`activation` and `rounded` are the shared MLP's; `routed_by`: what the router reads;
+        None: x."""
+        assert isinstance(x, Tensor)
+        logits = self.router(x if routed_by is None else routed_by)
+        scores, chosen = self.route(logits, self.experts, self.correction)
+        if self.expert_scales is not None:
+            scores = scores * self.expert_scales[chosen]
         routed = self.products(x, scores, chosen)
         if self.shared is None:
             return routed
-        shared = self.shared(x, activation)
+        shared = self.shared(x, activation, rounded)
         if self.shared_gate is not None:
             shared = shared.mul_(self.shared_gate(x).sigmoid_().to(shared.dtype))
         return shared.add_(routed)
@@ -97,7 +125,8 @@ class ExpertLayer:
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
         held = self.router.tensors() + self.products.tensors()
-        held += [] if self.correction is None else [self.correction]
+        vectors = (self.correction, self.expert_scales)
+        held += [vector for vector in vectors if vector is not None]
         held += [] if self.shared is None else self.shared.tensors()
         return held + ([] if self.shared_gate is None else self.shared_gate.tensors())
 
@@ -105,6 +134,42 @@ class ExpertLayer:
     def linears(self) -> tuple[Projection, ...]:
         """Those beside the experts."""
         return () if self.shared is None else self.shared.linears
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsBeside:
+    """Experts beside a layer's MLP, which read the residual (see `Experts.beside_mlp`).
+
+    Attributes:
+        router_norm: weight of the norm before the router, the vector that it is multiplied by
+            included; float32.
+        input_norm, output_norm: of what experts read and give.
+        mlp_norm: of what the MLP gives.
+    """
+
+    experts: ExpertLayer
+    router_norm: Tensor
+    input_norm: Tensor
+    output_norm: Tensor
+    mlp_norm: Tensor
+
+    def added(
+        self, out: Tensor, hidden: Tensor, norm: Callable[[Tensor, Tensor], Tensor], up: Activation
+    ) -> Tensor:
+        """The MLP's result `out` and the experts' of the residual `hidden`, both normed, together.
+
+        Args:
+            norm: rows and weights -> RMSNorm.
+            up: the activation.
+        """
+        x, routed_by = norm(hidden, self.input_norm), norm(hidden, self.router_norm)
+        routed = norm(self.experts(x, up, routed_by=routed_by), self.output_norm)
+        return routed.add_(norm(out, self.mlp_norm))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        norms = [self.router_norm, self.input_norm, self.output_norm, self.mlp_norm]
+        return norms + self.experts.tensors()
 
 
 def route(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:

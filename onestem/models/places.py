@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -111,7 +112,7 @@ class ProductPlace:
     def _rows(self, weight: Tensor) -> list[tuple[str, Tensor | slice]]:
         """Where each projection's rows stand."""
         counts = self.counts or (len(weight),)
-        ends = torch.tensor(counts).cumsum(0).tolist()
+        ends = accumulate(counts)
         if self.order is None:
             rows = [slice(end - n, end) for n, end in zip(counts, ends, strict=True)]
             return list(zip(self.weights, rows, strict=True))

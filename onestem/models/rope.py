@@ -13,7 +13,14 @@ import math
 import torch
 from torch import Tensor
 
-from onestem.models.description import Description, LongRope, RopeScaling, Rotary, Yarn
+from onestem.models.description import (
+    Description,
+    LongRope,
+    Proportional,
+    RopeScaling,
+    Rotary,
+    Yarn,
+)
 from onestem.ops import Angles
 
 __all__ = ["Rope", "rotary_order"]
@@ -32,11 +39,11 @@ def rotary_order(head_dim: int, rotary: Rotary | None) -> list[int]:
     return [*first, *rest[:still], *second, *rest[still:]]
 
 
-def _inverse_frequencies(config: Description, rotary: Rotary | None) -> Tensor:
+def _inverse_frequencies(head_dim: int, rotary: Rotary | None, max_positions: int) -> Tensor:
     """Angle per position of each pair: [head_dim / 2] float32, on the CPU; 0: it stays."""
-    frequencies = torch.zeros(config.head_dim // 2)
+    frequencies = torch.zeros(head_dim // 2)
     if rotary is not None:
-        turning = _turning_frequencies(rotary, config.max_position_embeddings)
+        turning = _turning_frequencies(rotary, max_positions)
         frequencies[: rotary.dim // 2] = turning
     return frequencies
 
@@ -53,6 +60,9 @@ def _turning_frequencies(rotary: Rotary, max_positions: int) -> Tensor:
         long = max_positions > scaling.original_max_position_embeddings
         factors = torch.tensor(scaling.long if long else scaling.short, dtype=torch.float32)
         return 1.0 / (factors * powers)
+    if isinstance(scaling, Proportional):
+        frequencies[scaling.pairs :] = 0
+        return frequencies / scaling.factor
     if isinstance(scaling, Yarn):
         kept = _kept_by_yarn(rotary, scaling)
         return 1.0 / (scaling.factor * powers) * (1 - kept) + frequencies * kept
@@ -87,12 +97,12 @@ def _kept_by_yarn(rotary: Rotary, scaling: Yarn) -> Tensor:
     return 1 - ((pairs - low) / width).clamp(0.0, 1.0)
 
 
-def _attention_factors(config: Description, rotary: Rotary | None) -> Tensor | None:
+def _attention_factors(head_dim: int, rotary: Rotary | None) -> Tensor | None:
     """What each pair's cosine and sine are multiplied by: [head_dim / 2] float32, 1 where it stays;
     None: all by 1."""
     if rotary is None or not isinstance(rotary.scaling, Yarn | LongRope):
         return None
-    factors = torch.ones(config.head_dim // 2)
+    factors = torch.ones(head_dim // 2)
     factors[: rotary.dim // 2] = rotary.scaling.attention_factor
     return factors
 
@@ -105,11 +115,13 @@ class Rope:
     """
 
     def __init__(self, config: Description, device: torch.device) -> None:
-        kinds = dict.fromkeys(config.rotaries)
-        self._frequencies = [_inverse_frequencies(config, kind).to(device) for kind in kinds]
-        factors = [_attention_factors(config, kind) for kind in kinds]
+        sizes = (heads.head_dim for heads in config.heads)
+        layers = list(zip(sizes, config.rotaries, strict=True))
+        kinds, most = list(dict.fromkeys(layers)), config.max_position_embeddings
+        self._frequencies = [_inverse_frequencies(*kind, most).to(device) for kind in kinds]
+        factors = [_attention_factors(*kind) for kind in kinds]
         self._factors = [None if some is None else some.to(device) for some in factors]
-        self._kind_of = [list(kinds).index(rotary) for rotary in config.rotaries]
+        self._kind_of = [kinds.index(layer) for layer in layers]
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Of positions `[num_rows]` int64, for each layer."""

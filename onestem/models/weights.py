@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,18 +30,20 @@ from onestem.models.checkpoint import (
     listed,
     our_name,
 )
-from onestem.models.config import ModelConfig, Rotary
+from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.description import ExpertNames, Experts
+from onestem.models.formats import products as formats
 from onestem.models.formats.held import Weight
-from onestem.models.formats.products import Target, projection, row_bytes
+from onestem.models.formats.products import RoundedHead, Target, projection, row_bytes
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.formats.stored import Expected
-from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout, has_room
+from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout
 from onestem.models.mlp import (
     Activation,
     ExpertLayer,
     ExpertProducts,
+    ExpertsBeside,
     Mlp,
     SortedBlocks,
     clamped_swiglu,
@@ -50,6 +53,7 @@ from onestem.models.mlp import (
 from onestem.models.places import Place, ProductPlace, TensorPlace, bias_of
 from onestem.models.quantization import Scheme
 from onestem.models.rope import rotary_order
+from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Heads, resolve_layers
 from onestem.ops.experts import MAX_POWER, MX_BLOCK, GroupedWeight
 from onestem.options import Quantize
@@ -67,11 +71,14 @@ __all__ = [
     "random_decoder",
     "read_weight",
     "refuse_rounding_twice",
+    "rounds_head",
     "target_of",
     "weight_bytes",
     "with_own_head",
     "write_tensors",
 ]
+
+log = logging.getLogger(__name__)
 
 # Dtypes of tensors that are given.
 FLOATING = ("bfloat16", "float16", "float32", "float64")
@@ -161,9 +168,14 @@ def weight_bytes(
     layout, forms = target.layout, formats or {}
     multiplied = set(linear_modules(config))
     per_row = functools.cache(lambda form, size: row_bytes(form, size, target))
-    head = config.vocab_size * config.hidden_size
-    total = head * layout.head_itemsize(dtype, tied=config.tie_embeddings)
-    tables = (f"{names.embedding}.weight", f"{names.positions}.weight")
+    if names.head in forms:
+        total = int(config.vocab_size * per_row("int8", config.hidden_size))
+    else:
+        head = config.vocab_size * config.hidden_size
+        total = head * layout.head_itemsize(dtype, tied=config.tie_embeddings)
+    vectors = names.token_vectors
+    tables = [f"{names.embedding}.weight", f"{names.positions}.weight"]
+    tables += [] if vectors is None else [f"{vectors.table}.weight"]
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if name in tables:
@@ -176,15 +188,25 @@ def weight_bytes(
     return total
 
 
-def formats_of(config: ModelConfig, quantization: Quantize | None) -> dict[str, Scheme | Quantize]:
+def formats_of(
+    config: ModelConfig, quantization: Quantize | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, Scheme | Quantize]:
     """Formats of a model's modules as far as its configuration tells: which are left out stands in
     the weights' files."""
     modules = linear_modules(config)
     if quantization is not None:
-        return dict.fromkeys(modules, quantization)
+        target = target_of(expected_shapes(config), dtype, device)
+        head = [config.tensor_names.head] if rounds_head(config, quantization, target) else []
+        return dict.fromkeys(modules + head, quantization)
     stored = config.quantization
     schemes = {} if stored is None else {module: stored.scheme(module) for module in modules}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
+
+
+def rounds_head(config: ModelConfig, quantization: Quantize | None, target: Target) -> bool:
+    """Whether the head is rounded too, to int8: on a CPU, where it takes as long as many layers."""
+    rounded = quantization in ("int8", "int4")
+    return rounded and RoundedHead.takes(config.hidden_size, target)
 
 
 def linear_modules(config: ModelConfig) -> list[str]:
@@ -194,6 +216,7 @@ def linear_modules(config: ModelConfig) -> list[str]:
     experts = names.experts
     others: tuple[str, ...] = (names.embedding, names.head)
     others += () if names.positions is None else (names.positions,)
+    others += () if names.token_vectors is None else (names.token_vectors.table,)
     others += () if experts is None else (f".{experts.router}", f".{experts.shared_gate}")
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     return [
@@ -217,6 +240,10 @@ def _itemsize(
     if dims == 1:
         wide = ".bias" not in name and config.norm_offset
         alone = name.endswith((".sinks", ".e_score_correction_bias"))
+        if experts is not None:
+            alone = alone or name.endswith(
+                (f".{experts.router_scale}", f".{experts.expert_scales}")
+            )
         return 4 if wide or alone else dtype.itemsize
     if name.endswith("bias"):
         return dtype.itemsize
@@ -320,8 +347,7 @@ def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
 def target_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Target:
     """What products of a model are made for, of which these are all weights."""
-    copies = has_room(2 * num_parameters(shapes) * dtype.itemsize)
-    return Target(dtype, device, choose_layout_of(shapes, dtype, device), copies)
+    return Target(dtype, device, choose_layout_of(shapes, dtype, device))
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -349,6 +375,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{names.head}.weight"] = table
     if config.head_bias:
         shapes[f"{names.head}.bias"] = (config.vocab_size,)
+    if names.token_vectors is not None:
+        vectors, width = names.token_vectors, config.num_layers * config.token_vectors
+        shapes[f"{vectors.table}.weight"] = (config.vocab_size, width)
+        shapes[f"{vectors.projection}.weight"] = (width, config.hidden_size)
+        shapes[f"{vectors.norm}.weight"] = (config.token_vectors,)
     for layer in range(config.num_layers):
         for name, shape in _layer_shapes(config, layer).items():
             shapes[names.layer.format(layer) + name] = shape
@@ -365,30 +396,36 @@ _Modules = list[tuple[str, int, int, bool]]
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    names, hidden = config.tensor_names, config.hidden_size
+    names, hidden, size = config.tensor_names, config.hidden_size, config.heads[layer].head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for norm in (names.input_norm, names.output_norm, names.post_norm, names.down_norm):
         shapes |= {} if norm is None else _norm_shapes(config, norm)
     linears = [
-        *((name, rows, hidden, config.qkv_bias) for name, rows in _qkv_rows(config).items()),
-        (names.output, hidden, config.num_q_heads * config.head_dim, config.o_bias),
+        *((name, rows, hidden, config.qkv_bias) for name, rows in _qkv_rows(config, layer).items()),
+        (names.output, hidden, config.num_q_heads * size, config.o_bias),
     ]
     if config.has_experts(layer):
         experts, their = _experts_of(config)
         shapes |= _expert_shapes(experts, their, hidden)
         linears += _beside_experts(experts, their, hidden)
-    else:
-        inner = config.intermediate_size
+    if config.has_mlp(layer):
+        inner = config.mlp_size(layer)
         up = inner * (1 + config.gated) // len(names.up)
         linears += [(name, up, hidden, config.mlp_bias) for name in names.up]
         linears += [(names.down, hidden, inner, config.mlp_bias)]
+    if names.token_vectors is not None:
+        vectors = names.token_vectors
+        linears += [(vectors.gate, config.token_vectors, hidden, False)]
+        linears += [(vectors.output, hidden, config.token_vectors, False)]
+        shapes |= _norm_shapes(config, vectors.output_norm)
     for name, rows, columns, bias in linears:
         shapes[f"{name}.weight"] = (columns, rows) if names.transposed else (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     heads = (config.num_q_heads, config.num_kv_heads) if config.qk_norm_of_all else (1, 1)
-    for name, count in zip(names.qk_norm, heads, strict=False):
-        shapes[f"{name}.weight"] = (count * config.head_dim,)
+    for name, count in zip(_qk_norm(config, layer), heads, strict=False):
+        shapes[f"{name}.weight"] = (count * size,)
+    shapes |= {names.layer_scalar: (1,)} if names.layer_scalar else {}
     return shapes | ({names.sinks: (config.num_q_heads,)} if names.sinks else {})
 
 
@@ -410,6 +447,11 @@ def _expert_shapes(experts: Experts, names: ExpertNames, hidden: int) -> dict[st
             shapes[name] = (num, columns, rows) if names.alternating else (num, rows, columns)
         if experts.bias:
             shapes[f"{name}_bias"] = (num, rows)
+    if experts.beside_mlp:
+        for module in (names.input_norm, names.mlp_norm, names.output_norm):
+            shapes[f"{module}.weight"] = (hidden,)
+        shapes[names.router_scale] = (hidden,)
+    shapes |= {names.expert_scales: (num,)} if experts.expert_scales else {}
     return shapes | ({names.correction: (num,)} if experts.correction else {})
 
 
@@ -485,13 +527,20 @@ def _writable(config: ModelConfig) -> Mapping[str, Expected]:
     }
 
 
-def _qkv_rows(config: ModelConfig) -> dict[str, int]:
-    """How many rows each of the projections gives."""
-    names = config.tensor_names.qkv
-    q_size = config.num_q_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
+def _qkv_rows(config: ModelConfig, layer: int) -> dict[str, int]:
+    """How many rows each of a layer's projections gives; those that it has not are left out."""
+    names, heads = config.tensor_names.qkv, config.heads[layer]
+    q_size = config.num_q_heads * heads.head_dim
+    kv_size = heads.num_kv_heads * heads.head_dim
     sizes = [q_size + 2 * kv_size] if len(names) == 1 else [q_size, kv_size, kv_size]
-    return dict(zip(names, sizes, strict=True))
+    here = 1 if heads.kv_layer is not None else 2 if heads.value_is_key else len(sizes)
+    return dict(zip(names[:here], sizes, strict=False))
+
+
+def _qk_norm(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The norms over heads that a layer has, below its name."""
+    reads = config.heads[layer].kv_layer is not None
+    return config.tensor_names.qk_norm[:1] if reads else config.tensor_names.qk_norm
 
 
 def num_parameters(shapes: Shapes) -> int:
@@ -521,18 +570,30 @@ class _Builder:
         self.on_gpu = _has_kernels(target.device)
         self.quantised = quantised_as(config, quantization)
         self.places: list[Place] = []
+        self.kept: list[str] = []  # modules that were not rounded
 
     def decoder(self, parameters: int) -> Decoder:
         config, names = self.config, self.names
         of_embedding = f"{names.embedding}.weight"
         embedding = self.tensor(of_embedding)
         layers = [self.layer(index) for index in range(config.num_layers)]
-        if config.tie_embeddings:
+        if rounds_head(config, self.quantization, self.target):
+            weight = embedding if config.tie_embeddings else self.source(f"{names.head}.weight")
+            bias = self.tensor(f"{names.head}.bias") if config.head_bias else None
+            head: Head = RoundedHead(weight, self.target.layout, bias)
+        elif config.tie_embeddings:
             bias = self.tensor(f"{names.head}.bias") if config.head_bias else None
             head = Head(embedding, self.target.layout, bias)
             self.places.append(ProductPlace(head, (of_embedding,)))
         else:
             head = self.head(names.head, self.target.layout, config.head_bias)
+        if self.kept:
+            log.warning(
+                "%s does not take the widths of %d modules (%s): they stay as they are",
+                self.quantization,
+                len(self.kept),
+                listed(self.kept),
+            )
         return Decoder(
             config,
             embedding,
@@ -541,6 +602,7 @@ class _Builder:
             head,
             parameters,
             positions=self.tensor(f"{names.positions}.weight") if names.positions else None,
+            vectors=self.token_vectors(),
             places=self.places,
             quantised=self.quantised,
         )
@@ -548,20 +610,67 @@ class _Builder:
     def layer(self, index: int) -> Layer:
         config, names = self.config, self.names
         at, order = names.layer.format(index), qkv_order(config, index)
-        norms = self.qk_norms(at, config.rotaries[index])
-        q_norm, k_norm = (None, None) if config.qk_norm_of_all or norms is None else norms
-        sizes = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+        norms = self.qk_norms(at, index)
+        q_norm, k_norm = (None, None) if config.qk_norm_of_all else (*norms, None, None)[:2]
+        their = config.heads[index]
+        has_experts, has_mlp = config.has_experts(index), config.has_mlp(index)
         sinks = self.tensor(at + names.sinks, torch.float32) if names.sinks else None
         return Layer(
             input_norm=self.layer_norm(at, names.input_norm),
-            qkv=self.linear(at, names.qkv, config.qkv_bias, order),
-            heads=Heads(*sizes, q_norm, k_norm, config.norm_eps, sinks),
+            qkv=self.linear(at, tuple(_qkv_rows(config, index)), config.qkv_bias, order),
+            heads=Heads(
+                num_q_heads=config.num_q_heads,
+                num_kv_heads=their.num_kv_heads if their.kv_layer is None else 0,
+                head_dim=their.head_dim,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=config.norm_eps,
+                sinks=sinks,
+                v_norm=config.v_norm,
+                value_is_key=their.value_is_key,
+            ),
             output=self.linear(at, (names.output,), config.o_bias),
             post_norm=self.layer_norm(at, names.post_norm),
-            mlp=self.experts(at) if config.has_experts(index) else self.mlp(at),
+            mlp=self.mlp(at) if has_mlp else self.experts(at),
             output_norm=self.layer_norm(at, names.output_norm),
             down_norm=self.layer_norm(at, names.down_norm),
-            qk_norms=norms if config.qk_norm_of_all else None,
+            qk_norms=(norms[0], norms[1]) if config.qk_norm_of_all else None,
+            beside=self.beside(at) if has_experts and has_mlp else None,
+            vectors=self.layer_vectors(at),
+            scalar=self.tensor(at + names.layer_scalar) if names.layer_scalar else None,
+        )
+
+    def token_vectors(self) -> TokenVectors | None:
+        config, names = self.config, self.names.token_vectors
+        if names is None:
+            return None
+        scale = torch.tensor(config.token_vectors**0.5, dtype=self.target.dtype).item()
+        return TokenVectors(
+            table=self.tensor(f"{names.table}.weight"),
+            projection=self.linear("", (names.projection,), bias=False),
+            norm=self.norm_weight(names.norm),
+            eps=config.norm_eps,
+            scale=scale,
+        )
+
+    def layer_vectors(self, at: str) -> LayerVectors | None:
+        names = self.names.token_vectors
+        if names is None:
+            return None
+        return LayerVectors(
+            gate=self.linear(at, (names.gate,), bias=False),
+            output=self.linear(at, (names.output,), bias=False),
+            norm=self.norm_weight(at + names.output_norm),
+        )
+
+    def beside(self, at: str) -> ExpertsBeside:
+        names, root = _experts_of(self.config)[1], self.config.hidden_size**-0.5
+        return ExpertsBeside(
+            experts=self.experts(at),
+            router_norm=self.tensor(at + names.router_scale, torch.float32, lambda x: x * root),
+            input_norm=self.norm_weight(at + names.input_norm),
+            output_norm=self.norm_weight(at + names.output_norm),
+            mlp_norm=self.norm_weight(at + names.mlp_norm),
         )
 
     def mlp(self, at: str) -> Mlp:
@@ -570,7 +679,7 @@ class _Builder:
 
     def experts(self, at: str) -> ExpertLayer:
         experts, names = _experts_of(self.config)
-        shared = shared_gate = correction = None
+        shared = shared_gate = correction = scales = None
         if experts.shared_size:
             up = self.linear(at, names.shared_up, bias=False)
             shared = Mlp(up, self.linear(at, (names.shared_down,), bias=False))
@@ -579,6 +688,8 @@ class _Builder:
         if experts.correction:
             # The published numbers are float32, and differ by less than 16 bits tell apart.
             correction = self.tensor(at + names.correction, torch.float32)
+        if experts.expert_scales:
+            scales = self.tensor(at + names.expert_scales, torch.float32)
         return ExpertLayer(
             experts=experts,
             router=self.head(at + names.router, self.target.layout, experts.bias),
@@ -587,6 +698,7 @@ class _Builder:
             shared=shared,
             shared_gate=shared_gate,
             route=route_on_gpu if self.on_gpu else route,
+            expert_scales=scales,
         )
 
     def products(self, at: str) -> ExpertProducts:
@@ -594,6 +706,7 @@ class _Builder:
         experts, names = _experts_of(self.config)
         up, down = self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
         clamp = None if experts.clamp is None else astuple(experts.clamp)
+        gelu = self.config.mlp == "gelu_tanh_gated"
         # On a GPU they are views to write to; those of mxfp4 would be copies.
         some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
         linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
@@ -601,9 +714,13 @@ class _Builder:
             self.note_experts(at, linears)
         if self.on_gpu:
             from onestem.ops.triton.experts import GroupedExperts
+            from onestem.ops.triton.tiled_experts import TiledExperts
 
-            return GroupedExperts(up, down, clamp)
-        activation: Activation = resolve_layers(self.target.device).silu_mul
+            if experts.mxfp4 and "mxfp4" in formats.TILED:
+                return TiledExperts.of(up, down, clamp)
+            return GroupedExperts(up, down, clamp, gelu=gelu)
+        ops = resolve_layers(self.target.device)
+        activation: Activation = ops.gelu_mul if gelu else ops.silu_mul
         if clamp is not None:
             activation = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
         return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
@@ -641,13 +758,11 @@ class _Builder:
         bias = None if weight.bias is None else weight.bias[index]
         return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
 
-    def qk_norms(self, at: str, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
-        """Weights of the norms over q and k, in the order of a head's dimensions here."""
-        if not self.names.qk_norm:
-            return None
-        order = rotary_order(self.config.head_dim, rotary)
-        q, k = (self.norm_weight(f"{at}{name}", order) for name in self.names.qk_norm)
-        return q, k
+    def qk_norms(self, at: str, layer: int) -> list[Tensor]:
+        """Weights of the norms over q and k that a layer has, in the order of a head's dimensions
+        here."""
+        order = rotary_order(self.config.heads[layer].head_dim, self.config.rotaries[layer])
+        return [self.norm_weight(f"{at}{name}", order) for name in _qk_norm(self.config, layer)]
 
     def layer_norm(self, at: str, name: str | None) -> Norm | None:
         return None if name is None else self.norm(at + name)
@@ -694,6 +809,9 @@ class _Builder:
         weights = [
             read_weight(self.config, self.source, at + name, self.quantization) for name in modules
         ]
+        if self.quantization is not None:
+            kept = (n for n, w in zip(modules, weights, strict=True) if isinstance(w, Tensor))
+            self.kept.extend(f"{at}{name}" for name in kept)
         places = None if order is None else torch.tensor(order, device=self.target.device)
         joined = None
         if bias:
@@ -716,13 +834,14 @@ def read_weight(
     if not isinstance(weight, Tensor):
         return weight
     weight = weight.t().contiguous() if config.tensor_names.transposed else weight
-    return weight if quantization is None else rounded_weight(weight, quantization, module)
+    return weight if quantization is None else rounded_weight(weight, quantization)
 
 
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     """Which row of a checkpoint's projection stands at each place of the decoder's, whose heads
     are all q, all k, all v and whose pairs are half a head apart. None: they stand so."""
-    num_q, num_kv, size = config.num_q_heads, config.num_kv_heads, config.head_dim
+    num_q, their = config.num_q_heads, config.heads[layer]
+    num_kv, size = their.num_kv_heads, their.head_dim
     group = num_q // num_kv
     heads = list(range(num_q + 2 * num_kv))
     if config.tensor_names.grouped:
@@ -731,8 +850,10 @@ def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
         heads += [h * line + group + part for part in (0, 1) for h in range(num_kv)]
     plain = list(range(size))
     turned = rotary_order(size, config.rotaries[layer])
-    within = [turned] * (num_q + num_kv) + [plain] * num_kv
-    order = [h * size + i for h, places in zip(heads, within, strict=True) for i in places]
+    num_k = num_kv if their.kv_layer is None else 0
+    num_v = 0 if their.value_is_key else num_k
+    within = [turned] * (num_q + num_k) + [plain] * num_v
+    order = [h * size + i for h, places in zip(heads, within, strict=False) for i in places]
     return None if order == list(range(len(order))) else order
 
 

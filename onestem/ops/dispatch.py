@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.checks import check_scores, check_shapes
-from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, native
+from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, native, takes_size
 from onestem.ops.layers import LayerOps, TorchLayers
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
@@ -72,13 +73,16 @@ def available() -> tuple[str, ...]:
 
 
 def resolve(
-    name: str = "auto", device: torch.device | str = "cpu", *, head_dim: int = 64, group: int = 1
+    name: str = "auto",
+    device: torch.device | str = "cpu",
+    *,
+    heads: Collection[tuple[int, int]] = ((64, 1),),
 ) -> AttentionImpl:
-    """The implementation of a name. `auto` is the fastest that runs on the device and takes heads
-    of this size and so many query heads per KV head; a named one that cannot run raises
+    """The implementation of a name. `auto` is the fastest that runs on the device and takes all of
+    `heads`: their size, and query heads per KV head. A named one that cannot run raises
     `UnsupportedError`."""
     if name == "auto":
-        return _fastest(torch.device(device).type, head_dim, group)
+        return _fastest(torch.device(device).type, heads)
     if name == "triton":
         triton = _triton()
         if triton is not None:
@@ -98,12 +102,12 @@ def resolve(
     return _IMPLS[name]
 
 
-def _fastest(device_type: str, head_dim: int, group: int) -> AttentionImpl:
+def _fastest(device_type: str, heads: Collection[tuple[int, int]]) -> AttentionImpl:
     if device_type == "cuda" and (triton := _triton()) is not None:
         from onestem.ops.triton.launch import takes_heads
 
-        return triton if takes_heads(head_dim, group) else _IMPLS["torch"]
-    if device_type == "cpu" and is_built() and head_dim % 8 == 0 and head_dim <= 512:
+        return triton if all(takes_heads(*pair) for pair in heads) else _IMPLS["torch"]
+    if device_type == "cpu" and is_built() and all(takes_size(size) for size, _ in heads):
         return CpuAttention()
     return _IMPLS["torch"]
 
@@ -184,8 +188,8 @@ def attention(
     """
     check_shapes(q, k_pages, v_pages, plan)
     check_scores(q, scale, alibi_slopes, softcap)
-    heads = {"head_dim": q.shape[2], "group": q.shape[1] // k_pages.shape[2]}
-    prepared = resolve(impl, q.device, **heads).prepare(plan)
+    heads = [(q.shape[2], q.shape[1] // k_pages.shape[2])]
+    prepared = resolve(impl, q.device, heads=heads).prepare(plan)
     return prepared.attend(
         q, k_pages, v_pages, scale=scale, alibi_slopes=alibi_slopes, softcap=softcap
     )

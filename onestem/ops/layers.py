@@ -6,6 +6,7 @@ Each of these reads and writes its rows once where a device has a kernel for it 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,8 +16,17 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.ops.kv import write_kv
+from onestem.ops.rounding import RoundedRows, rounded_rows
 
-__all__ = ["Angles", "Heads", "LayerOps", "TorchLayers", "add_layer_norm", "check_halves"]
+__all__ = [
+    "Angles",
+    "Heads",
+    "LayerOps",
+    "RoundsApart",
+    "TorchLayers",
+    "add_layer_norm",
+    "check_halves",
+]
 
 
 class Angles(NamedTuple):
@@ -31,11 +41,14 @@ class Heads:
     """How a fused projection divides into heads: q, then k, then v.
 
     Attributes:
+        num_kv_heads: 0: keys and values are another layer's, and there are queries alone.
         q_norm, k_norm: `[head_dim]`, weights of an RMSNorm over each head before the rotation
             (Qwen3), of the rows' dtype or float32; or None.
         eps: of those norms.
         sinks: float32 `[num_q_heads]`, a logit more in each head's softmax, of a key without a
             value (gpt-oss), or None.
+        v_norm: RMSNorm over each value head, without a weight (Gemma 4).
+        value_is_key: there are no v: values are k, before norm and rotation (Gemma 4).
     """
 
     num_q_heads: int
@@ -45,6 +58,18 @@ class Heads:
     k_norm: Tensor | None = None
     eps: float = 1e-6
     sinks: Tensor | None = None
+    v_norm: bool = False
+    value_is_key: bool = False
+
+    @property
+    def num_value_heads(self) -> int:
+        """Heads of v in the projection."""
+        return 0 if self.value_is_key else self.num_kv_heads
+
+    @property
+    def num_projected(self) -> int:
+        """All heads in the projection."""
+        return self.num_q_heads + self.num_kv_heads + self.num_value_heads
 
 
 class LayerOps(Protocol):
@@ -60,6 +85,12 @@ class LayerOps(Protocol):
         `RMSNorm(hidden) * weight`, `[n, hidden_size]`. `weight`: of the same dtype, or float32."""
         ...
 
+    def rounded_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> RoundedRows:
+        """The same, with the result rounded once more, to 8 bits (`rounded_rows`)."""
+        ...
+
     def rope_write(
         self,
         qkv: Tensor,
@@ -69,8 +100,8 @@ class LayerOps(Protocol):
         k_pages: Tensor,
         v_pages: Tensor,
     ) -> Tensor:
-        """Norm and rotate the heads of `qkv` `[n, (num_q_heads + 2 * num_kv_heads) * head_dim]`,
-        write k and v to `slots` (int64 `[n]`, page * page_size + place) of the pages, and give q
+        """Norm and rotate the heads of `qkv` `[n, num_projected * head_dim]`, write k and v to
+        `slots` (int64 `[n]`, page * page_size + place) of the pages, and give q
         `[n, num_q_heads, head_dim]`. Pair i of a head is `(x[i], x[i + head_dim / 2])`."""
         ...
 
@@ -78,8 +109,12 @@ class LayerOps(Protocol):
         """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""
         ...
 
+    def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
+        """The same, with the result rounded once more, to 8 bits."""
+        ...
+
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """The same with GELU, in its approximation with tanh."""
+        """`silu_mul` with GELU instead, in its approximation with tanh."""
         ...
 
     def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -89,8 +124,30 @@ class LayerOps(Protocol):
         ...
 
 
+class RoundsApart(ABC):
+    """What `LayerOps` rounds to 8 bits, in two operations."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rounded_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> RoundedRows:
+        """See `LayerOps`."""
+        return rounded_rows(self.add_rms_norm(hidden, delta, weight, eps), dtype)
+
+    def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
+        """See `LayerOps`."""
+        return rounded_rows(self.silu_mul(gate_up), dtype)
+
+
 @dataclass(frozen=True)
-class TorchLayers:
+class TorchLayers(RoundsApart):
     """`LayerOps` in PyTorch."""
 
     name: str = "torch"
@@ -112,20 +169,23 @@ class TorchLayers:
         v_pages: Tensor,
     ) -> Tensor:
         q, k, v = self.rotated(qkv, heads, angles)
-        write_kv(k_pages, slots, k)
-        write_kv(v_pages, slots, v)
+        if heads.num_kv_heads:
+            write_kv(k_pages, slots, k)
+            write_kv(v_pages, slots, v)
         return q
 
     def rotated(self, qkv: Tensor, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """q `[n, num_q_heads, head_dim]` and k `[n, num_kv_heads, head_dim]`, normed and rotated,
-        and v as it is."""
+        and v, not rotated."""
         check_halves("head_dim", heads.head_dim)
-        split = qkv.view(len(qkv), heads.num_q_heads + 2 * heads.num_kv_heads, heads.head_dim)
-        q, k, v = split.split((heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        split = qkv.view(len(qkv), heads.num_projected, heads.head_dim)
+        counts = (heads.num_q_heads, heads.num_kv_heads, heads.num_value_heads)
+        q, k, v = split.split(counts, dim=1)
+        v = k if heads.value_is_key else v
         return (
             _rotate(_head_norm(q, heads.q_norm, heads.eps), angles),
             _rotate(_head_norm(k, heads.k_norm, heads.eps), angles),
-            v,
+            F.rms_norm(v, (heads.head_dim,), eps=heads.eps) if heads.v_norm else v,
         )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

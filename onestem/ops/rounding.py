@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "RoundRows", "RoundedRows", "rounded_rows"]
+__all__ = ["LARGEST", "RoundRows", "RoundedRows", "Rows", "rounded_rows"]
 
 # The largest code of each type.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -25,6 +25,9 @@ class RoundedRows(NamedTuple):
     codes: Tensor
     scales: Tensor
 
+
+# What a product takes: rows as they are, or those that whoever made them has rounded for it.
+Rows: TypeAlias = Tensor | RoundedRows
 
 # (x, dtype of codes) -> codes and scales, as `rounded_rows`.
 RoundRows: TypeAlias = Callable[[Tensor, torch.dtype], RoundedRows]

@@ -40,7 +40,7 @@ def dense_attend(
     Each of them has its entry in `hidden`: a (layer, row, key) that is taken out of what is seen.
     """
     copies, rows = len(hidden), len(positions)
-    group = config.num_q_heads // config.num_kv_heads
+    held: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
     biases = torch.zeros(config.num_q_heads, 1, 1)
     if isinstance(config.positions, Alibi):
         slopes = torch.tensor(config.positions.slopes)[:, None, None]
@@ -56,8 +56,13 @@ def dense_attend(
 
     def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
         q, k, v = TorchLayers().rotated(qkv, heads, angles)
-        assert q.shape == (copies * rows, config.num_q_heads, config.head_dim)
-        assert k.shape == v.shape == (copies * rows, config.num_kv_heads, config.head_dim)
+        their, read = config.heads[layer], config.kv_layers[layer]
+        if read == layer:
+            held[layer] = k, v
+        k, v = held[read]
+        group = config.num_q_heads // their.num_kv_heads
+        assert q.shape == (copies * rows, config.num_q_heads, their.head_dim)
+        assert k.shape == v.shape == (copies * rows, their.num_kv_heads, their.head_dim)
         queries, keys, values = (x.float().unflatten(0, (copies, rows)) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
         scale = config.score_scale or config.head_dim**-0.5

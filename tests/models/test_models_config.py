@@ -162,10 +162,7 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
     ("fields", "words"),
     [
         ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "LlamaForCausalLM"]),
-        (
-            {"architectures": ["Gemma4ForConditionalGeneration"]},
-            ["heads of two sizes", "nearest", "Gemma3ForCausalLM"],
-        ),
+        ({"architectures": ["Gemma3nForCausalLM"]}, ["residual streams", "nearest", "Gemma3"]),
         ({"architectures": ["GraniteMoeForCausalLM"]}, ["experts", "GraniteForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),

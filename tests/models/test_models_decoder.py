@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from onestem.engine.step.runner import Runner
 from onestem.models import linear
 from onestem.models.config import Alibi, Learned, Rotary
 from onestem.models.decoder import Decoder, Layer
 from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
-from onestem.ops import Heads, TorchLayers
+from onestem.ops import Heads, TorchLayers, resolve
 from onestem.ops.triton.experts import GroupedExperts
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
@@ -57,14 +58,14 @@ def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe"])
 def test_a_gpu_s_experts_equal_transformers(
     family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's kernels, under its interpreter where there is no GPU."""
     monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: True)
     decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
-    experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertLayer)]
+    experts = [one for layer in decoder.layers for one in _expert_layers(layer)]
     assert experts
     assert all(isinstance(one.products, GroupedExperts) for one in experts)
     ids = prompt(12, decoder.config.vocab_size)
@@ -138,7 +139,7 @@ def test_sixteen_bits_err_no_more_than_transformers(
     "family",
     [
         "falcon_40b", "falcon_rw", "mpt", "phi", "gpt2", "gemma2", "gemma3", "olmo2", "granite",
-        "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss",
+        "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe", "gemma4_image",
     ],
 )  # fmt: skip
 def test_every_kind_of_block_in_sixteen_bits(family: str, tiny: Callable[[str], Path]) -> None:
@@ -202,19 +203,25 @@ def test_counts(directory: Path, decoder: Decoder) -> None:
     extra = config.vocab_size * config.hidden_size if copies else 0
     if decoder.layers[0].qkv.layout is linear.Layout.PACKED_AND_PLAIN:
         linears = [linear for layer in decoder.layers for linear in _linears(layer)]
+        linears += [decoder.vectors.projection] if decoder.vectors else []
         extra += sum(one.in_features * one.out_features for one in linears)
     assert decoder.weight_bytes == 4 * (decoder.num_parameters + extra)
     assert weight_bytes(config, torch.float32, torch.device("cpu")) == decoder.weight_bytes
-    heads = config.num_layers * config.num_kv_heads
-    assert decoder.kv_bytes_per_token == 2 * heads * config.head_dim * 4
+    runner = Runner(decoder, resolve("torch"), num_pages=1, page_size=2, share="full")
+    pages = {id(one): one for pair in runner.pages for one in pair}.values()
+    assert decoder.kv_bytes_per_token * 4 == sum(one.nbytes for one in pages)
 
 
 def _linears(layer: Layer) -> list[linear.Linear]:
-    mlps = [layer.mlp]
-    if isinstance(layer.mlp, ExpertLayer):
-        assert isinstance(layer.mlp.products, SortedBlocks)
-        mlps = [*layer.mlp.products.experts, *([layer.mlp.shared] if layer.mlp.shared else [])]
-    return [layer.qkv, layer.output, *(one for mlp in mlps for one in (mlp.up, mlp.down))]
+    """All products, those of experts too."""
+    products = [mlp.products for mlp in _expert_layers(layer)]
+    assert all(isinstance(one, SortedBlocks) for one in products)
+    return [*layer.linears, *(one for p in products for mlp in p.experts for one in mlp.linears)]
+
+
+def _expert_layers(layer: Layer) -> list[ExpertLayer]:
+    found = [layer.mlp, layer.beside.experts if layer.beside else None]
+    return [one for one in found if isinstance(one, ExpertLayer)]
 
 
 def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

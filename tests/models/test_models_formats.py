@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,24 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError, WeightsError
 from onestem.models.config import ModelConfig
+from onestem.models.decoder import Layer
 from onestem.models.formats import products
 from onestem.models.formats.errors import FormatError, format_errors
 from onestem.models.formats.held import Channels, Groups, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
-from onestem.models.linear import Layout
+from onestem.models.linear import Layout, Projection
 from onestem.models.weights import (
     checked_config,
     formats_of,
     load_decoder,
     open_checkpoint,
+    random_decoder,
     weight_bytes,
 )
-from onestem.ops.rounding import rounded_rows
+from onestem.ops.cpu import is_built
+from onestem.ops.rounding import RoundedRows, RoundRows, rounded_rows
+from onestem.shapes import find_shape
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
 from tests.models.dense import log_probabilities, prompt
 from tests.models.quantised import FORMATS, dequantised, quantised, unchanged
@@ -35,6 +40,8 @@ CPU = torch.device("cpu")
 IDS = prompt(24, 270)
 MODES = ("full", "storage", "off")
 PLAIN = Target(torch.float32, CPU, Layout.PLAIN)
+
+built = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
 
 
 @pytest.fixture(scope="module", params=["llama_biases", "phi"])
@@ -78,7 +85,7 @@ def test_a_checkpoint_is_what_its_format_says(original: Path, tmp_path: Path, na
         for one in (path, plain)
     ]
     off = (answers[0] - answers[1]).abs().max()
-    rounds = form.rounds and products._sums_int8_exactly()
+    rounds = form.rounds and is_built()
     assert off > 1e-3 if rounds else off < 1e-4
 
 
@@ -236,7 +243,7 @@ def _close(y: Tensor, exact: Tensor, eps: float) -> None:
     assert (off <= eps * exact.abs() + 2**-18 * exact.abs().max()).all()
 
 
-@pytest.mark.skipif(not products._sums_int8_exactly(), reason="a CPU without VNNI")
+@built
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
     parts = [_channels(48, 96, torch.int8, 0), _channels(16, 96, torch.int8, 1)]
@@ -251,46 +258,90 @@ def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
     _close(y, exact, torch.finfo(dtype).eps)
     for rows in (0, 1, 7):
         assert torch.equal(layer(x[:rows]), y[:rows])
-    whole = products._Int8Gpu(Channels(*map(torch.cat, zip(*map(_fields, parts)))), bias)
+    target = Target(dtype, CPU, Layout.PLAIN)
+    whole = products._Int8Gpu(Channels(*map(torch.cat, zip(*map(_fields, parts)))), bias, target)
     for rows in (0, 1, 40):
         assert torch.equal(whole(x[:rows]), y[:rows])
+        assert torch.equal(whole(rounded_rows(x[:rows], torch.int8)), y[:rows])
+    if dtype == torch.float32 and not torch.cuda.is_available():  # under Triton's interpreter
+        tiled = products._TiledChannels(
+            Channels(*map(torch.cat, zip(*map(_fields, parts)))), bias, target
+        )
+        for rows in (0, 1, 40):
+            assert torch.equal(tiled(x[:rows]), y[:rows])
+
+
+@pytest.mark.skipif(not products._sums_int8_exactly(), reason="a CPU without VNNI")
+def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a GPU do: the same bits, and products round what attention gives alone."""
+    config = ModelConfig.from_directory(find_shape("0.1b")).first_layers(2)
+    config = replace(config, vocab_size=32, intermediate_size=192)
+    decoder = random_decoder(config, dtype=torch.float32, device=CPU, quantization="int8")
+    ids = torch.arange(3)
+    rounded: list[int] = []
+
+    def forward() -> Tensor:
+        width = config.num_q_heads * config.head_dim
+        return decoder.forward(ids, ids, lambda _, qkv, *__: qkv[:, :width].unflatten(1, (-1, 64)))
+
+    for layer in decoder.layers:
+        for product in _products(layer):
+            assert isinstance(product, products._Int8Cpu)
+            monkeypatch.setattr(product, "round_rows", _noting(rounded, product.out_features))
+    apart = forward()
+    in_order = [one.out_features for layer in decoder.layers for one in _products(layer)]
+    assert rounded == in_order
+    rounded.clear()
+    monkeypatch.setattr(products._Int8Cpu, "rounds", torch.int8)
+    assert torch.equal(forward(), apart)
+    assert rounded == [layer.output.out_features for layer in decoder.layers]
+
+
+def _products(layer: Layer) -> tuple[Projection, ...]:
+    return layer.qkv, layer.output, *layer.mlp.linears
+
+
+def _noting(noted: list[int], what: int) -> RoundRows:
+    def round_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
+        noted.append(what)
+        return rounded_rows(x, dtype)
+
+    return round_rows
 
 
 def _fields(channels: Channels) -> tuple[Tensor, Tensor]:
     return channels.codes, channels.scales
 
 
-def test_without_exact_int8_sums_weights_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_sums_int8_exactly", lambda: False)
-    weight, x = _channels(16, 32, torch.int8), _random((3, 32), 1)
-    layer = projection([weight], None, None, PLAIN)
-    assert layer.kind == "float32, plain, from int8 per channel"
-    _close(layer(x), x.double() @ _meant(weight).t(), 2**-20)
+def test_without_the_extension_weights_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "is_built", lambda: False)
+    for weight, kind in (
+        (_channels(16, 32, torch.int8), "int8 per channel"),
+        (_groups(16, 32, 32), "int4 in groups of 32"),
+    ):
+        layer, x = projection([weight], None, None, PLAIN), _random((3, 32), 1)
+        assert layer.kind == f"float32, plain, from {kind}"
+        _close(layer(x), x.double() @ _meant(weight).t(), 2**-20)
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("order", [False, True])
-def test_4_bits_on_a_cpu(copies: bool, order: bool) -> None:
-    weight, bias = _groups(32, 256, 64, order=order), _random((32,), 1).bfloat16()
-    layer = projection([weight], bias, None, Target(torch.bfloat16, CPU, Layout.PLAIN, copies))
-    assert layer.kind.startswith("int4 in groups of 64")
+@built
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("group", "order"), [(64, False), (64, True), (192, False)])
+def test_4_bits_on_a_cpu(group: int, order: bool, dtype: torch.dtype) -> None:
+    """A group that is wider than the product's is cut."""
+    size = 4 * group
+    weight, bias = _groups(32, size, group, order=order), _random((32,), 1).to(dtype)
+    layer = projection([weight], bias, None, Target(dtype, CPU, Layout.PLAIN))
+    assert layer.kind == f"int4 in groups of {group}"
     held = sum({id(tensor): tensor.nbytes for tensor in layer.tensors()}.values())
-    assert held == 32 * 128 + 2 * 2 * 32 * 4 + 64 + 8 * 256 * order + copies * 2 * 32 * 256
-    for rows in (0, 1, products.FEW_ROWS, products.FEW_ROWS + 1, 40):
-        x = _random((rows, 256), rows).bfloat16()
+    assert held == 32 * size // 2 + (4 + 1) * 32 * size // 64 + 4 * 32 + 8 * size * order
+    for rows in (0, 1, 2, 3, 40):
+        x = _random((rows, size), rows).to(dtype)
         exact = x.double() @ _meant(weight).t() + bias.double()
         off = (layer(x).double() - exact).abs()
-        # Scales and zero points are rounded to bfloat16 (or weights are), then results.
-        size = x.double().abs() @ (_meant(weight).abs() + 8 * 1.5).t() + bias.double().abs()
-        assert (off <= 2**-8 * size).all()
-
-
-def test_a_group_as_wide_as_the_weight_is_cut_for_the_cpu() -> None:
-    weight = _groups(16, 192, 192)
-    layer = projection([weight], None, None, Target(torch.bfloat16, CPU, Layout.PLAIN))
-    x = _random((2, 192)).bfloat16()
-    size = x.double().abs() @ (_meant(weight).abs() + 12).t()
-    assert ((layer(x).double() - x.double() @ _meant(weight).t()).abs() <= 2**-8 * size).all()
+        # Of many rows in bfloat16 weights are rounded to it; results always are.
+        total = x.double().abs() @ (_meant(weight).abs() + 8 * 1.5).t() + bias.double().abs()
+        assert (off <= torch.finfo(dtype).eps * total).all()
 
 
 def test_parts_of_different_kinds_are_products_of_their_own() -> None:
@@ -310,16 +361,20 @@ def test_parts_of_different_kinds_are_products_of_their_own() -> None:
     assert layer.pieces(x) == (x,)
 
 
-def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_products_of_a_gpu_in_groups(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter: their rows' order, bias, and both ways."""
+    monkeypatch.setattr(products, "TILED", {"groups"} if tiled else set())
     weight, bias = _groups(48, 128, 32, order=True), _random((48,), 1).half()
-    layer = products._PackedGpu(weight, bias)
+    target = Target(torch.float16, CPU, Layout.PLAIN)
+    layer = products._PackedGpu(weight, bias, target)
     assert layer.scratch_bytes == 2 * 48 * 128
-    assert sum(one.nbytes for one in layer.tensors()) == 48 * (64 + 4 * 4 + 4 * 2 + 2) + 8 * 128
+    held = 64 * (64 + 4 * 4 + 4 * 4) if tiled else 48 * (64 + 4 * 4 + 4 * 2)
+    assert sum(one.nbytes for one in layer.tensors()) == held + 2 * 48 + 8 * 128
     x = _random((9, 128), 2).half() / 16
     exact = x.double() @ _meant(weight).t() + bias.double()
     for most in (9, 8):
-        monkeypatch.setattr(products, "MANY_ROWS", most)
+        monkeypatch.setattr(layer, "most", most)
         y = layer(x)
         assert (y.double() - exact).abs().max() < 2**-9 * exact.abs().max()
 
@@ -328,7 +383,7 @@ def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_is_to_the_nearest(form: str) -> None:
     weight = _random((16, 192))
     weight[3] = 0
-    value = dense(rounded_weight(weight, form, "x"), torch.float32)
+    value = dense(rounded_weight(weight, form), torch.float32)
     largest = weight.abs().amax(1, keepdim=True)
     off = (value - weight).abs()
     assert torch.equal(value[3], weight[3])
@@ -341,9 +396,29 @@ def test_rounding_is_to_the_nearest(form: str) -> None:
         assert (off <= most / 7.5 / 2 * 1.001).all()
 
 
-def test_int4_of_odd_widths_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="x has 48 inputs, int4 takes multiples of 32"):
-        rounded_weight(_random((16, 48)), "int4", "x")
+def test_int4_leaves_odd_widths_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_tiny("llama", tmp_path / "odd")
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if "gate_proj" in name or "up_proj" in name:
+            tensors[name] = tensors[name][:80].contiguous()
+        elif "down_proj" in name:
+            tensors[name] = tensors[name][:, :80].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu", quantization="int4")
+    layer = decoder.layers[0]
+    assert ["int4" in one.kind for one in layer.mlp.linears] == [True, False]
+    [record] = caplog.records
+    assert "int4 does not take the widths of 2 modules" in record.getMessage()
+    assert "layers.1.mlp.down_proj" in record.getMessage()
+    expected = formats_of(decoder.config, "int4", torch.bfloat16, CPU)
+    assert weight_bytes(decoder.config, torch.bfloat16, CPU, expected) == decoder.weight_bytes
+    modules = format_errors(path, dtype=torch.bfloat16, device=CPU, quantization="int4")
+    assert not [one for one in modules if "down_proj" in one.module]
 
 
 # ------------------------------------------------------------------------------------ accounts
@@ -354,15 +429,15 @@ def test_int4_of_odd_widths_is_refused() -> None:
 def test_bytes_are_known_before(llama: Path, form: str, dtype: torch.dtype) -> None:
     config = ModelConfig.from_directory(llama)
     decoder = load_decoder(llama, dtype=dtype, device="cpu", quantization=form)
-    assert weight_bytes(config, dtype, CPU, formats_of(config, form)) == decoder.weight_bytes
+    assert (
+        weight_bytes(config, dtype, CPU, formats_of(config, form, dtype, CPU))
+        == decoder.weight_bytes
+    )
     assert decoder.scratch_bytes == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_bytes_of_a_checkpoint_are_known_before(
-    llama: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("onestem.models.weights.has_room", lambda _: False)
+def test_bytes_of_a_checkpoint_are_known_before(llama: Path, tmp_path: Path, name: str) -> None:
     path = quantised(llama, tmp_path / "x", FORMATS[name])
     config, schemes = checked_config(path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
@@ -386,13 +461,13 @@ def test_errors_of_formats_are_told(llama: Path, tmp_path: Path) -> None:
     assert [one.module for one in rounded][:2] == [
         f"model.layers.0.self_attn.{name}_proj" for name in "qk"
     ]
-    assert len(rounded) == 14
+    assert [one.module for one in rounded][14:] == ["lm_head"] * is_built()
     weights = load_file(llama / "model.safetensors")[f"{rounded[0].module}.weight"]
-    value = dense(rounded_weight(weights, "int8", ""), torch.float32)
+    value = dense(rounded_weight(weights, "int8"), torch.float32)
     off = ((value - weights).double().norm() / weights.double().norm()).item()
     assert rounded[0].weights == pytest.approx(off, rel=1e-5)
     # Rows' rounding comes on top: two errors of a like size.
-    if products._sums_int8_exactly():
+    if is_built():
         assert 1.2 * off < rounded[0].products < 2.5 * off
     form = FORMATS["gptq_v2 of 8 bits, act-order, k left out"]
     path = quantised(llama, tmp_path / "x", form)
@@ -419,5 +494,7 @@ def test_quantised_experts_are_widened(tmp_path: Path) -> None:
     ]
     rounded = load_decoder(original, dtype=torch.bfloat16, device="cpu", quantization="int8")
     config = rounded.config
-    expected = weight_bytes(config, torch.bfloat16, CPU, formats_of(config, "int8"))
+    expected = weight_bytes(
+        config, torch.bfloat16, CPU, formats_of(config, "int8", torch.bfloat16, CPU)
+    )
     assert expected == rounded.weight_bytes

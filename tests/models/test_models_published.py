@@ -4,6 +4,7 @@ transformers reads. Sizes of layers are the models' own; factors of LongRoPE are
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.rope import Rope
+from onestem.models.weights import expected_shapes
 
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -62,6 +66,81 @@ GEMMA3_1B: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
+}
+_GEMMA4_ROPE = {
+    "full_attention": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+        "rope_type": "proportional",
+    },
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+GEMMA4_E2B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": {"model_type": "gemma4_audio"},
+    "dtype": "bfloat16",
+    "eos_token_id": [1, 106],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "max_position_embeddings": 131072,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": None,
+        "num_attention_heads": 8,
+        "num_experts": None,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": _GEMMA4_ROPE,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": True,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "vision_config": {"model_type": "gemma4_vision"},
+}
+GEMMA4_26B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": _GEMMA4_ROPE,
+        "sliding_window": 1024,
+        "top_k_experts": 8,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {"model_type": "gemma4_vision"},
 }
 GEMMA2_2B: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -211,6 +290,8 @@ GRANITE_2B: dict[str, Any] = {
 PUBLISHED = {
     "gemma-3-4b": (GEMMA3_4B, Gemma3RotaryEmbedding),
     "gemma-3-1b": (GEMMA3_1B, Gemma3RotaryEmbedding),
+    "gemma-4-e2b": (GEMMA4_E2B, Gemma4TextRotaryEmbedding),
+    "gemma-4-26b-a4b": (GEMMA4_26B, Gemma4TextRotaryEmbedding),
     "gemma-2-2b": (GEMMA2_2B, LlamaRotaryEmbedding),
     "phi-3-mini-128k": (PHI3_MINI_128K, Phi3RotaryEmbedding),
     "qwen2.5-7b with YaRN": (QWEN25_YARN, LlamaRotaryEmbedding),
@@ -228,6 +309,7 @@ def test_files_are_read_as_transformers_reads_them(name: str, tmp_path: Path) ->
     found = ModelConfig.from_directory(tmp_path)
     outer = transformers.AutoConfig.from_pretrained(tmp_path)
     want = outer.get_text_config()
+    want.allow_global_per_layer_attribute_access = True
     head_dim = getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
     assert (found.vocab_size, found.hidden_size) == (want.vocab_size, want.hidden_size)
     assert (found.num_layers, found.intermediate_size) == (
@@ -240,6 +322,30 @@ def test_files_are_read_as_transformers_reads_them(name: str, tmp_path: Path) ->
     assert found.tie_embeddings == outer.tie_word_embeddings
     assert list(found.sliding_windows) == _windows(want)
     _compare_angles(found, want, rotary)
+
+
+@pytest.mark.parametrize("values", [GEMMA4_E2B, GEMMA4_26B], ids=["e2b", "26b-a4b"])
+def test_gemma_4_is_made_of_what_transformers_has(values: dict[str, Any], tmp_path: Path) -> None:
+    """Its tensors by name and shape, and as written again by transformers."""
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = ModelConfig.from_directory(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(config)
+    want = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    del want["lm_head.weight"]  # the embedding
+    assert dict(expected_shapes(found)) == want
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    written = ModelConfig.from_directory(tmp_path)
+    assert "per_layer_config" in json.loads((tmp_path / "config.json").read_text())
+    assert replace(written, architecture=found.architecture, **DTYPE_AND_ENDS) == replace(
+        found, **DTYPE_AND_ENDS
+    )
+
+
+# What the outer part of a file says.
+DTYPE_AND_ENDS: dict[str, Any] = {"torch_dtype": "", "eos_token_ids": (), "bos_token_id": None}
 
 
 def _windows(want: Any) -> list[int | None]:
@@ -282,6 +388,18 @@ def test_what_these_files_mean(tmp_path: Path) -> None:
     assert first.rotaries == gemma.rotaries[:6]
     assert len(set(first.rotaries)) == 2
     assert (gemma.torch_dtype, gemma.eos_token_ids) == ("bfloat16", (1, 106))
+    e2b = read(GEMMA4_E2B)
+    assert e2b.kv_layers[15:20] == (13,) * 4 + (14,)
+    assert e2b.kv_layers[:15] == tuple(range(15))
+    assert e2b.kv_values_per_token == 2 * (12 * 256 + 3 * 512)
+    assert (e2b.mlp_size(14), e2b.mlp_size(15)) == (6144, 12288)
+    assert e2b.head_shapes == ((256, 8), (512, 8))
+    experts = read(GEMMA4_26B)
+    assert experts.head_shapes == ((256, 2), (512, 8))
+    assert experts.kv_values_per_token == 2 * (25 * 8 * 256 + 5 * 2 * 512)
+    assert not any(heads.value_is_key for heads in experts.heads[:5])
+    assert experts.heads[5].value_is_key
+    assert experts.first_layers(6).heads == experts.heads[:6]
     gemma2 = read(GEMMA2_2B)
     assert (gemma2.score_softcap, gemma2.logit_softcap) == (50.0, 30.0)
     without = {k: v for k, v in GEMMA2_2B.items() if k != "final_logit_softcapping"}
@@ -299,3 +417,32 @@ def test_what_these_files_mean(tmp_path: Path) -> None:
     granite = read(GRANITE_2B)
     assert (granite.embedding_scale, granite.residual_scale) == (12.0, 0.22)
     assert (granite.score_scale, granite.logit_scale) == (1 / 64, 1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention is 'all'"]),
+        ({"vocab_size_per_layer_input": 9}, ["vocab_size_per_layer_input is 9", "262144"]),
+        ({"hidden_size_per_layer_input": -1}, ["hidden_size_per_layer_input is -1"]),
+        ({"num_kv_shared_layers": 35}, ["num_kv_shared_layers is 35", "0 to 34"]),
+        ({"num_kv_shared_layers": 31}, ["num_kv_shared_layers is 31", "keys of its own"]),
+        ({"per_layer_config": {"4": {"num_attention_heads": 4}}}, ["4: num_attention_heads is 4"]),
+        ({"per_layer_config": {"35": {}}}, ["per_layer_config"]),
+        ({"per_layer_config": {"4": {"head_dim": 8}}}, ["one head_dim in layers of full"]),
+        ({"per_layer_config": {"34": {"num_key_value_heads": 2}}}, ["layer 34", "layer 14's"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["sliding_attention"]),
+        ({"rope_scaling": {"factor": 2}}, ["rope_scaling"]),
+        ({"enable_moe_block": True}, ["num_experts is None", "positive"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads is 8", "(3)"]),
+    ],
+)
+def test_what_gemma_4_does_not_have_is_named(
+    fields: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    text = {**GEMMA4_E2B["text_config"], **fields}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4_E2B, "text_config": text}))
+    with pytest.raises((ConfigError, UnsupportedError)) as error:
+        ModelConfig.from_directory(tmp_path)
+    for word in words:
+        assert word in str(error.value)

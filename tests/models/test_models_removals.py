@@ -43,6 +43,20 @@ def _of_rotary(**changes: Any) -> Changes:
     return lambda config: {"positions": LayerRotary(tuple(map(change, config.rotaries)))}
 
 
+def _one_base(config: ModelConfig) -> dict[str, Any]:
+    """The last layer's in all, over heads of their own size."""
+    assert len({rotary.theta for rotary in config.rotaries}) == 2
+    return _of_rotary(theta=config.rotaries[-1].theta)(config)
+
+
+def _other_keys(config: ModelConfig) -> dict[str, Any]:
+    """A layer reads keys and values of another layer than it does."""
+    heads = list(config.heads)
+    assert heads[3].kv_layer == 2
+    heads[3] = replace(heads[3], kv_layer=0)
+    return {"layer_heads": tuple(heads)}
+
+
 def _of_scaling(**changes: Any) -> Changes:
     def change(config: ModelConfig) -> dict[str, Any]:
         assert isinstance(config.positions, Rotary)
@@ -73,6 +87,15 @@ CONFIGS: list[tuple[str, str, Changes]] = [
     ("gemma3", "second RoPE base", _first_rotary),
     ("gemma3", "RoPE scaling", _of_rotary(scaling=None)),
     ("gemma3", "scale of scores", _without(score_scale=None)),
+    ("gemma4", "windows", _windows),
+    ("gemma4", "softcap of logits", _without(logit_softcap=None)),
+    ("gemma4", "scale of scores", _without(score_scale=None)),
+    ("gemma4", "scale of embeddings", _without(embedding_scale=1.0)),
+    ("gemma4", "activation", _without(mlp="silu_gated")),
+    ("gemma4", "norm of values", _without(v_norm=False)),
+    ("gemma4", "second RoPE base", _one_base),
+    ("gemma4", "pairs that stay", _of_rotary(scaling=None)),
+    ("gemma4_image", "whose keys are read", _other_keys),
     ("phi3", "windows", _windows),
     ("phi4_mini", "partial RoPE", _of_rotary(dim=16, scaling=None)),
     ("phi4_mini", "long factors", _of_scaling(original_max_position_embeddings=2048)),
@@ -100,6 +123,9 @@ CONFIGS: list[tuple[str, str, Changes]] = [
 LAYERS: list[tuple[str, str]] = [
     *(("gemma2", norm) for norm in ("input_norm", "output_norm", "post_norm", "down_norm")),
     *(("gemma3", norm) for norm in ("output_norm", "down_norm", "heads")),
+    *(("gemma4", part) for part in ("input_norm", "output_norm", "post_norm", "down_norm")),
+    *(("gemma4", part) for part in ("heads", "scalar")),
+    ("gemma4_image", "vectors"),
     *(("glm4", norm) for norm in ("output_norm", "down_norm")),
     *(("olmo2", norm) for norm in ("output_norm", "down_norm", "qk_norms")),
 ]
@@ -138,8 +164,12 @@ def test_every_norm_shows(family: str, norm: str, whole: Callable[[str], Decoder
         bare = replace(layer.heads, q_norm=None, k_norm=None) if norm == "heads" else None
         assert bare is None or layer.heads.q_norm is not None
         layers.append(replace(layer, **{norm: bare}))
+    assert _moved(_of_layers(decoder, layers), decoder) > SENSITIVITY
+
+
+def _of_layers(decoder: Decoder, layers: list[Layer]) -> Decoder:
     parts = (decoder.embedding, layers, decoder.norm, decoder.head, decoder.num_parameters)
-    assert _moved(Decoder(decoder.config, *parts), decoder) > SENSITIVITY
+    return Decoder(decoder.config, *parts, vectors=decoder.vectors)
 
 
 def _without_sinks(layer: Layer) -> Layer:
@@ -151,6 +181,9 @@ def _experts(**changes: Any) -> Callable[[Layer], Layer]:
     """Of a layer that has them: fields of `ExpertLayer`, or else of `Experts`."""
 
     def change(layer: Layer) -> Layer:
+        if layer.beside is not None:
+            whole = replace(layer, mlp=layer.beside.experts, beside=None)
+            return replace(layer, beside=replace(layer.beside, experts=change(whole).mlp))
         if not isinstance(layer.mlp, ExpertLayer):
             return layer
         own = {field.name for field in fields(ExpertLayer)}
@@ -173,6 +206,19 @@ def _without_clamp(layer: Layer) -> Layer:
     )
 
 
+def _weight_of_ones(name: str) -> Callable[[Layer], Layer]:
+    """Of a norm of experts beside an MLP."""
+
+    def change(layer: Layer) -> Layer:
+        beside = layer.beside
+        assert beside is not None
+        return replace(
+            layer, beside=replace(beside, **{name: torch.ones_like(getattr(beside, name))})
+        )
+
+    return change
+
+
 # What is taken out of every layer that has it.
 PARTS: list[tuple[str, str, Callable[[Layer], Layer]]] = [
     ("gpt_oss", "sinks", _without_sinks),
@@ -181,6 +227,13 @@ PARTS: list[tuple[str, str, Callable[[Layer], Layer]]] = [
     ("mixtral", "normalisation", _experts(normalized=False)),
     ("qwen3_moe", "normalisation", _experts(normalized=False)),
     ("olmoe", "scores as they are", _experts(normalized=True)),
+    # Normalised scores do not show in Gemma 4: the norm behind takes out any factor.
+    ("gemma4_moe", "scales of experts", _experts(expert_scales=None)),
+    ("gemma4_moe", "experts", lambda layer: replace(layer, beside=None)),
+    *(
+        ("gemma4_moe", norm, _weight_of_ones(norm))
+        for norm in ("router_norm", "input_norm", "output_norm", "mlp_norm")
+    ),
     ("qwen2_moe", "shared expert", _experts(shared=None)),
     ("qwen2_moe", "its gate", _experts(shared_gate=None)),
     ("glm4_moe", "shared expert", _experts(shared=None)),
@@ -202,8 +255,7 @@ def test_every_part_of_experts_shows(
 ) -> None:
     decoder = whole(family)
     layers = [change(layer) for layer in decoder.layers]
-    parts = (decoder.embedding, layers, decoder.norm, decoder.head, decoder.num_parameters)
-    assert _moved(Decoder(decoder.config, *parts), decoder) > SENSITIVITY
+    assert _moved(_of_layers(decoder, layers), decoder) > SENSITIVITY
 
 
 def _moved(decoder: Decoder, right: Decoder) -> float:

@@ -24,9 +24,12 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 PUBLISHED = {
     "llama2-7b": 6.74, "llama2-13b": 13.0, "llama-30b": 32.5, "codellama-7b": 6.74,
     "codellama-13b": 13.0, "codellama-34b": 33.7, "mistral-7b": 7.24, "phi-2": 2.78,
-    "yi-6b-200k": 6.06, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "llama3.1-8b": 8.03,
-    "llama3.1-70b": 70.6, "falcon-7b": 7.22, "falcon-40b": 41.8, "mpt-7b": 6.65, "mpt-30b": 30.0,
-    "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9,
+    "yi-6b-200k": 6.06, "qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8,
+    "llama3.1-8b": 8.03, "llama3.1-70b": 70.6, "falcon-7b": 7.22, "falcon-40b": 41.8,
+    "mpt-7b": 6.65, "mpt-30b": 30.0,
+    "mixtral-8x7b": 46.7, "qwen3-4b": 4.02, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9,
+    "llama3.2-1b": 1.24, "gemma3-12b": 11.8,  # the text part
+    "gemma4-e2b": 4.63, "gemma4-26b-a4b": 25.2, "gemma4-31b": 30.7,
 }  # fmt: skip
 OURS = {"0.1b", "0.5b", "nothing"}
 # Their files hold the tied head once more, and it is counted.
@@ -71,6 +74,7 @@ def test_tensors_are_those_of_transformers(name, tmp_path):
     layers = "n_layers" if "n_layers" in values else "num_hidden_layers"
     values |= {layers: 1, "quantization_config": None}
     values |= {"layer_types": values["layer_types"][:1]} if "layer_types" in values else {}
+    values |= {"num_kv_shared_layers": 0} if "num_kv_shared_layers" in values else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = ModelConfig.from_directory(tmp_path)
     with torch.device("meta"):

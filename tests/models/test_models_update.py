@@ -68,7 +68,18 @@ def test_written_tensors_are_those_of_the_checkpoint(family, layout_of, tmp_path
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS)
 @pytest.mark.parametrize(
-    "family", ["qwen2", "falcon_40b", "gpt2", "phi", "phi3", "glm4_moe", "gpt_oss", "gemma3_image"]
+    "family",
+    [
+        "qwen2",
+        "falcon_40b",
+        "gpt2",
+        "phi",
+        "phi3",
+        "glm4_moe",
+        "gpt_oss",
+        "gemma3_image",
+        "gemma4_image",
+    ],
 )
 def test_one_tensor_after_another(family, layout, dtype, layout_of, tmp_path):
     """In any order, and each of them alone makes a difference."""

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onestem.errors import UnsupportedError, WeightsError
+from onestem.models import checkpoint
+from onestem.models.config import ModelConfig
 from onestem.models.weights import load_decoder, weight_bytes
 from tests.models.dense import log_probabilities, oracle, prompt
 from tests.models.tiny import make_tiny
@@ -97,6 +99,26 @@ def test_a_tied_model_may_carry_a_head_of_the_right_shape(tmp_path: Path) -> Non
     other = _edited(tied, tmp_path / "other", **{"lm_head.weight": torch.zeros(288, 32)})
     with pytest.raises(WeightsError, match=r"lm_head\.weight is"):
         _answers(other)
+
+
+@pytest.mark.parametrize(("row", "blocks"), [(0, 1), (287, 3), (None, 3)])
+def test_a_head_is_compared_with_the_embedding_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int | None, blocks: int
+) -> None:
+    """Up to the first that differs: neither is read whole."""
+    tied = make_tiny("llama_mha_tied", tmp_path / "tied")
+    head = load_file(tied / "model.safetensors")["model.embed_tokens.weight"].clone()
+    if row is not None:
+        head[row, 0] += 1
+    path = _edited(tied, tmp_path / "head", **{"lm_head.weight": head})
+    sizes: list[int] = []
+    monkeypatch.setattr(checkpoint, "COMPARED_ROWS", 100)
+    monkeypatch.setattr(
+        checkpoint.torch, "equal", lambda x, y: sizes.append(len(x)) or bool((x == y).all())
+    )
+    own = checkpoint.has_own_head(path, ModelConfig.from_directory(path))
+    assert own is (row is not None)
+    assert sizes == [100, 100, 88][:blocks]
 
 
 def test_other_families_name_what_is_wrong(tmp_path: Path) -> None:
@@ -284,3 +306,53 @@ def test_random_weights_have_the_config_s_spread(llama: Path) -> None:
     assert decoder.embedding.std().item() == pytest.approx(0.02, rel=0.05)
     assert decoder.embedding.mean().abs() < 1e-3
     assert torch.equal(decoder.norm.weight, torch.ones(64))
+
+
+def test_gemma_4_leaves_keys_that_nobody_reads(tmp_path: Path) -> None:
+    """Files hold keys and values of layers that read those of others, and encoders."""
+    path = make_tiny("gemma4_image", tmp_path / "tiny")
+    at = "model.language_model.layers.3.self_attn."
+    unread = {f"{at}{part}_proj.weight": torch.ones(16, 64) for part in "kv"}
+    unread |= {f"{at}k_norm.weight": torch.ones(16), "model.audio_tower.x.weight": torch.ones(2)}
+    more = _edited(path, tmp_path / "more", **unread)
+    assert torch.equal(_answers(more), _answers(path))
+    others = {f"{at.replace('3', '2')}{part}_proj.weight": None for part in "kv"}
+    with pytest.raises(WeightsError, match=r"lacks .*layers\.2\.self_attn\.k_proj"):
+        _answers(_edited(path, tmp_path / "less", **others))
+
+
+def test_gemma_4_of_single_experts(tmp_path: Path) -> None:
+    path = make_tiny("gemma4_moe", tmp_path / "tiny")
+    changes: dict[str, Tensor | None] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if name.endswith("experts.gate_up_proj"):
+            at = name.removesuffix("gate_up_proj")
+            for i, both in enumerate(tensor):
+                gate, up = (half.contiguous() for half in both.chunk(2))
+                changes |= {f"{at}{i}.gate_proj.weight": gate, f"{at}{i}.up_proj.weight": up}
+            changes[name] = None
+        elif name.endswith("experts.down_proj"):
+            changes |= {f"{name[:-9]}{i}.down_proj.weight": one for i, one in enumerate(tensor)}
+            changes[name] = None
+    single = _edited(path, tmp_path / "single", **changes)
+    assert torch.equal(_answers(single), _answers(path))
+
+
+def test_gemma_4_unified_equals_transformers(tmp_path: Path) -> None:
+    """It reads images without an encoder; of its text part."""
+    whole = make_tiny("gemma4", tmp_path / "tiny")
+    text = json.loads((whole / "config.json").read_text())
+    text = {key: value for key, value in text.items() if "per_layer_input" not in key}
+    vision = {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 4}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config={**text, "model_type": "gemma4_unified_text"}, vision_config=vision
+    )
+    model = transformers.Gemma4UnifiedForConditionalGeneration(config)
+    held = load_file(whole / "model.safetensors")
+    model.model.language_model.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in held.items()}
+    )
+    model.save_pretrained(tmp_path / "unified")
+    found = _answers(tmp_path / "unified")[0]
+    torch.testing.assert_close(found, oracle(tmp_path / "unified", IDS), atol=1e-4, rtol=0)
+    assert torch.equal(found, _answers(whole)[0])

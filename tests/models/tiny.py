@@ -172,6 +172,41 @@ _GEMMA3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 6.0,
+    "tie_word_embeddings": True,
+}
+# As 31B and 26B-A4B are, and as E2B and E4B are.
+_GEMMA4_LARGE: dict[str, Any] = {
+    **_GEMMA4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+_GEMMA4_SMALL: dict[str, Any] = {
+    **_GEMMA4,
+    "num_hidden_layers": 5,
+    "layer_types": [
+        f"{kind}_attention" for kind in ["sliding", "full", "sliding", "sliding", "full"]
+    ],
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "num_key_value_heads": 1,
+}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -245,10 +280,22 @@ _SPECS |= {
         {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 6.0},
     ),
     "gemma3": ("Gemma3", _GEMMA3),
+    "gemma4": ("Gemma4", _GEMMA4_LARGE),
+    "gemma4_moe": (
+        "Gemma4",
+        {
+            **_GEMMA4_LARGE,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
 }
 
 # The text parts of those that read images too, of which all else is as small as it can be.
 _IMAGE_SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma4_image": ("Gemma4", "gemma4_vision", _GEMMA4_SMALL),
     "gemma3_image": ("Gemma3", "siglip_vision_model", _GEMMA3),
     "mistral3_image": (
         "Mistral3",
@@ -319,6 +366,9 @@ _SCALES = {
     "wpe": 0.3,
     # Routers: scores of experts differ clearly, and none is next to nothing.
     **dict.fromkeys(("mlp.gate", "mlp.router", "shared_expert_gate"), 0.1),
+    "router.proj": 1.0,
+    **dict.fromkeys(("embed_tokens_per_layer", "per_layer_model_projection"), 0.5),
+    **dict.fromkeys(("per_layer_input_gate", "per_layer_projection"), 0.2),
 }
 
 
@@ -355,7 +405,7 @@ def _model(family: str, seed: int) -> Any:
     else:
         architecture, changes = _SPECS[family]
         fields = {**_BASE, **changes}
-    text = "Text" if architecture == "Gemma3" else ""
+    text = "Text" if architecture in ("Gemma3", "Gemma4") else ""
     config = getattr(transformers, f"{architecture}{text}Config")(**fields)
     suffix = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
     with torch.random.fork_rng(devices=[]):
@@ -382,18 +432,23 @@ def _scale(model: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         last = module.rpartition(".")[2]
-        if "vision_tower." in module or "multi_modal_projector." in name:
+        if "vision" in module or "multi_modal_projector." in name:
             continue
-        if part == "sinks":
+        if last == "router":
+            parameter.uniform_(0.7, 1.3, generator=generator)
+        elif part == "sinks":
             parameter.uniform_(0.0, 2.0, generator=generator)
         elif part == "bias" or last == "experts":
             parameter.normal_(0.0, 0.1, generator=generator)
         elif "norm" in last or last.startswith("ln_"):
             parameter.uniform_(0.7, 1.3, generator=generator)
             if type(model).__name__.startswith("Gemma"):
-                # Against a residual of scaled embeddings; weights of norms are stored minus one.
+                # Against a residual of scaled embeddings.
                 parameter *= 4.0 if last.startswith("post_") else 1.0
-                parameter -= 1.0
+                if type(model).__name__.startswith("Gemma4"):
+                    parameter *= 0.12 if last == "q_norm" else 1.0  # scores are not scaled
+                else:
+                    parameter -= 1.0  # as they are stored
         elif last in _FUSED:
             parameter.normal_(0.0, 1.0, generator=generator)
             rows = _fused_deviations(model.config)
@@ -403,6 +458,8 @@ def _scale(model: Any, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.1, generator=generator)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.7, 1.3, generator=generator)
 
 
 def _deviation(module: str) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -63,6 +63,9 @@ class Isa:
 
     def sampling(self) -> Any:
         return self._bound(CpuSampling(isa=self.name))
+
+    def codes(self, codes: Any) -> Any:
+        return self._bound(replace(codes, isa=self.name))
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Calls a function to which `onestem.ops.cpu` has this module for its own."""

@@ -20,7 +20,7 @@ TYPES = ["float32", "bfloat16", "float16"]  # by their numbers
 # Where the pointer of what an operation writes stands among its arguments.
 WRITES = {
     "attend": 5, "lse": 6, "add_rms_norm": 5, "hidden": 2, "silu_mul": 3, "rope_write": 8,
-    "k_pages": 9, "v_pages": 10,
+    "k_pages": 9, "v_pages": 10, "multiply_codes": 3,
 }  # fmt: skip
 FUNCTION_OF = {
     "lse": "attend",
@@ -56,6 +56,11 @@ class Faulty:
 
     def rope_write(self, isa: str, *args: Any) -> bool:
         return self._run("rope_write", self._module.rope_write, isa, *args)
+
+    def multiply_codes(self, isa: str, dtypes: tuple[int, int], *args: Any) -> None:
+        self._module.multiply_codes("portable" if isa == "better" else isa, dtypes, *args)
+        if isa == "better":
+            self.spoil("multiply_codes", dtypes[1], (isa, dtypes, *args))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -127,6 +132,7 @@ def test_one_wrong_value_is_found(using, wrong, dtype):
     module = native()
     using(Faulty(module, wrong, dtype))
     what = "attention" if wrong in ("attend", "lse") else "layer operations"
+    what = "products of 8 and 4 bits" if wrong == "multiply_codes" else what
     message = f"'better' computes {what} in {dtype} wrongly on this machine and is not used"
     with pytest.warns(RuntimeWarning, match=message):
         assert chosen_isa() == next(n for n in module.compiled_isas() if module.has_isa(n))

@@ -139,6 +139,48 @@ def test_tile_products(m, k, n):
 
 
 @needs_emulation
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 16), (3, 5, 2)])
+def test_tile_products_of_bytes(m, n, k):
+    """Unsigned on the left, signed on the right; sums wrap."""
+    module, rng = emulated(), np.random.default_rng(m)
+    a = rng.integers(0, 256, (m, 4 * k), dtype=np.uint8)
+    b = rng.integers(-128, 128, (k, 4 * n), dtype=np.int8)
+    c = rng.integers(-(2**31), 2**31, (m, n), dtype=np.int64)
+    module.tile_loadconfig(config([(m, 4 * n), (m, 4 * k), (k, 4 * n)]))
+    for tile, array in enumerate((c.astype(np.int32).view(FLOAT), a, b)):
+        module.tile_loadd(tile, in_rows(array), 64)
+    module.tile_dpbusd(0, 1, 2)
+    got = np.frombuffer(module.tile_stored(0, 64), np.int32).reshape(16, 16)[:m, :n]
+    module.tile_release()
+    right = b.reshape(k, n, 4).transpose(0, 2, 1).reshape(4 * k, n)
+    assert np.array_equal(got, (c + a.astype(np.int64) @ right).astype(np.int32))
+
+
+@needs_emulation
+def test_integers():
+    module, rng = emulated(), np.random.default_rng(0)
+    a, b = rng.integers(0, 256, 64), rng.integers(-128, 128, 64)
+    sums = rng.integers(0, 2**32, 16)
+    want = (sums + (a * b).reshape(16, 4).sum(1)) % 2**32
+    assert module.dpbusd(sums.tolist(), a.tolist(), (b % 256).tolist()) == want.tolist()
+    x, y = (rng.integers(-(2**15), 2**15, 32) for _ in range(2))
+    x[:2] = y[:2] = -(2**15)  # the only sum that wraps
+    words = [(one % 2**16).tolist() for one in (x, y)]
+    assert module.madd_epi16(*words) == ((x * y).reshape(16, 2).sum(1) % 2**32).tolist()
+    table = rng.integers(0, 2**16, 32)
+    assert module.permutexvar_epi16(words[0], table.tolist()) == table[x & 31].tolist()
+
+
+@needs_emulation
+def test_conversions_to_bfloat16():
+    """To the nearest, ties to even; denormals become zeros, NaN quiet."""
+    given = [1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -INFINITY, 1e-40, -1e-40, -0.0, 0.1]
+    got = emulated().cvtneps_pbh([*given, *[NAN] * 8])
+    assert got[:8] == [0x3F80, 0x3F82, 0x7F80, 0xFF80, 0, 0x8000, 0x8000, 0x3DCD]
+    assert all(one & 0x7FFF > 0x7F80 and one & 0x40 for one in got[8:])
+
+
+@needs_emulation
 def test_tiles_are_zero_after_a_configuration():
     module = emulated()
     for make_zero in (

@@ -114,6 +114,29 @@ def test_rope_write(ops, dtype, rows, q_heads, kv_heads, head_dim, norm, head_ma
     assert bool(v[others].isnan().all())
 
 
+@every_ops
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [50, 256])
+def test_norms_of_gemma(ops, dtype, size):
+    """Weights in float32 beside 16-bit rows; values normed without one, and taken from keys."""
+    weights = [drawn(size, dtype=torch.float32, seed=i) + 1 for i in range(3)]
+    hidden, delta = (drawn(5, size, dtype=dtype, seed=i) for i in (3, 4))
+    total = hidden + delta
+    out = ops.add_rms_norm(hidden, delta, weights[0], 1e-5)
+    assert torch.equal(hidden, total)
+    assert_rounded_once(out, normed(total, weights[0], 1e-5))
+    heads = Heads(2, 1, size, *weights[1:], 1e-6, v_norm=True, value_is_key=True)
+    qkv, slots = drawn(5, 3 * size, dtype=dtype, seed=5), torch.tensor([4, 0, 7, 2, 1])
+    turn = drawn(5, size // 2, dtype=torch.float32, seed=6) * 50
+    angles = Angles(turn.cos(), turn.sin())
+    k_pages, v_pages = torch.zeros(2, 2, 4, 1, size, dtype=dtype)
+    q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
+    split = qkv.view(5, 3, size).double()
+    assert_rounded_once(q, rotated(split[:, :2], weights[1], angles))
+    assert_rounded_once(k_pages.flatten(0, 1)[slots], rotated(split[:, 2:], weights[2], angles))
+    assert_rounded_once(v_pages.flatten(0, 1)[slots], normed(split[:, 2:], torch.ones(1), 1e-6))
+
+
 def rotated(x: torch.Tensor, weight: torch.Tensor | None, angles: Angles) -> torch.Tensor:
     x = x if weight is None else normed(x, weight, 1e-6)
     cos, sin = (a.double()[:, None] for a in angles)
@@ -161,6 +184,16 @@ def rope_arguments(**change):
         ({"v_pages": torch.zeros(2, 4, 1, 16)}, ConfigError),
         ({"angles": Angles(torch.zeros(3, 4), torch.zeros(3, 8))}, ConfigError),
         ({"heads": Heads(2, 1, 8, torch.zeros(4), torch.zeros(8))}, ConfigError),
+        (
+            {
+                "qkv": torch.zeros(3, 32, dtype=torch.bfloat16),
+                "k_pages": torch.zeros(2, 4, 1, 8, dtype=torch.bfloat16),
+                "v_pages": torch.zeros(2, 4, 1, 8, dtype=torch.bfloat16),
+                "heads": Heads(2, 1, 8, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)),
+            },
+            ConfigError,
+        ),
+        ({"heads": Heads(2, 1, 8, value_is_key=True)}, ConfigError),
         ({"slots": torch.zeros(3, dtype=torch.int64, device="meta")}, ConfigError),
         ({"angles": Angles(torch.zeros(3, 4), torch.zeros(3, 4, device="meta"))}, ConfigError),
         ({"qkv": torch.zeros(3, 32, device="meta")}, UnsupportedError),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from onestem.models.mlp import route as route_in_torch
 from onestem.ops.experts import MAX_POWER, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
 from onestem.ops.triton.experts import GroupedExperts, Tiles, route, sort_rows
+from onestem.ops.triton.tiled_experts import TiledExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tiles(16, 32, 32, 4, 2)
@@ -133,31 +135,63 @@ def test_no_expert_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (20, 96, 64)])
+@pytest.mark.parametrize("kind", [GroupedExperts, TiledExperts])
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (20, 160, 96)])
 def test_mxfp4_is_multiplied_as_transformers_converts_it(
-    rows: int, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[GroupedExperts] | type[TiledExperts],
+    rows: int,
+    hidden: int,
+    inner: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, Tiles(16, 32, 64, 4, 2)))
     num, top_k = 5, 2
     up, down = mxfp4(num, 2 * inner, hidden), mxfp4(num, hidden, inner)
+    bias = tuple(drawn(num, size, seed=size) for size in (2 * inner, hidden)) if rows > 1 else ()
+    clamp = (1.7, 1.5) if bias else None
+    if bias:
+        up, down = replace(up, bias=bias[0]), replace(down, bias=bias[1])
     x, logits = drawn(rows, hidden), drawn(rows, num, seed=1)
     scores, chosen = logits.softmax(-1).topk(top_k)
-    got = GroupedExperts(up, down)(x, scores.contiguous(), chosen)
-    exact = written_out(x, scores, chosen, converted(up), converted(down), ())
+    experts = made(kind, up, down, clamp)
+    got = experts(x, scores.contiguous(), chosen)
+    exact = written_out(x, scores, chosen, converted(up), converted(down), bias)
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+    assert experts(x[:0], scores[:0].contiguous(), chosen[:0]).shape == (0, hidden)
+    if DEVICE.type == "cuda":  # where 16 bits are unpacked by instructions of their own
+        got = experts(x.bfloat16(), scores.contiguous(), chosen)
+        exact = written_out(x.bfloat16(), scores, chosen, converted(up), converted(down), bias)
+        torch.testing.assert_close(got.double(), exact, atol=0.05, rtol=0.02)
 
 
-def test_scales_of_mxfp4_from_the_least_to_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [GroupedExperts, TiledExperts])
+def test_scales_of_mxfp4_from_the_least_to_the_largest(
+    kind: type[GroupedExperts] | type[TiledExperts], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, SMALL))
-    up = torch.eye(32, device=DEVICE).repeat(2, 1)[None]  # gate and up are the row itself
+    # Gate and up are the row itself: 1 is 2 (of exponent 1) times a scale of 1/2.
+    values = torch.zeros(1, 64, 16, dtype=torch.uint8, device=DEVICE)
+    line = torch.arange(64, device=DEVICE)
+    values[0, line, line % 32 // 2] = (4 << 4 * (line % 2)).to(torch.uint8)
+    up = GroupedWeight(values, torch.full((1, 64, 1), 126, dtype=torch.uint8, device=DEVICE))
+    assert torch.equal(up.dense(0, torch.float32), torch.eye(32, device=DEVICE).repeat(2, 1))
     down = mxfp4(1, 4, 32)
     assert down.scales is not None
     down.scales[0, :, 0] = torch.tensor([0, 1, 64, MAX_POWER], dtype=torch.uint8, device=DEVICE)
     x = 8 * torch.eye(32, device=DEVICE)
     ones = torch.ones(32, 1, device=DEVICE)
-    got = GroupedExperts(GroupedWeight(up), down)(x, ones, torch.zeros_like(ones).int())
+    got = made(kind, up, down)(x, ones, torch.zeros_like(ones).int())
     exact = (x * torch.sigmoid(x) * x).double() @ down.dense(0, torch.float64).T
     torch.testing.assert_close(got.double(), exact, atol=0, rtol=1e-5)
+
+
+def made(
+    kind: type[GroupedExperts] | type[TiledExperts],
+    up: GroupedWeight,
+    down: GroupedWeight,
+    clamp: tuple[float, float] | None = None,
+) -> GroupedExperts | TiledExperts:
+    return kind(up, down, clamp) if kind is GroupedExperts else TiledExperts.of(up, down, clamp)
 
 
 def mxfp4(num: int, rows: int, columns: int) -> GroupedWeight:

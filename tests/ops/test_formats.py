@@ -7,19 +7,35 @@ import torch
 from torch import Tensor
 
 from onestem.ops.dispatch import resolve_rounding
-from onestem.ops.rounding import LARGEST, rounded_rows
-from onestem.ops.triton.formats import PackedGroups, Tiles
+from onestem.ops.rounding import LARGEST, RoundedRows, rounded_rows
+from onestem.ops.triton import formats, tiled
+from onestem.ops.triton.formats import PackedGroups
 from onestem.ops.triton.formats import rounded_rows as by_kernel
+from onestem.ops.triton.tiled import TiledChannels, TiledGroups, divided
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WAYS = ((None, True), (Tiles(16, 32, 1), False), (Tiles(32, 16, 2), True))
+# Tiles, and whether there is a bias.
+WAYS = {
+    PackedGroups: (
+        (None, True),
+        (formats.Tiles(16, 32, 1), False),
+        (formats.Tiles(32, 16, 2), True),
+    ),
+    TiledGroups: ((None, True), (tiled.Tiles(64, 16, 1), False), (tiled.Tiles(128, 32, 3), True)),
+}
+PACKED = pytest.mark.parametrize("packing", WAYS, ids=lambda packing: packing.__name__)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _weight(bits: int, group: int, size: int, out: int, zeros: bool) -> tuple[PackedGroups, Tensor]:
+Packing = type[PackedGroups] | type[TiledGroups]
+
+
+def _weight(
+    packing: Packing, bits: int, group: int, size: int, out: int, zeros: bool
+) -> tuple[PackedGroups | TiledGroups, Tensor]:
     """Random codes, and what they stand for in float64."""
     generator = torch.Generator().manual_seed(group)
     shape = (out, -(-size // group))
@@ -29,13 +45,13 @@ def _weight(bits: int, group: int, size: int, out: int, zeros: bool) -> tuple[Pa
     if zeros:
         zero = torch.randint(0, (1 << bits) + 1, shape, generator=generator).to(torch.int16)
     wide = [one.double().repeat_interleave(group, 1)[:, :size] for one in (zero, scales)]
-    assert PackedGroups.takes(size, group, bits)
-    packed = PackedGroups.of(*(one.to(DEVICE) for one in (codes, scales, zero)), group, bits)
+    assert packing.takes(size, group, bits)
+    packed = packing.of(*(one.to(DEVICE) for one in (codes, scales, zero)), group, bits)
     assert (packed.zero < 0) == zeros
     return packed, (codes.double() - wide[0]) * wide[1]
 
 
-def _check(packed: PackedGroups, weight: Tensor, dtype: torch.dtype) -> None:
+def _check(packed: PackedGroups | TiledGroups, weight: Tensor, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     dense = packed.dense(dtype).double().cpu()
     assert ((dense - weight).abs() <= eps * weight.abs() + 1e-6).all()
@@ -44,13 +60,14 @@ def _check(packed: PackedGroups, weight: Tensor, dtype: torch.dtype) -> None:
         x = _random(rows, weight.shape[1], seed=2).to(DEVICE, dtype)
         exact = x.double().cpu() @ weight.t()
         sums = (x.double().cpu().abs() @ weight.abs().t()) * 2**-20  # of float32
-        for tiles, with_bias in WAYS:
+        for tiles, with_bias in WAYS[type(packed)]:
             truth = exact + with_bias * bias.double().cpu()
             y = packed.product(x, bias if with_bias else None, tiles)
             assert y.dtype == dtype
             assert ((y.double().cpu() - truth).abs() <= eps * truth.abs() + sums).all()
 
 
+@PACKED
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
@@ -66,15 +83,28 @@ def _check(packed: PackedGroups, weight: Tensor, dtype: torch.dtype) -> None:
     ],
 )
 def test_groups_are_multiplied(
-    bits: int, group: int, size: int, out: int, zeros: bool, dtype: torch.dtype
+    packing: Packing,
+    bits: int,
+    group: int,
+    size: int,
+    out: int,
+    zeros: bool,
+    dtype: torch.dtype,
 ) -> None:
-    _check(*_weight(bits, group, size, out, zeros), dtype)
+    _check(*_weight(packing, bits, group, size, out, zeros), dtype)
 
 
-def test_float8_in_groups() -> None:
+@pytest.mark.parametrize(("bits", "group", "size"), [(4, 96, 192), (4, 200, 200), (4, 128, 384)])
+def test_tiled_groups_take_odd_widths(bits: int, group: int, size: int) -> None:
+    """Those that are no multiple of a chunk, and groups that end within one."""
+    _check(*_weight(TiledGroups, bits, group, size, 70, True), torch.float16)
+
+
+@PACKED
+def test_float8_in_groups(packing: Packing) -> None:
     codes = (8 * _random(40, 320)).to(torch.float8_e4m3fn)
     scales = torch.rand(40, 3, generator=torch.Generator().manual_seed(1))
-    packed = PackedGroups.of(codes.to(DEVICE), scales.to(DEVICE), None, 128, 8)
+    packed = packing.of(codes.to(DEVICE), scales.to(DEVICE), None, 128, 8)
     wide = scales.double().repeat_interleave(128, 1)[:, :320]
     _check(packed, codes.double() * wide, torch.float16)
 
@@ -87,11 +117,58 @@ def test_widths_that_are_not_packed() -> None:
 
 
 def test_tiles_cover_few_rows_with_many_programs() -> None:
-    packed, _ = _weight(4, 128, 4096, 16, False)
+    packed, _ = _weight(PackedGroups, 4, 128, 4096, 16, False)
     few, many = packed.tiles(1, 132), packed.tiles(4096, 132)
     assert (few.rows, many.rows) == (16, 128)
     assert few.split > packed.tiles(1, 1).split
     assert few.split * 4 <= 4096 // 128  # four chunks each at least
+
+
+def test_parts_of_tiled_products() -> None:
+    """Enough programs for a device, none without columns, and those of one tile count up alike."""
+    packed, _ = _weight(TiledGroups, 4, 128, 4096, 64, False)
+    assert isinstance(packed, TiledGroups)
+    assert packed.tiles(1, 132).split == 8  # 512 columns each
+    assert packed.tiles(1, 1).split == 4
+    assert packed.tiles(4096, 132)[:3] == (64, 64, 4)
+    assert divided(packed, tiled.Tiles(64, 16, 6), 1, 1).split == 6  # of 16 chunks: 3 each, 1 last
+    assert divided(packed, tiled.Tiles(64, 16, 5), 1, 1).split == 4
+    x = _random(2, 4096).to(DEVICE, torch.float16)
+    first = packed.product(x, None)
+    assert torch.equal(first, packed.product(x, None))
+    assert torch.equal(first[:1], packed.product(x[:1], None))
+    assert not packed.counters.any()
+
+
+def test_scales_are_kept_in_16_bits_where_nothing_is_lost() -> None:
+    codes, zeros = torch.zeros(2, 32, dtype=torch.uint8), None
+    for value, dtype in ((0.5, torch.bfloat16), (1 + 2**-10, torch.float16), (0.1, torch.float32)):
+        packed = TiledGroups.of(codes, torch.full((2, 1), value), zeros, 32, 4)
+        assert packed.scales.dtype == dtype
+        assert packed.scales[0, 0, 0, :2].tolist() == [torch.tensor(value).item()] * 2
+
+
+@pytest.mark.parametrize(("size", "out"), [(256, 40), (144, 130)])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_tiled_channels(dtype: torch.dtype, size: int, out: int) -> None:
+    weight, x = (rounded_rows(_random(rows, size, seed=rows), dtype) for rows in (out, 33))
+    layer = TiledChannels(weight.codes.to(DEVICE), weight.scales[:, 0].to(DEVICE))
+    bias = _random(out, seed=1).to(DEVICE, torch.float16)
+    wide, rows = (one.codes.double() * one.scales.double() for one in (weight, x))
+    exact = rows @ wide.t()
+    # float8 is added up with 13 bits, or in the interpreter in float32.
+    sums = (rows.abs() @ wide.abs().t()) * (2**-11 if dtype != torch.int8 else 2**-22)
+    whole = RoundedRows(*(one.to(DEVICE) for one in x))
+    for num in (0, 1, 33):
+        some = RoundedRows(*(one[:num] for one in whole))
+        for tiles in (None, tiled.Tiles(64, 16, 1), tiled.Tiles(128, 32, 2)):
+            truth = exact[:num] + bias.double().cpu() * (tiles is None)
+            y = layer.product(some, bias if tiles is None else None, torch.float16, tiles)
+            off = (y.double().cpu() - truth).abs()
+            assert (off <= 2**-11 * truth.abs() + sums[:num] + 1e-6).all()
+    assert not layer.counters.any()
+    many = layer.tiles(8192, 132)
+    assert many.split == 1
 
 
 @pytest.mark.parametrize("dtype", LARGEST)

@@ -10,6 +10,8 @@ import torch
 from onestem.errors import ConfigError
 from onestem.ops import Angles, Heads, LayerOps, TorchLayers, allocate_pages, read_kv
 from onestem.ops.cpu import CpuLayers, is_built
+from onestem.ops.rounding import LARGEST
+from onestem.ops.triton.formats import rounded_rows as rounded_by_kernel
 from onestem.ops.triton.layers import TritonLayers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,6 +50,29 @@ def test_add_rms_norm(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -
     assert torch.equal(hidden, before + delta)
     if rows:
         assert_rounded_once(second, normed(hidden, weight, 1e-5))
+
+
+@pytest.mark.parametrize("codes", LARGEST, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(0, 64), (3, 100)])
+def test_rounding_at_once_is_rounding_behind(
+    codes: torch.dtype, dtype: torch.dtype, rows: int, size: int
+) -> None:
+    """The same bits as one kernel and as two, with the residual written."""
+    ops, weight = TritonLayers(), drawn(size, dtype=torch.float32, seed=2)
+    hidden, delta, fused = (drawn(rows, n, dtype=dtype, seed=n) for n in (size, size, 2 * size))
+    if rows:
+        hidden[1], delta[1], fused[1] = 0, 0, 0
+    apart = hidden.clone()
+    one = ops.rounded_rms_norm(hidden, delta, weight, 1e-5, codes)
+    other = rounded_by_kernel(ops.add_rms_norm(apart, delta, weight, 1e-5), codes)
+    assert torch.equal(hidden, apart)
+    of_gates = ops.rounded_silu_mul(fused, codes), rounded_by_kernel(ops.silu_mul(fused), codes)
+    for got, want in ((one, other), of_gates):
+        assert got.codes.dtype == codes
+        assert got.scales.shape == (rows, 1)
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(got.scales, want.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,6 +173,32 @@ def test_rope_write(
         assert float((got.double() - exact).abs().max()) <= unit + 1e-5
     for page in pages:
         assert int(page.isnan().all(-1).all(-1).sum()) == 12 - rows
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["values", "values are keys"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ops", [*OPS, CpuLayers()] if is_built() else OPS, ids=lambda o: o.name)
+def test_values_are_normed_and_may_be_keys(ops: LayerOps, dtype: torch.dtype, same: bool) -> None:
+    """As in Gemma 4, whose heads have 512 dimensions there; and queries alone."""
+    rows, size, slots = 3, 512, torch.tensor([5, 0, 3], device=DEVICE)
+    norms = [drawn(size, dtype=dtype, seed=i) for i in (1, 2)]
+    heads = Heads(9, 2, size, *norms, 1e-6, v_norm=True, value_is_key=same)
+    assert heads.num_projected == 13 - 2 * same
+    qkv = drawn(rows, heads.num_projected * size, dtype=dtype)
+    still = Angles(torch.ones(rows, 256, device=DEVICE), torch.zeros(rows, 256, device=DEVICE))
+    pages = [torch.full((3, 2, 2, size), math.nan, dtype=dtype, device=DEVICE) for _ in "kv"]
+    q = ops.rope_write(qkv.clone(), heads, still, slots, *pages)
+    split = qkv.view(rows, -1, size)
+    keys, values = split[:, 9:11], split[:, 9:11] if same else split[:, 11:]
+    ones = torch.ones(size, device=DEVICE)
+    assert_rounded_once(read_kv(pages[0], slots), normed(keys, norms[1], 1e-6))
+    assert_rounded_once(read_kv(pages[1], slots), normed(values, ones, 1e-6))
+    alone = Heads(9, 0, size, norms[0], None, 1e-6, v_norm=True)
+    again = [page.clone() for page in pages]
+    queries = split[:, :9].flatten(1).contiguous()
+    assert torch.equal(ops.rope_write(queries, alone, still, slots, *again), q)
+    for page, other in zip(pages, again, strict=True):
+        assert torch.equal(page.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -20,8 +20,9 @@ from onestem.ops.triton import (
     launch,
     load_config,
 )
-from onestem.ops.triton.launch import Scores
+from onestem.ops.triton.launch import Scores, takes_heads
 from onestem.ops.work import Tile
+from onestem.ops.work.lists import AT_RECORDS, RECORD
 from tests.ops.plans import SMALL, random_plan, written_slots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,7 +98,11 @@ SHAPES = [
     (16, None, 4, 1, 80, torch.float32, True, CUTS),
     (16, None, 2, 1, 16, torch.float16, True, CUTS),
     (16, None, 4, 1, 64, HALF, True, CONFIG),
+    (16, None, 8, 1, 512, HALF, True, None),
+    (16, 20, 8, 1, 512, torch.float32, True, None),
 ]
+if DEVICE.type == "cuda":  # the interpreter is slow
+    SHAPES += [(16, None, 64, 1, 512, HALF, True, None), (16, 90, 4, 2, 512, HALF, True, CUTS)]
 
 
 # The interpreter is slow. Over all shapes, plans of this seed have tiles of every kind (whole,
@@ -116,6 +121,14 @@ def test_triton_equals_reference(shape, seed, monkeypatch):
     poison(monkeypatch)
     got = TritonAttention(config=config).prepare(plan, share=share).attend(q, k, v)
     assert_matches(got, want, dtype)
+
+
+def test_which_heads_the_kernels_take():
+    assert takes_heads(256, 128)
+    assert takes_heads(512, 64)
+    assert not takes_heads(264, 65)
+    assert not takes_heads(256, 129)
+    assert not takes_heads(520, 1)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +171,16 @@ def run_in(space: Workspace, plan: AttentionPlan, q, k, v, num_rows: int | None 
     lse = lse.to(DEVICE)
     space.launch(fixed, k, v, out, lse=lse)
     return State(out, lse)
+
+
+def test_before_the_first_list_there_are_no_items():
+    space = workspace()
+    q = torch.full((8, 2, 16), math.nan, device=DEVICE)
+    out, pages = q.clone(), torch.zeros(1, 16, 1, 16, device=DEVICE)
+    space.launch(q, pages, pages, out)
+    assert out.isnan().all()
+    # The kernel for Hopper looks at the record before the first one, which must be its own memory.
+    assert RECORD <= int(space.control[AT_RECORDS]) < space.max_words
 
 
 def test_one_workspace_serves_plan_after_plan():

@@ -11,6 +11,7 @@ from onestem.models.families import (
     experts,
     falcon,
     gemma,
+    gemma4,
     glm,
     gpt2,
     granite,
@@ -64,6 +65,14 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(
         gemma.read_gemma3, gemma.names, "Gemma 3 4B on, for text"
     ),
+    "Gemma4ForCausalLM": Family(gemma4.read, gemma4.names, "Gemma 4, the text part alone"),
+    "Gemma4ForConditionalGeneration": Family(
+        gemma4.read, gemma4.names, "Gemma 4 E2B, E4B, 26B-A4B and 31B, for text"
+    ),
+    "Gemma4UnifiedForCausalLM": Family(gemma4.read, gemma4.names, "Gemma 4 12B, the text part"),
+    "Gemma4UnifiedForConditionalGeneration": Family(
+        gemma4.read, gemma4.names, "Gemma 4 12B, for text"
+    ),
     "Phi3ForCausalLM": Family(phi3.read, phi3.names, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
     "Olmo2ForCausalLM": Family(olmo.read_olmo2, olmo.names, "OLMo 2"),
     "Olmo3ForCausalLM": Family(olmo.read_olmo3, olmo.names, "OLMo 3"),
@@ -80,7 +89,6 @@ FAMILIES: dict[str, Family] = {
 
 # What others have that no family here has, by a part of their name.
 _REASONS = {
-    "Gemma4": "heads of two sizes, and embeddings for each layer",
     "Gemma3n": "embeddings for each layer, and several residual streams",
     "Deepseek": "experts and latent attention",
     "Kimi": "experts and latent attention",

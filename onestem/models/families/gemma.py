@@ -19,7 +19,7 @@ from onestem.models.families.shared import (
 )
 from onestem.models.fields import Fields
 
-__all__ = ["names", "read_gemma2", "read_gemma3"]
+__all__ = ["names", "read_gemma2", "read_gemma3", "softcap"]
 
 
 def read_gemma2(fields: Fields, architecture: str) -> Description:
@@ -28,8 +28,8 @@ def read_gemma2(fields: Fields, architecture: str) -> Description:
     return replace(
         common,
         positions=rotary(fields, common.head_dim, common.max_position_embeddings),
-        score_softcap=_softcap(fields, "attn_logit_softcapping", 50.0),
-        logit_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
+        score_softcap=softcap(fields, "attn_logit_softcapping", 50.0),
+        logit_softcap=softcap(fields, "final_logit_softcapping", 30.0),
     )
 
 
@@ -52,7 +52,7 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
     return replace(
         common,
         positions=rotary_by_window(common.sliding_windows, full, windowed),
-        logit_softcap=_softcap(fields, "final_logit_softcapping", None),
+        logit_softcap=softcap(fields, "final_logit_softcapping", None),
         qk_norm=True,
     )
 
@@ -110,7 +110,7 @@ def _read(
     )
 
 
-def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+def softcap(fields: Fields, name: str, default: float | None) -> float | None:
     if name in fields.values and fields.values[name] is None:
         return None
     return default if name not in fields.values else fields.number(name)

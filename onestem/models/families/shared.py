@@ -7,13 +7,21 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from onestem.models.description import LayerRotary, LongRope, RopeScaling, Rotary, Yarn
+from onestem.models.description import (
+    LayerRotary,
+    LongRope,
+    Proportional,
+    RopeScaling,
+    Rotary,
+    Yarn,
+)
 from onestem.models.fields import Fields
 
 __all__ = [
     "IMAGE_MODEL",
     "gelu",
     "layer_windows",
+    "nested_rotary",
     "rotary",
     "rotary_by_window",
     "text_fields",
@@ -71,8 +79,8 @@ def window_rotaries(
     `theta`: where the file does not say; `windowed_theta`: of layers with a window in older files;
     None: the same."""
     _refuse_both(fields)
-    full = _nested_rotary(fields, "full_attention", head_dim, max_position_embeddings)
-    windowed = _nested_rotary(fields, "sliding_attention", head_dim, max_position_embeddings)
+    full = nested_rotary(fields, "full_attention", head_dim, max_position_embeddings)
+    windowed = nested_rotary(fields, "sliding_attention", head_dim, max_position_embeddings)
     if full is not None and windowed is not None:
         return full, windowed
     full = rotary(fields, head_dim, max_position_embeddings, theta=theta)
@@ -90,7 +98,7 @@ def rotary_by_window(windows: Sequence[int | None], full: Rotary, windowed: Rota
     return LayerRotary(tuple(full if window is None else windowed for window in windows))
 
 
-def _nested_rotary(
+def nested_rotary(
     fields: Fields, kind: str, head_dim: int, max_position_embeddings: int
 ) -> Rotary | None:
     """RoPE of one kind of layers (`full_attention`), where `rope_parameters` says it for each."""
@@ -100,6 +108,8 @@ def _nested_rotary(
     rope = Fields(rope, f"{fields.source}: rope_parameters: {kind}")
     if rope.values.get("rope_theta") is None:
         raise rope.wrong("rope_theta", "a positive number")
+    if rope.values.get("rope_type") == "proportional":
+        return _proportional(rope, head_dim)
     return _rotary(fields, rope, head_dim, max_position_embeddings, None, 10000.0)
 
 
@@ -119,11 +129,23 @@ def _rotary(
     if share > 1:
         raise fields.wrong("partial_rotary_factor", "at most 1")
     owner = fields if rope.values.get("rope_theta") is None else rope
-    theta = owner.number("rope_theta", theta)
+    scaling = _rope_scaling(rope, _trained_positions(fields, rope, max_position_embeddings), fields)
+    return Rotary(int(head_dim * share), _theta(owner, theta), scaling)
+
+
+def _proportional(rope: Fields, head_dim: int) -> Rotary:
+    share = rope.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise rope.wrong("partial_rotary_factor", "at most 1")
+    turned = Proportional(int(share * head_dim // 2), rope.number("factor", 1.0))
+    return Rotary(head_dim, _theta(rope, 10000.0), turned)
+
+
+def _theta(owner: Fields, default: float) -> float:
+    theta = owner.number("rope_theta", default)
     if theta <= 1:
         raise owner.wrong("rope_theta", "more than 1")
-    scaling = _rope_scaling(rope, _trained_positions(fields, rope, max_position_embeddings), fields)
-    return Rotary(int(head_dim * share), theta, scaling)
+    return theta
 
 
 def _trained_positions(fields: Fields, rope: Fields, max_position_embeddings: int) -> int:

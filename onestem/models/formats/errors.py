@@ -9,14 +9,17 @@ from pathlib import Path
 import torch
 
 from onestem.errors import ConfigError
-from onestem.models.formats.held import dense
+from onestem.models.checkpoint import Checkpoint
+from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.products import projection
+from onestem.models.formats.rounding import rounded_weight
 from onestem.models.weights import (
     checked_config,
     expected_shapes,
     linear_modules,
     open_checkpoint,
     read_weight,
+    rounds_head,
     target_of,
 )
 from onestem.options import Quantize
@@ -28,7 +31,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class FormatError:
-    """Of one linear module. Errors are norms by norms: 0.01 is one percent.
+    """Of one linear module, or the head. Errors are norms by norms: 0.01 is one percent.
 
     Attributes:
         module: its name in the checkpoint.
@@ -74,15 +77,28 @@ def format_errors(
         theirs = checked_config(original)[0]
         truth = open_checkpoint(original, theirs, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
-    for module in linear_modules(config):
+    forms: dict[str, Quantize | None] = dict.fromkeys(linear_modules(config), quantization)
+    head = config.tensor_names.embedding if config.tie_embeddings else config.tensor_names.head
+    if rounds_head(config, quantization, target):
+        forms[head] = "int8"
+
+    def read(checkpoint: Checkpoint, module: str, form: Quantize | None) -> Weight:
+        if module != head:
+            return read_weight(config, checkpoint, module, form)
+        weight = checkpoint(f"{head}.weight")
+        return weight if form is None else rounded_weight(weight, form)
+
+    for module, form in forms.items():
         if schemes and module not in schemes:
             continue
-        weight = read_weight(config, source, module, quantization)
+        weight = read(source, module, form)
+        if isinstance(weight, torch.Tensor):
+            continue  # its width is none of the format's
         product = projection([weight], None, None, target)
         meant = dense(weight, torch.float64)
         exact = meant
         if truth is not None:
-            exact = dense(read_weight(config, truth, module, None), torch.float64)
+            exact = dense(read(truth, module, None), torch.float64)
         x = torch.empty(ROWS, product.in_features, dtype=dtype, device=device)
         x.normal_(generator=generator)
         right = x.double() @ exact.t()

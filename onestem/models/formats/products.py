@@ -3,43 +3,56 @@
 | weight | NVIDIA GPU | CPU |
 |---|---|---|
 | `Channels`, float8 | rows rounded to float8, `torch._scaled_mm` with a scale per row and channel (bfloat16, from compute capability 8.9 on) | in the model's dtype |
-| `Channels`, int8 | rows rounded to int8, `torch._int_mm` | rows rounded to int8, oneDNN, where its sums are exact (VNNI, AMX) |
-| `Groups` | Triton up to `MANY_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | 4 bits in bfloat16: torch's 4-bit product up to `FEW_ROWS` rows, above it a copy in the model's dtype where memory allows; others in the model's dtype |
+| `Channels`, int8 | rows rounded to int8, `torch._int_mm` | rows rounded to int8, `onestem.ops.cpu.linear` |
+| `Groups` | Triton up to `MANY_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | 4 bits through `onestem.ops.cpu.linear` (16-bit dtypes); others in the model's dtype |
 
-"In the model's dtype": the weight is converted when it is loaded. What a product does to its rows is
+Formats in `TILED` are multiplied by `onestem.ops.triton.tiled` on a GPU instead.
+
+"In the model's dtype": the weight is converted when it is loaded, on a CPU also where the extension
+is not built. What a product does to its rows is
 done to each by itself.
 """  # noqa: E501
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
 from onestem.models.formats.rounding import rounded_weight
-from onestem.models.linear import Layout, Linear, Projection, choose_layout
+from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout
 from onestem.models.quantization import Scheme
+from onestem.ops.cpu import DTYPES, CpuCodes, is_built
 from onestem.ops.dispatch import resolve_rounding
+from onestem.ops.rounding import RoundedRows, Rows
 from onestem.options import Quantize
 
-__all__ = ["FEW_ROWS", "MANY_ROWS", "Target", "kinds_of", "projection", "row_bytes"]
+if TYPE_CHECKING:
+    from onestem.ops.triton.formats import PackedGroups
+    from onestem.ops.triton.tiled import TiledGroups
 
-# Rows up to which four bits of a weight are multiplied as they are: on a CPU, on a GPU.
-FEW_ROWS = 4
+__all__ = ["MANY_ROWS", "RoundedHead", "Target", "kinds_of", "projection", "row_bytes"]
+
+# Rows up to which codes of a weight in groups are multiplied as they are on a GPU.
 MANY_ROWS = 256
-
-# Of weights that torch's 4-bit product on a CPU takes.
-CPU_GROUPS = (256, 128, 64, 32)
 
 # `torch._int_mm` on a GPU takes more rows than this.
 INT_MM_ROWS = 16
+
+# Which of "fp8", "int8" (per channel) and "groups" `onestem.ops.triton.tiled` multiplies on a GPU,
+# and whether its neighbour does experts in "mxfp4". None has been timed yet: `python -m
+# benchmarks.layer --candidates` does it.
+TILED: frozenset[str] = frozenset()
+
+# Rows up to which tiled products of float8 and in groups serve: above, cuBLAS's of float8, and
+# weights that are written out.
+TILED_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -49,13 +62,11 @@ class Target:
     Attributes:
         dtype: of what they multiply.
         layout: of weights that are not quantised.
-        copies: whether there is room for them beside the quantised ones.
     """
 
     dtype: torch.dtype
     device: torch.device
     layout: Layout
-    copies: bool = False
 
 
 def projection(
@@ -79,7 +90,7 @@ def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     target = Target(dtype, device, choose_layout(dtype, device))
     zeros = torch.zeros(128, 128, dtype=dtype, device=device)
     return {
-        form: projection([rounded_weight(zeros, form, "")], None, None, target).kind
+        form: projection([rounded_weight(zeros, form)], None, None, target).kind
         for form in get_args(Quantize)
     }
 
@@ -89,10 +100,10 @@ def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
     that are made here."""
     some = 128
     if isinstance(form, Scheme):
-        weight = _empty(form, some, size, target.device)
+        weight: Weight = _empty(form, some, size, target.device)
     else:
         zeros = torch.zeros(some, size, dtype=target.dtype, device=target.device)
-        weight = rounded_weight(zeros, form, "a layer")
+        weight = rounded_weight(zeros, form)
     product = projection([weight], None, None, target)
     return sum(tensor.nbytes for tensor in product.tensors()) / some
 
@@ -106,8 +117,8 @@ def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channel
         )
     group = scheme.columns or size
     scales = torch.ones(out, -(-size // group), device=device)
-    zeros = torch.zeros_like(scales, dtype=torch.int16)
-    zeros[0] = not scheme.symmetric  # those that differ are kept
+    zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.int16)
+    zeros[0] += not scheme.symmetric  # those that differ are kept
     kind = torch.float8_e4m3fn if floats else torch.uint8
     codes = torch.zeros(out, size, device=device).to(kind)
     return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
@@ -115,14 +126,14 @@ def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channel
 
 def _product(weight: Weight, bias: Tensor | None, target: Target) -> Projection:
     if isinstance(weight, Channels):
-        for kind in (_Float8, _Int8Gpu, _Int8Cpu):
+        for kind in (_TiledChannels, _Float8, _Int8Gpu, _Cpu):
             if kind.takes(weight, target):
-                return kind(weight, bias)
+                return kind(weight, bias, target)
     if isinstance(weight, Groups):
         if _PackedGpu.takes(weight, target):
-            return _PackedGpu(weight, bias)
-        if _PackedCpu.takes(weight, target):
-            return _PackedCpu(weight, bias, target)
+            return _PackedGpu(weight, bias, target)
+        if _Cpu.takes(weight, target):
+            return _Cpu(weight, bias, target)
     made = Linear(dense(weight, target.dtype), bias, target.layout)
     made.kind = (
         f"{made.kind}, from {_kind(weight)}" if not isinstance(weight, Tensor) else made.kind
@@ -142,18 +153,25 @@ class _Quantized(ABC):
     """What these products have in common."""
 
     scratch_bytes = 0
+    rounds: torch.dtype | None = None
 
-    def __init__(self, weight: Channels | Groups, bias: Tensor | None) -> None:
+    def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
+        self.dtype = target.dtype
         self.out_features, self.in_features = weight.codes.shape
         self.bias = bias
+        self.code_dtype = weight.codes.dtype
         self.kind = _kind(weight)
-        self.rounded = resolve_rounding(weight.codes.device)
+        self.round_rows = resolve_rounding(weight.codes.device)
 
-    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+    def pieces(self, x: Any) -> tuple[Any, ...]:
         return (x,)
 
+    def rounded(self, x: Rows) -> RoundedRows:
+        """As `x` is, or else rounded to the dtype of the codes."""
+        return x if isinstance(x, RoundedRows) else self.round_rows(x, self.code_dtype)
+
     @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Tensor:
         """See `Projection`."""
 
     @abstractmethod
@@ -167,8 +185,9 @@ class _Quantized(ABC):
 class _Float8(_Quantized):
     """float8 by float8 on a GPU; sums as its tensor cores make them, scaled in float32."""
 
-    def __init__(self, weight: Channels, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
+        super().__init__(weight, bias, target)
+        self.rounds = weight.codes.dtype
         self.kind += ", rows in fp8"
         self.codes = weight.codes
         self.scales = weight.scales[None, :]
@@ -182,17 +201,17 @@ class _Float8(_Quantized):
         aligned = codes.shape[0] % 16 == codes.shape[1] % 16 == 0
         return new and aligned and target.dtype == torch.bfloat16
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 0:
-            return x.new_empty(0, self.out_features)
-        codes, scales = self.rounded(x, torch.float8_e4m3fn)
+    def __call__(self, x: Rows) -> Tensor:
+        codes, scales = self.rounded(x)
+        if len(codes) == 0:
+            return scales.new_empty(0, self.out_features, dtype=self.dtype)
         return torch._scaled_mm(
             codes,
             self.codes.t(),
             scales,
             self.scales,
             bias=self.bias,
-            out_dtype=x.dtype,
+            out_dtype=self.dtype,
             use_fast_accum=True,
         )
 
@@ -203,8 +222,9 @@ class _Float8(_Quantized):
 class _Int8Gpu(_Quantized):
     """int8 by int8 on a GPU: exact sums, scaled in float32."""
 
-    def __init__(self, weight: Channels, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
+        super().__init__(weight, bias, target)
+        self.rounds = weight.codes.dtype
         self.kind += ", rows in int8"
         self.codes = weight.codes
         self.scales = weight.scales
@@ -215,67 +235,60 @@ class _Int8Gpu(_Quantized):
         aligned = codes.shape[0] % 8 == codes.shape[1] % 8 == 0
         return codes.is_cuda and codes.dtype == torch.int8 and aligned
 
-    def __call__(self, x: Tensor) -> Tensor:
-        codes, scales = self.rounded(x, torch.int8)
-        lacking = INT_MM_ROWS + 1 - len(x)
+    def __call__(self, x: Rows) -> Tensor:
+        codes, scales = self.rounded(x)
+        lacking = INT_MM_ROWS + 1 - len(scales)
         if lacking > 0:
             codes = torch.cat([codes, codes.new_zeros(lacking, codes.shape[1])])
-        sums = torch._int_mm(codes, self.codes.t())[: len(x)]
-        return _scaled(sums, scales, self.scales, self.bias, x.dtype)
+        sums = torch._int_mm(codes, self.codes.t())[: len(scales)]
+        return _scaled(sums, scales, self.scales, self.bias, self.dtype)
 
     def held(self) -> list[Tensor]:
         return [self.codes, self.scales]
 
 
-class _Int8Cpu(_Quantized):
-    """int8 by int8 through oneDNN: exact sums, scaled in float32."""
+class _TiledChannels(_Quantized):
+    """float8 by float8, or int8 by int8, on a GPU: sums of float8 as its tensor cores make them,
+    exact ones of int8, scaled in float32."""
 
-    def __init__(self, weight: Channels, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self.kind += ", rows in int8"
-        self.scales = weight.scales
-        self.packed = torch.ops.onednn.qlinear_prepack(weight.codes, None)
-        self.ones = torch.ones(self.out_features)
-        self.zeros = torch.zeros(self.out_features, dtype=torch.int32)
+    def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
+        from onestem.ops.triton.tiled import TiledChannels
+
+        super().__init__(weight, bias, target)
+        self.rounds = weight.codes.dtype
+        self.is_float = self.rounds == torch.float8_e4m3fn
+        self.kind += f", rows in {'fp8' if self.is_float else 'int8'}"
+        self.packed = TiledChannels(weight.codes, weight.scales)
+        self.column_scales = weight.scales[None, :]
 
     @staticmethod
     def takes(weight: Channels, target: Target) -> bool:
         codes = weight.codes
-        return codes.device.type == "cpu" and codes.dtype == torch.int8 and _sums_int8_exactly()
+        if not codes.is_cuda or not find_spec("triton"):
+            return False
+        floats = codes.dtype == torch.float8_e4m3fn
+        if ("fp8" if floats else "int8") not in TILED:
+            return False
+        new = torch.cuda.get_device_capability(codes.device) >= ((8, 9) if floats else (8, 0))
+        aligned = codes.shape[0] % 16 == codes.shape[1] % 16 == 0
+        return new and aligned and (not floats or target.dtype == torch.bfloat16)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        codes, scales = self.rounded(x, torch.int8)
-        sums = _int8_product(codes, self.packed, self.ones, self.zeros)
-        return _scaled(sums, scales, self.scales, self.bias, x.dtype)
+    def __call__(self, x: Rows) -> Tensor:
+        codes, scales = rows = self.rounded(x)
+        if not self.is_float or len(codes) <= TILED_ROWS:
+            return self.packed.product(rows, self.bias, self.dtype)
+        return torch._scaled_mm(
+            codes,
+            self.packed.codes.t(),
+            scales,
+            self.column_scales,
+            bias=self.bias,
+            out_dtype=self.dtype,
+            use_fast_accum=True,
+        )
 
     def held(self) -> list[Tensor]:
-        return [self.packed, self.scales, self.ones, self.zeros]
-
-
-def _int8_product(codes: Tensor, packed: Tensor, ones: Tensor, zeros: Tensor) -> Tensor:
-    """float32 sums. oneDNN's fast products take unsigned rows: codes are shifted by 128, and the
-    shift is a zero point."""
-    shifted = codes.view(torch.uint8) ^ 128
-    sums: Tensor = torch.ops.onednn.qlinear_pointwise(
-        shifted, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return sums
-
-
-@functools.cache
-def _sums_int8_exactly() -> bool:
-    """Whether oneDNN's int8 products are exact on this CPU: without VNNI they add pairs in 16 bits,
-    which overflow. Tried, not guessed."""
-    weight = torch.full((16, 64), 127, dtype=torch.int8)
-    weight[::2] = -127
-    codes = torch.full((2, 64), 127, dtype=torch.int8)
-    codes[1] = -127
-    try:
-        packed = torch.ops.onednn.qlinear_prepack(weight, None)
-        sums = _int8_product(codes, packed, torch.ones(16), torch.zeros(16, dtype=torch.int32))
-    except (AttributeError, RuntimeError):
-        return False
-    return torch.equal(sums, codes.float() @ weight.float().t())
+        return [self.packed.codes, self.packed.scales]
 
 
 def _scaled(
@@ -287,14 +300,13 @@ def _scaled(
 
 
 class _PackedGpu(_Quantized):
-    """Weights in groups through `onestem.ops.triton.formats`; rows are not rounded."""
+    """Weights in groups through Triton; rows are not rounded."""
 
-    def __init__(self, weight: Groups, bias: Tensor | None) -> None:
-        from onestem.ops.triton.formats import PackedGroups
-
-        super().__init__(weight, bias)
+    def __init__(self, weight: Groups, bias: Tensor | None, target: Target) -> None:
+        super().__init__(weight, bias, target)
         self.order = weight.order
-        self.packed = PackedGroups.of(
+        self.most = TILED_ROWS if "groups" in TILED else MANY_ROWS
+        self.packed = _packing().of(
             weight.codes, weight.scales, weight.zeros, weight.group, weight.bits
         )
         self.scratch_bytes = 2 * self.out_features * self.in_features
@@ -303,17 +315,15 @@ class _PackedGpu(_Quantized):
     def takes(weight: Groups, target: Target) -> bool:
         if not weight.codes.is_cuda or target.dtype == torch.float32 or not find_spec("triton"):
             return False
-        from onestem.ops.triton.formats import PackedGroups
-
         floats = weight.codes.is_floating_point()
         new = torch.cuda.get_device_capability(weight.codes.device) >= (
             (8, 9) if floats else (8, 0)
         )
-        return new and PackedGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
+        return new and _packing().takes(weight.codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous() if self.order is None else x[:, self.order]
-        if len(x) <= MANY_ROWS:
+        if len(x) <= self.most:
             return self.packed.product(x, self.bias)
         return torch.nn.functional.linear(x, self.packed.dense(x.dtype), self.bias)
 
@@ -321,54 +331,75 @@ class _PackedGpu(_Quantized):
         return self.packed.tensors() + ([] if self.order is None else [self.order])
 
 
-class _PackedCpu(_Quantized):
-    """4 bits in groups on a CPU, scales and zero points in bfloat16."""
+def _packing() -> type[PackedGroups] | type[TiledGroups]:
+    from onestem.ops.triton.formats import PackedGroups
+    from onestem.ops.triton.tiled import TiledGroups
 
-    def __init__(self, weight: Groups, bias: Tensor | None, target: Target) -> None:
-        super().__init__(weight, bias)
-        assert weight.zeros is not None
-        self.order = weight.order
-        self.group = next(size for size in CPU_GROUPS if weight.group % size == 0)
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
-        # The product is of (code - 8) * scale + zero.
-        zeros = (8 - weight.zeros) * weight.scales
-        both = torch.stack([weight.scales, zeros], dim=-1).to(target.dtype).transpose(0, 1)
-        repeats = weight.codes.shape[1] // self.group // len(both)
-        self.scales = both.repeat_interleave(repeats, dim=0).contiguous()
-        self.copy = self._copied(weight, bias, target) if target.copies else None
-        if self.copy is not None:
-            self.kind += f", a copy {self.copy.kind}"
+    return TiledGroups if "groups" in TILED else PackedGroups
+
+
+class _Cpu(_Quantized):
+    """8 bits per channel and 4 bits in groups on a CPU, through `onestem.ops.cpu.linear`."""
+
+    def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
+        super().__init__(weight, bias, target)
+        self.order = None
+        if isinstance(weight, Channels):
+            self.kind += ", rows in int8"
+            self.packed = CpuCodes.of8(weight.codes, weight.scales)
+        else:
+            assert weight.zeros is not None
+            self.order = weight.order
+            self.packed = CpuCodes.of4(weight.codes, weight.scales, weight.zeros, weight.group)
+        self.bias = None if bias is None else bias.float()
 
     @staticmethod
-    def takes(weight: Groups, target: Target) -> bool:
+    def takes(weight: Channels | Groups, target: Target) -> bool:
         codes = weight.codes
-        here = codes.device.type == "cpu" and weight.bits == 4 and target.dtype == torch.bfloat16
-        whole = codes.shape[0] % 16 == codes.shape[1] % weight.group == weight.group % 32 == 0
-        return here and whole and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-
-    @staticmethod
-    def _copied(weight: Groups, bias: Tensor | None, target: Target) -> Linear:
-        return Linear(weight.dense().to(target.dtype), bias, target.layout)
+        if codes.device.type != "cpu" or target.dtype not in DTYPES or not is_built():
+            return False
+        if isinstance(weight, Channels):
+            return codes.dtype == torch.int8 and CpuCodes.takes8(codes.shape[1])
+        # Rows of float32 would lose half of their bits.
+        halves = target.dtype != torch.float32
+        return halves and weight.bits == 4 and CpuCodes.takes4(codes.shape[1], weight.group)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.copy is not None and len(x) > FEW_ROWS:
-            return self.copy(x)
-        x = x.contiguous() if self.order is None else x[:, self.order]
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self.packed, self.group, self.scales
-        )
-        return product if self.bias is None else product.add_(self.bias)
-
-    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x,) if self.copy is None else self.copy.pieces(x)
+        x = x if self.order is None else x[:, self.order]
+        return self.packed.product(x, self.bias)
 
     def held(self) -> list[Tensor]:
-        held = [self.packed, self.scales] + ([] if self.order is None else [self.order])
-        return held + ([] if self.copy is None else self.copy.tensors())
+        return self.packed.tensors() + ([] if self.order is None else [self.order])
+
+
+class RoundedHead(Head):
+    """Logits of weights that are rounded to int8 per channel, on a CPU."""
+
+    def __init__(self, weight: Tensor, layout: Layout, bias: Tensor | None = None) -> None:
+        """weight `[vocab_size, hidden_size]`, bias `[vocab_size]`; layout is the other weights'."""
+        self.layout, self.bias = layout, bias
+        self.weight = self.packed = None
+        held = rounded_weight(weight, "int8")
+        assert isinstance(held, Channels)
+        self.rounded = CpuCodes.of8(held.codes, held.scales)
+
+    @staticmethod
+    def takes(size: int, target: Target) -> bool:
+        """Whether a head of so many inputs is multiplied here."""
+        here = target.device.type == "cpu" and target.dtype in DTYPES and is_built()
+        return here and CpuCodes.takes8(size)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.rounded.product(x, None, torch.float32)
+
+    def tensors(self) -> list[Tensor]:
+        return self.rounded.tensors() + ([] if self.bias is None else [self.bias])
 
 
 class _Parts:
     """Projections of the same input whose formats differ, one product each."""
+
+    rounds: torch.dtype | None = None
 
     def __init__(
         self, products: Sequence[Projection], bias: Tensor | None, order: Tensor | None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onestem.errors import UnsupportedError
-from onestem.models.formats.held import Channels, Groups
+from onestem.models.formats.held import Channels, Groups, Weight
 from onestem.ops.rounding import rounded_rows
 from onestem.options import Quantize
 
@@ -15,29 +14,24 @@ __all__ = ["rounded_weight"]
 INT4_GROUPS = (128, 64, 32)
 
 
-def rounded_weight(weight: Tensor, form: Quantize, name: str) -> Channels | Groups:
-    """weight `[out_features, in_features]` of the module `name`.
+def rounded_weight(weight: Tensor, form: Quantize) -> Weight:
+    """weight `[out_features, in_features]`; as it is where the format does not take its width.
 
     fp8 and int8 have a scale per channel, and products round their rows likewise. int4 is
-    symmetric, in groups of 128 columns (64 or 32 where the width is no multiple).
-
-    Raises:
-        UnsupportedError: int4 of a width that is no multiple of 32.
+    symmetric, in groups of 128 columns (64 or 32 where the width is no multiple), and takes
+    multiples of 32.
     """
     if form == "int4":
-        return _int4(weight, name)
+        return _int4(weight)
     codes, scales = rounded_rows(weight, torch.int8 if form == "int8" else torch.float8_e4m3fn)
     return Channels(codes, scales[:, 0].contiguous())
 
 
-def _int4(weight: Tensor, name: str) -> Groups:
+def _int4(weight: Tensor) -> Weight:
     size = weight.shape[1]
     group = next((group for group in INT4_GROUPS if size % group == 0), None)
     if group is None:
-        raise UnsupportedError(
-            f"{name} has {size} inputs, int4 takes multiples of {INT4_GROUPS[-1]}: choose fp8 or "
-            "int8"
-        )
+        return weight
     values = weight.float().unflatten(1, (-1, group))
     # From -8 to 7, with the largest value half a step beside its code.
     scales = values.abs().amax(2) / 7.5

@@ -145,7 +145,7 @@ def measure_step(
         torch.cuda.empty_cache()  # each case in fresh memory, whatever stood there before it
     q, k, v = make_tensors(step, heads, device)
     group = heads.num_q_heads // heads.num_kv_heads
-    chosen = resolve(impl, device, head_dim=heads.head_dim, group=group)
+    chosen = resolve(impl, device, heads=[(heads.head_dim, group)])
     own, unshared = (chosen.prepare(step.plan, share=each) for each in (share, False))
     # As an engine keeps them.
     head_major = chosen.head_major(heads.head_dim, heads.dtype)

@@ -1,12 +1,15 @@
 """Attention and fused layer operations in C++ for the CPU (`csrc/`)."""
 
-from onestem.ops.cpu.attention import CpuAttention, CpuCost
-from onestem.ops.cpu.extension import chosen_isa, is_built, isas, native, status
+from onestem.ops.cpu.attention import CpuAttention, CpuCost, takes_size
+from onestem.ops.cpu.extension import DTYPES, chosen_isa, is_built, isas, native, status
 from onestem.ops.cpu.layers import CpuLayers
+from onestem.ops.cpu.linear import CpuCodes
 from onestem.ops.cpu.sampling import CpuSampling
 
 __all__ = [
+    "DTYPES",
     "CpuAttention",
+    "CpuCodes",
     "CpuCost",
     "CpuLayers",
     "chosen_isa",
@@ -15,4 +18,5 @@ __all__ = [
     "isas",
     "native",
     "status",
+    "takes_size",
 ]

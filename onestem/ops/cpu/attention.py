@@ -16,7 +16,7 @@ from onestem.ops.kv import page_strides
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.state import State
 
-__all__ = ["CpuAttention", "CpuCost", "PreparedCpu"]
+__all__ = ["CpuAttention", "CpuCost", "PreparedCpu", "takes_size"]
 
 MAX_HEAD_DIM = 512
 
@@ -156,7 +156,7 @@ class PreparedCpu:
                 f"{v_pages.dtype}, expected one of float32, bfloat16 and float16 for all"
             )
         num_rows, num_heads, head_dim = q.shape
-        if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+        if not takes_size(head_dim):
             raise UnsupportedError(
                 f"head_dim is {head_dim}, attention implementation 'cpu' takes multiples of 8 up "
                 f"to {MAX_HEAD_DIM}: use impl='torch'"
@@ -177,6 +177,11 @@ class PreparedCpu:
                 f"the plan has {self._num_rows} rows and pages up to {self._last_page}, got "
                 f"{num_rows} rows and {pages} pages"
             )
+
+
+def takes_size(head_dim: int) -> bool:
+    """Whether the kernels take heads of this size."""
+    return head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
 
 
 def _divides(kv_heads: int, num_heads: int) -> bool:

@@ -8,6 +8,8 @@ a plan and rows that reach every kernel: a few milliseconds, once in a process.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from onestem.ops.cpu.attention import CpuAttention
 from onestem.ops.cpu.extension import DTYPES
 from onestem.ops.cpu.layers import CpuLayers
+from onestem.ops.cpu.linear import CpuCodes
 from onestem.ops.kv import laid_out
 from onestem.ops.layers import Angles, Heads
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
@@ -36,6 +39,8 @@ def find_fault(isa: str) -> str | None:
                 return f"attention in {name}"
             if not _layers_agree(isa, dtype, generator):
                 return f"layer operations in {name}"
+            if not _codes_agree(isa, dtype, generator):
+                return f"products of 8 and 4 bits in {name}"
     return None
 
 
@@ -111,6 +116,24 @@ def _layers_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> b
         ]
 
     return all(_close(a, b) for a, b in zip(results(isa), results(TRUSTED), strict=True))
+
+
+def _codes_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
+    """Of one row, of a few, and of two panels of tiles; groups with zero points."""
+    codes = torch.randint(0, 16, (48, 192), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (48, 3), generator=generator).short()
+    scales = torch.rand(48, 3, generator=generator) + 0.5
+    bytes_ = torch.randint(-128, 128, (48, 192), generator=generator, dtype=torch.int8)
+    weights = (
+        CpuCodes.of4(codes, scales, zeros, 64),
+        CpuCodes.of8(bytes_, scales[:, 0].contiguous()),
+    )
+    for weight, rows in product(weights, (1, 3, 21)):
+        x = torch.randn(rows, 192, generator=generator).to(dtype)
+        got, want = (replace(weight, isa=name).product(x, None) for name in (isa, TRUSTED))
+        if not _close(got, want):
+            return False
+    return True
 
 
 def _close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:

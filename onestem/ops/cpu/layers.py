@@ -10,15 +10,15 @@ from torch import Tensor
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads, TorchLayers, check_halves
+from onestem.ops.layers import Angles, Heads, RoundsApart, TorchLayers, check_halves
 
 __all__ = ["CpuLayers"]
 
 
 @dataclass(frozen=True)
-class CpuLayers:
+class CpuLayers(RoundsApart):
     """C++ implementation of `LayerOps`, with as many threads as torch uses. PyTorch has the
-    GELU, sinks, and norms whose weights are float32 beside 16-bit rows.
+    GELU and sinks.
 
     Args:
         isa: instruction set, by default the one in use.
@@ -31,12 +31,10 @@ class CpuLayers:
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
         """See `LayerOps`."""
-        if _is_wider(weight, hidden):
-            return TorchLayers().add_rms_norm(hidden, delta, weight, eps)
         rows, width = hidden.shape
         out = torch.empty_like(hidden)
         _check_same(hidden, out if delta is None else delta, hidden.shape)
-        _check_same(hidden, weight, (width,))
+        _check_weight(hidden, weight, width)
         native().add_rms_norm(
             self._isa(),
             DTYPES[hidden.dtype],
@@ -47,6 +45,7 @@ class CpuLayers:
             rows,
             width,
             eps,
+            weight.dtype == torch.float32,
             torch.get_num_threads(),
         )
         return out
@@ -62,8 +61,6 @@ class CpuLayers:
     ) -> Tensor:
         """See `LayerOps`."""
         rows, head_dim = len(qkv), heads.head_dim
-        if heads.q_norm is not None and _is_wider(heads.q_norm, qkv):
-            return TorchLayers().rope_write(qkv, heads, angles, slots, k_pages, v_pages)
         _check_rope(qkv, heads, angles, slots, k_pages, v_pages)
         q = torch.empty(rows, heads.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         written = native().rope_write(
@@ -82,10 +79,13 @@ class CpuLayers:
             rows,
             heads.num_q_heads,
             heads.num_kv_heads,
+            heads.num_value_heads,
             head_dim,
             heads.eps,
             k_pages.shape[1],
             k_pages.shape[0] * k_pages.shape[1],
+            heads.q_norm is not None and heads.q_norm.dtype == torch.float32,
+            heads.v_norm,
             torch.get_num_threads(),
         )
         if not written:
@@ -121,8 +121,9 @@ class CpuLayers:
         return chosen_isa() if self.isa is None else checked_isa(self.isa)
 
 
-def _is_wider(weight: Tensor, rows: Tensor) -> bool:
-    return weight.dtype == torch.float32 and rows.dtype != torch.float32
+def _check_weight(x: Tensor, weight: Tensor, size: int) -> None:
+    """Of a norm of rows x: of their dtype, or float32."""
+    _check_same(weight if weight.dtype == torch.float32 else x, weight, (size,))
 
 
 def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:
@@ -144,17 +145,18 @@ def _check_kind(x: Tensor, other: Tensor) -> None:
 def _check_rope(
     qkv: Tensor, heads: Heads, angles: Angles, slots: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> None:
-    num_heads = heads.num_q_heads + 2 * heads.num_kv_heads
     check_halves("head_dim", heads.head_dim)
-    _check_same(qkv, qkv, (len(qkv), num_heads * heads.head_dim))
+    _check_same(qkv, qkv, (len(qkv), heads.num_projected * heads.head_dim))
     page_shape = (*k_pages.shape[:2], heads.num_kv_heads, heads.head_dim)
     for pages in (k_pages, v_pages):
         _check_kind(qkv, pages)
-        if pages.shape != page_shape:
+        if heads.num_kv_heads and pages.shape != page_shape:
             raise ConfigError(f"got KV pages {tuple(pages.shape)}, expected {page_shape}")
-    for norm in (heads.q_norm, heads.k_norm):
-        if norm is not None:
-            _check_same(qkv, norm, (heads.head_dim,))
+    norms = [norm for norm in (heads.q_norm, heads.k_norm) if norm is not None]
+    for norm in norms:
+        _check_weight(qkv, norm, heads.head_dim)
+        if norm.dtype != norms[0].dtype:
+            raise ConfigError(f"norms over heads are {norms[0].dtype} and {norm.dtype}, not alike")
     for name, values in (("cosines", angles.cos), ("sines", angles.sin)):
         _check_values(name, values, torch.float32, (len(qkv), heads.head_dim // 2))
     _check_values("slots", slots, torch.int64, (len(qkv),))

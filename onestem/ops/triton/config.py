@@ -153,6 +153,12 @@ def memory_ns(dtype: torch.dtype, head_dim: int, memory_rate: float) -> float:
 
 def _default_tiles(dtype: torch.dtype, block_d: int, hopper: bool) -> KernelConfig:
     """`block_d`: the size of heads, rounded up to a power of 2."""
+    if block_d > 256:
+        # Half the rows and tokens of heads of 256: as many registers, as much shared memory.
+        if dtype == torch.float32:
+            return KernelConfig((Tile(16, 16), Tile(16, 16), Tile(32, 16)), (1, 1, 1))
+        narrow, middle = Tile(16, 16, 2500, 45), Tile(32, 16, 2500, 45)
+        return KernelConfig((narrow, middle, Tile(64, 16, 3000, 20)), (3, 3, 3))
     if dtype == torch.float32:
         block_n = 32 if block_d <= 128 else 16
         return KernelConfig((Tile(16, block_n), Tile(32, block_n), Tile(64, block_n)), (2, 2, 2))

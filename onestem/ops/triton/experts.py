@@ -22,8 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.experts import GroupedWeight
+from onestem.ops.triton.layers import gate_value
 
-__all__ = ["GroupedExperts", "Tiles", "choose_tiles", "route", "sort_rows"]
+__all__ = [
+    "GroupedExperts",
+    "Tiles",
+    "choose_tiles",
+    "e2m1",
+    "expert_tile",
+    "route",
+    "sort_rows",
+]
 
 _SORT_BLOCK = 4096
 
@@ -151,7 +160,7 @@ def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def expert_tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """(expert, its tile's first place, its end); `num` and more: there are no so many tiles."""
     e = tl.arange(0, BLOCK_E)
     end = tl.load(ends + e, mask=e < num, other=0)
@@ -165,7 +174,7 @@ def _tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(byte, left: tl.constexpr):
+def e2m1(byte, left: tl.constexpr):
     """Four bits of int32, so many from its right end (sign, two of exponent, one of mantissa), as
     2 ** -126 of their value: they become the lowest exponents of float32, zeros and halves among
     its subnormal numbers."""
@@ -191,7 +200,7 @@ def _load_weight(
         scale = tl.broadcast_to(scale, (BLOCK_N, BLOCK_K // 32, 16))
         scale = tl.reshape(scale, (BLOCK_N, BLOCK_K // 2))
         wide = byte.to(tl.int32)
-        value = tl.join((_e2m1(wide, 0) * scale).to(dtype), (_e2m1(wide, 4) * scale).to(dtype))
+        value = tl.join((e2m1(wide, 0) * scale).to(dtype), (e2m1(wide, 4) * scale).to(dtype))
         weight = tl.trans(tl.reshape(value, (BLOCK_N, BLOCK_K)))
     else:
         column = k + tl.arange(0, BLOCK_K)
@@ -211,10 +220,11 @@ def _load_rows(x, row, inside, k, size, BLOCK_K: tl.constexpr):
 @triton.jit
 def _up_kernel(
     x, order, ends, values, scales, bias, out, num, top_k, hidden, inner, alpha, limit,
-    MXFP4: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, PRECISION: tl.constexpr,
+    MXFP4: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    expert, first, end = _tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
+    expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
     if expert < num:
         place = first + tl.arange(0, BLOCK_M)
         inside = place < end
@@ -239,7 +249,10 @@ def _up_kernel(
         if CLAMPED:
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        value = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        if GELU:
+            value = gate_value(gate, True) * up
+        else:
+            value = gate / (1.0 + tl.exp(-alpha * gate)) * up
         to = out + place.to(tl.int64)[:, None] * inner + n[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=inside[:, None] & in_n[None, :])
 
@@ -250,7 +263,7 @@ def _down_kernel(
     MXFP4: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    expert, first, end = _tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
+    expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
     if expert < num:
         place = first + tl.arange(0, BLOCK_M)
         inside = place < end
@@ -280,11 +293,13 @@ class GroupedExperts:
         up: hidden_size -> 2 * intermediate_size, gate first.
         down: intermediate_size -> hidden_size.
         clamp: alpha and limit of a clamped SwiGLU; None: `silu(gate) * up`.
+        gelu: GELU, in its approximation with tanh, instead of SiLU.
     """
 
     up: GroupedWeight
     down: GroupedWeight
     clamp: tuple[float, float] | None = None
+    gelu: bool = False
 
     def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
@@ -303,7 +318,8 @@ class GroupedExperts:
         if total:
             _up_kernel[_grid(total, num, inner, tiles)](
                 x.contiguous(), order, ends, *_pointers(weight), out, num, top_k, hidden, inner,
-                alpha, limit, CLAMPED=self.clamp is not None, **_constants(weight, x, num, tiles),
+                alpha, limit, CLAMPED=self.clamp is not None, GELU=self.gelu,
+                **_constants(weight, x, num, tiles),
             )  # fmt: skip
         return out
 

@@ -18,10 +18,23 @@ from torch import Tensor
 
 from onestem.ops.rounding import LARGEST, RoundedRows
 
-__all__ = ["PackedGroups", "Tiles", "rounded_rows"]
+__all__ = ["PackedGroups", "Tiles", "empty_rows", "round_codes", "rounded_rows"]
 
 # Adding and taking away rounds a float32 to the nearest integer, halves to even.
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
+
+
+@triton.jit
+def round_codes(value, largest, IS_INT: tl.constexpr):
+    """A row of float32, with zeros behind its end -> its codes, float32, and its scale.
+
+    As PyTorch divides: a GPU's own division is off by a bit here and there."""
+    most = tl.max(tl.abs(value), 0)
+    scale = tl.where(most == 0.0, 1.0, tl.div_rn(most, largest))
+    code = tl.div_rn(value, scale)
+    if IS_INT:
+        code = (code + _ROUNDER) - _ROUNDER
+    return code, scale
 
 
 @triton.jit
@@ -30,32 +43,33 @@ def _round_rows(x, codes, scales, size, largest, IS_INT: tl.constexpr, BLOCK: tl
     at = tl.arange(0, BLOCK)
     inside = at < size
     value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(value), 0)
-    scale = tl.where(most == 0.0, 1.0, most / largest)
-    code = value / scale
-    if IS_INT:
-        code = (code + _ROUNDER) - _ROUNDER
+    code, scale = round_codes(value, largest, IS_INT)
     tl.store(codes + row * size + at, code.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
+
+
+def empty_rows(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> RoundedRows:
+    """To be written."""
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=device)
+    return RoundedRows(torch.empty(rows, size, dtype=dtype, device=device), scales)
 
 
 def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
     """As `onestem.ops.rounding.rounded_rows`. x is contiguous."""
     rows, size = x.shape
-    codes = torch.empty(rows, size, dtype=dtype, device=x.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    rounded = empty_rows(rows, size, dtype, x.device)
     if rows:
         _round_rows[(rows,)](
             x,
-            codes,
-            scales,
+            rounded.codes,
+            rounded.scales,
             size,
             LARGEST[dtype],
             IS_INT=dtype == torch.int8,
             BLOCK=triton.next_power_of_2(size),
             num_warps=8 if size > 2048 else 4,
         )
-    return RoundedRows(codes, scales)
+    return rounded
 
 
 @triton.jit

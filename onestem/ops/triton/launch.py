@@ -20,8 +20,9 @@ from onestem.ops.work import CostModel
 __all__ = ["Kernels", "Scores", "States", "takes_heads", "takes_hopper"]
 
 MERGING = 32  # programs of one warp that a multiprocessor holds
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_HOPPER_HEAD_DIM = 512, 256
 MAX_GROUP = 128  # query heads of a KV head: a row's stand in one tile
+MAX_TILE = 128 * 256  # elements of its queries
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,6 +54,11 @@ class States:
     def empty(max_states: int, num_q_heads: int, head_dim: int, device: torch.device) -> States:
         out = torch.empty(max_states, num_q_heads, head_dim, dtype=torch.float32, device=device)
         return States(out, torch.empty(out.shape[:2], dtype=torch.float32, device=device))
+
+    def of_size(self, head_dim: int) -> States:
+        """As many states of smaller heads, in the same memory."""
+        shape = (*self.lse.shape, head_dim)
+        return States(self.out.flatten()[: math.prod(shape)].view(shape), self.lse)
 
     def __len__(self) -> int:
         return len(self.lse)
@@ -244,7 +250,8 @@ class Kernels:
             NUM_HEADS=self.num_q_heads,
             HEAD_DIM=self.head_dim,
             BLOCK_D=triton.next_power_of_2(self.head_dim),
-            UNROLL=32 if few else 8,  # room for registers, or for programs
+            # Room for registers, or for programs.
+            UNROLL=8 if not few else 16 if self.head_dim > 256 else 32,
             DEPENDENT=self.dependent,
             num_warps=1,
             **({"launch_pdl": True} if self.dependent else {}),
@@ -267,14 +274,16 @@ def _check(
     if not takes_heads(head_dim, num_q_heads // num_kv_heads):
         raise UnsupportedError(
             f"head_dim {head_dim} with {num_q_heads // num_kv_heads} query heads per KV head: the "
-            f"Triton kernel takes at most {MAX_HEAD_DIM} and {MAX_GROUP}, use the torch "
+            f"Triton kernel takes at most {MAX_HEAD_DIM} and {MAX_GROUP}, and "
+            f"{MAX_TILE // MAX_HEAD_DIM} of heads above {MAX_TILE // MAX_GROUP}: use the torch "
             "implementation"
         )
 
 
 def takes_heads(head_dim: int, group: int) -> bool:
     """Whether the kernels take heads of this size, and so many query heads per KV head."""
-    return head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
+    wide = MAX_TILE // MAX_HEAD_DIM if head_dim > MAX_TILE // MAX_GROUP else MAX_GROUP
+    return head_dim <= MAX_HEAD_DIM and group <= wide
 
 
 def takes_hopper(
@@ -290,7 +299,12 @@ def _suits_hopper(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
     """Whether the kernel for Hopper takes this: 16 bits, whole pages, heads of 64 to 256 whose
     rows begin at 16 bytes."""
     whole = page_size >= 8 and page_size & (page_size - 1) == 0
-    return dtype.itemsize == 2 and head_dim % 8 == 0 and 64 <= head_dim <= MAX_HEAD_DIM and whole
+    return (
+        dtype.itemsize == 2
+        and head_dim % 8 == 0
+        and 64 <= head_dim <= MAX_HOPPER_HEAD_DIM
+        and whole
+    )
 
 
 @cache

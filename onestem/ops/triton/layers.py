@@ -11,8 +11,11 @@ from torch import Tensor
 
 from onestem.ops.kv import page_strides
 from onestem.ops.layers import Angles, Heads, check_halves
+from onestem.ops.rounding import LARGEST, RoundedRows
+from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
+from onestem.ops.triton.formats import empty_rows, round_codes
 
-__all__ = ["TritonLayers"]
+__all__ = ["TritonLayers", "gate_value"]
 
 # Heads that one program turns: few, so that a single row still occupies several multiprocessors.
 _HEADS_PER_PROGRAM = 8
@@ -20,20 +23,47 @@ _GATE_BLOCK = 1024
 
 
 @triton.jit
+def _store_row(
+    value, out, scales, at, inside, size, largest, dtype: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """A program's row in `dtype`, or rounded from there on to 8 bits."""
+    row = tl.program_id(0).to(tl.int64)
+    value = value.to(dtype)
+    if ROUNDS:
+        is_int: tl.constexpr = out.dtype.element_ty == tl.int8
+        value, scale = round_codes(value.to(tl.float32), largest, is_int)
+        tl.store(scales + row, scale)
+    tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _add_rms_norm(
-    hidden, delta, weight, out, size, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    hidden,
+    delta,
+    weight,
+    out,
+    scales,
+    size,
+    eps,
+    largest,
+    HAS_DELTA: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     inside = at < size
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_launch(DEPENDENT)
     x = tl.load(hidden + row + at, mask=inside, other=0.0)
     if HAS_DELTA:
         x += tl.load(delta + row + at, mask=inside, other=0.0)
         tl.store(hidden + row + at, x, mask=inside)
     value = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + at, (value * inverse * scale).to(out.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    _store_row(value * inverse * scale, out, scales, at, inside, size, largest, dtype, ROUNDS)
 
 
 @triton.jit
@@ -76,14 +106,19 @@ def _rope_write(
     token_stride,
     head_stride,
     NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """Program (row, block): `HEADS` heads of q, or of k and v."""
+    wait_for_launch(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     head_dim = 2 * half
-    line = row * (num_q_heads + 2 * num_kv_heads) * head_dim
+    kinds: tl.constexpr = 1 if VALUE_IS_KEY else 2
+    line = row * (num_q_heads + kinds * num_kv_heads) * head_dim
     i = tl.arange(0, HALF)
     c = tl.load(cos + row * half + i, mask=i < half, other=0.0)[None, :]
     s = tl.load(sin + row * half + i, mask=i < half, other=0.0)[None, :]
@@ -108,27 +143,52 @@ def _rope_write(
         to = k_pages + place
         tl.store(to, (first * c - second * s).to(k_pages.dtype.element_ty), mask=mask)
         tl.store(to + half, (second * c + first * s).to(k_pages.dtype.element_ty), mask=mask)
-        values = keys + num_kv_heads * head_dim + at[:, None] + i[None, :]
+        values = keys + (kinds - 1) * num_kv_heads * head_dim + at[:, None] + i[None, :]
+        first = tl.load(values, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(values + half, mask=mask, other=0.0).to(tl.float32)
+        if VALUE_NORM:
+            total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            inverse = tl.rsqrt(total / head_dim + eps)[:, None]
+            first, second = first * inverse, second * inverse
         to = v_pages + place
-        tl.store(to, tl.load(values, mask=mask, other=0.0), mask=mask)
-        tl.store(to + half, tl.load(values + half, mask=mask, other=0.0), mask=mask)
+        tl.store(to, first.to(v_pages.dtype.element_ty), mask=mask)
+        tl.store(to + half, second.to(v_pages.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gate_mul(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * size + at, mask=inside, other=0.0).to(tl.float32)
+def gate_value(gate, GELU: tl.constexpr):
+    """SiLU of float32, or GELU in its approximation with tanh."""
     if GELU:
         # (1 + tanh(x)) / 2 == 1 / (1 + exp(-2x)), with x as in the approximation
         twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         power = tl.exp(tl.minimum(-twice, 80.0))  # behind, the quotient is 0 in any type
     else:
         power = tl.exp(-gate)
-    value = gate / (1.0 + power) * up
-    tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=inside)
+    return gate / (1.0 + power)
+
+
+@triton.jit
+def _gate_mul(
+    gate_up,
+    out,
+    scales,
+    size,
+    largest,
+    GELU: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block); those that round have a row each."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    wait_for_launch(DEPENDENT)
+    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * size + at, mask=inside, other=0.0).to(tl.float32)
+    value = gate_value(gate, GELU) * up
+    dtype: tl.constexpr = gate_up.dtype.element_ty
+    _store_row(value, out, scales, at, inside, size, largest, dtype, ROUNDS)
 
 
 @triton.jit
@@ -153,21 +213,16 @@ class TritonLayers:
     def add_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
-        rows, size = hidden.shape
         out = torch.empty_like(hidden)
-        if rows:
-            _add_rms_norm[(rows,)](
-                hidden,
-                hidden if delta is None else delta,
-                weight,
-                out,
-                size,
-                eps,
-                HAS_DELTA=delta is not None,
-                BLOCK=triton.next_power_of_2(size),
-                num_warps=8 if size > 2048 else 4,
-            )
+        _norm(hidden, delta, weight, eps, out, None)
         return out
+
+    def rounded_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> RoundedRows:
+        rounded = empty_rows(len(hidden), hidden.shape[1], dtype, hidden.device)
+        _norm(hidden, delta, weight, eps, *rounded)
+        return rounded
 
     def rope_write(
         self,
@@ -190,7 +245,7 @@ class TritonLayers:
             _rope_write[(rows, blocks)](
                 qkv,
                 heads.q_norm if norm else qkv,
-                heads.k_norm if norm else qkv,
+                qkv if heads.k_norm is None else heads.k_norm,
                 angles.cos,
                 angles.sin,
                 slots,
@@ -204,14 +259,24 @@ class TritonLayers:
                 k_pages.shape[1],
                 *page_strides(k_pages, v_pages),
                 NORM=norm,
+                VALUE_NORM=heads.v_norm,
+                VALUE_IS_KEY=heads.value_is_key,
                 HEADS=_HEADS_PER_PROGRAM,
                 HALF=triton.next_power_of_2(half),
                 num_warps=4,
+                **dependent_launch(qkv.device),
             )
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return _gated(gate_up, gelu=False)
+
+    def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
+        check_halves("the width of gate and up", gate_up.shape[1])
+        size = gate_up.shape[1] // 2
+        rounded = empty_rows(len(gate_up), size, dtype, gate_up.device)
+        _gate(gate_up, *rounded, gelu=False, block=triton.next_power_of_2(size))
+        return rounded
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return _gated(gate_up, gelu=True)
@@ -225,12 +290,55 @@ class TritonLayers:
             )
 
 
+def _norm(
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """Into `out`, whose rows are rounded to 8 bits where there are `scales`."""
+    rows, size = hidden.shape
+    if rows:
+        _add_rms_norm[(rows,)](
+            hidden,
+            hidden if delta is None else delta,
+            weight,
+            out,
+            hidden if scales is None else scales,
+            size,
+            eps,
+            LARGEST.get(out.dtype, 1.0),
+            HAS_DELTA=delta is not None,
+            ROUNDS=scales is not None,
+            BLOCK=triton.next_power_of_2(size),
+            num_warps=8 if size > 2048 else 4,
+            **dependent_launch(hidden.device),
+        )
+
+
 def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     check_halves("the width of gate and up", gate_up.shape[1])
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    if rows:
-        _gate_mul[(rows, triton.cdiv(size, _GATE_BLOCK))](
-            gate_up, out, size, GELU=gelu, BLOCK=_GATE_BLOCK, num_warps=4
-        )
+    shape = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
+    _gate(gate_up, out, None, gelu=gelu, block=_GATE_BLOCK)
     return out
+
+
+def _gate(gate_up: Tensor, out: Tensor, scales: Tensor | None, *, gelu: bool, block: int) -> None:
+    """Likewise; a row in one block is divided among more warps."""
+    rows, size = out.shape
+    if rows:
+        _gate_mul[(rows, triton.cdiv(size, block))](
+            gate_up,
+            out,
+            gate_up if scales is None else scales,
+            size,
+            LARGEST.get(out.dtype, 1.0),
+            GELU=gelu,
+            ROUNDS=scales is not None,
+            BLOCK=block,
+            num_warps=min(16, max(4, block // 512)),
+            **dependent_launch(gate_up.device),
+        )

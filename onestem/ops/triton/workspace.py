@@ -13,6 +13,7 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.triton.config import KernelConfig
 from onestem.ops.triton.launch import Kernels, Scores, States
 from onestem.ops.work import WorkList, make_work
+from onestem.ops.work.lists import AT_RECORDS, RECORD
 
 __all__ = ["Workspace"]
 
@@ -88,6 +89,9 @@ class Workspace:
                 self.max_states, self.num_q_heads, self.head_dim, self.device
             )
         self.control = torch.zeros(self.max_words, dtype=torch.int32, device=self.device)
+        # Until a list is uploaded there are no items. A kernel that looks ahead then reads the
+        # record before the first one, which must lie in the buffer.
+        self.control[AT_RECORDS] = RECORD
         shape = (self.max_rows, self.num_q_heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._hosts = [self._host(), self._host()]

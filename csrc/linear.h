@@ -1,0 +1,56 @@
+// Products of rows with a weight of 8 or 4 bits: plain data, for the kernels and for who calls them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace onestem {
+
+// Bytes of an output's row in a chunk: 64 codes, or 128 of 4 bits.
+constexpr int32_t kCodeBytes = 64;
+
+// y = x W^T + bias with W[o, i] = (code[o, i] - zero[o, i / group]) * scale[o, i / group].
+//
+// Codes stand in blocks of 16 outputs, in chunks along the inputs: [out / 16][chunk][16][64 bytes].
+// 8 bits: a byte is an input. 4 bits: bits 4n..4n+3 of the 16-bit word j are input 32n + j of 128.
+// What lacks at the end of a chunk has scale 0, or meets rows that are 0 there.
+struct PackedCodes {
+  const uint8_t* codes;
+  const float* scales;   // 4 bits: [out / 16][groups][16]; 8 bits: [out]
+  const uint8_t* zeros;  // as scales; null: half of the range, as always for 8 bits
+  int32_t bits;          // 8: rows are rounded to int8; 4: they are not (16 bits at least)
+  int32_t group;         // 4 bits: 32, 64 or 128
+  int32_t pairs;         // of blocks
+  int32_t chunks;
+  int32_t depth;         // inputs, those that lack at the end of a chunk among them
+  int32_t groups;        // 4 bits: depth / group
+};
+
+struct LinearCall {
+  PackedCodes weight;
+  const float* bias;  // [out], or null
+  const void* x;      // [rows, in], one behind the other
+  void* y;            // [rows, out]
+  int64_t rows;
+  int32_t in, out;
+  char* packed;  // panels of rows as `LinearPath::pack` writes them
+};
+
+// A way to multiply: rows are packed first, in panels of 1 or 16, then pairs of blocks multiplied.
+struct LinearPath {
+  int32_t panel;
+  size_t (*panel_bytes)(const PackedCodes&);
+  size_t (*scratch_bytes)(const LinearCall&);  // of either function
+  int32_t (*pairs)(const LinearCall&);  // that one call had better multiply
+  // By types of x, of y.
+  void (*pack[3])(const LinearCall&, int64_t begin, int64_t end, char* scratch);
+  void (*multiply[3])(const LinearCall&, int32_t begin, int32_t end, char* scratch);
+};
+
+// Of one number of bits.
+struct LinearKernels {
+  LinearPath few, many;
+  int32_t most_few[3];  // rows that `few` takes, by the type of x
+};
+
+}  // namespace onestem

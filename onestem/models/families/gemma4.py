@@ -1,0 +1,218 @@
+"""Gemma 4, of which the text part: what Gemma 3 has, with heads of two sizes; values that are keys
+in layers that see all (26B-A4B, 31B), vectors that each layer has for each token and keys and
+values that layers share (E2B, E4B), experts beside the MLP (26B-A4B)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from onestem.models.description import (
+    Description,
+    ExpertNames,
+    Experts,
+    LayerHeads,
+    Rotary,
+    TensorNames,
+    TokenVectorNames,
+)
+from onestem.models.families import llama
+from onestem.models.families.gemma import softcap
+from onestem.models.families.shared import (
+    IMAGE_MODEL,
+    layer_windows,
+    nested_rotary,
+    rotary_by_window,
+    text_fields,
+    windowed_kinds,
+)
+from onestem.models.fields import Fields, is_integer
+
+__all__ = ["names", "read"]
+
+_ROPE = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def read(fields: Fields, architecture: str) -> Description:
+    """Defaults are those of transformers; `Unified` models are the same without experts and vectors
+    of layers, and read images without an encoder."""
+    fields = text_fields(fields)
+    unified = "Unified" in architecture
+    fields.refuse_others(hidden_activation="gelu_pytorch_tanh", rope_scaling=None)
+    if fields.values.get("use_bidirectional_attention") not in (None, "vision"):
+        raise fields.unsupported("use_bidirectional_attention", "None, 'vision'")
+    num_layers = fields.positive("num_hidden_layers", 30)
+    hidden_size = fields.positive("hidden_size", 2304)
+    windows = _windows(fields, num_layers, 1024 if unified else 512)
+    heads = _heads(fields, windows)
+    bias = fields.boolean("attention_bias", False)
+    shared = frozenset(i for i in range(num_layers) if heads[i].kv_layer is not None)
+    max_positions = fields.positive("max_position_embeddings", 262144 if unified else 131072)
+    return Description(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size", 262144),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size", 9216),
+        num_layers=num_layers,
+        num_q_heads=fields.positive("num_attention_heads", 8),
+        num_kv_heads=fields.positive("num_key_value_heads", 4),
+        head_dim=fields.positive("head_dim", 256),
+        positions=rotary_by_window(windows, *_rotaries(fields, windows, heads, max_positions)),
+        max_position_embeddings=max_positions,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        mlp="gelu_tanh_gated",
+        embedding_scale=hidden_size**0.5,
+        score_scale=1.0,
+        logit_softcap=softcap(fields, "final_logit_softcapping", None),
+        tie_embeddings=fields.boolean("tie_word_embeddings", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        v_norm=True,
+        layer_heads=heads,
+        wide_mlps=shared if fields.boolean("use_double_wide_mlp", False) else frozenset(),
+        token_vectors=0 if unified else _token_vectors(fields),
+        experts=None if unified else _experts(fields, num_layers),
+        sliding_windows=windows,
+        initializer_range=fields.number("initializer_range", 0.02),
+    )
+
+
+def names(description: Description) -> TensorNames:
+    # Files hold keys and values of layers that read those of others, which nobody reads.
+    unread = (
+        f"{stem}layers.{layer}.self_attn.{part}"
+        for layer, heads in enumerate(description.heads)
+        if heads.kv_layer is not None
+        for stem in ("model.", "model.language_model.", "language_model.model.", "")
+        for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    )
+    others = ("embed_vision.", "embed_audio.", "audio_tower.", "vision_embedder.")
+    return replace(
+        llama.names(description),
+        output_norm="post_attention_layernorm",
+        post_norm="pre_feedforward_layernorm",
+        down_norm="post_feedforward_layernorm",
+        layer_scalar="layer_scalar",
+        token_vectors=TokenVectorNames() if description.token_vectors else None,
+        experts=ExpertNames(
+            router="router.proj",
+            up="experts.gate_up_proj",
+            down="experts.down_proj",
+            each="experts.{}.",
+        ),
+        renamed=IMAGE_MODEL["renamed"],
+        beside=(
+            *IMAGE_MODEL["beside"],
+            *(f"{stem}{part}" for part in others for stem in ("", "model.")),
+            *unread,
+        ),
+    )
+
+
+def _windows(fields: Fields, num_layers: int, window: int) -> tuple[int | None, ...]:
+    """The last layer sees all, whatever the file says."""
+    window = fields.positive("sliding_window", window)
+    return (*layer_windows(fields, window, windowed_kinds(num_layers, 6))[:-1], None)
+
+
+def _heads(fields: Fields, windows: tuple[int | None, ...]) -> tuple[LayerHeads, ...]:
+    """Of layers in turn: as the makers' files say it for those that see all, or as transformers
+    writes it, for each layer."""
+    keys_are_values = fields.boolean("attention_k_eq_v", False)
+    sizes = _sizes(fields, windows, keys_are_values)
+    shared = fields.optional_integer("num_kv_shared_layers") or 0
+    own = len(windows) - shared
+    if not 0 < own <= len(windows):
+        raise fields.wrong("num_kv_shared_layers", f"0 to {len(windows) - 1}")
+    last = {window: layer for layer, window in enumerate(windows[:own])}  # with keys of its own
+    if not set(windows) <= set(last):
+        raise fields.wrong(
+            "num_kv_shared_layers", "so few that each of layer_types has keys of its own"
+        )
+    heads = []
+    for layer, (window, size) in enumerate(zip(windows, sizes, strict=True)):
+        same = keys_are_values and window is None and layer < own
+        read = last[window] if layer >= own else None
+        heads.append(LayerHeads(*size, kv_layer=read, value_is_key=same))
+    return tuple(heads)
+
+
+def _sizes(
+    fields: Fields, windows: tuple[int | None, ...], keys_are_values: bool
+) -> list[tuple[int, int]]:
+    """KV heads of each layer, and their size."""
+    common = fields.positive("num_key_value_heads", 4), fields.positive("head_dim", 256)
+    if fields.values.get("per_layer_config") is None:
+        count = fields.positive("num_global_key_value_heads", common[0])
+        full = (count if keys_are_values else common[0], fields.positive("global_head_dim", 512))
+        return [full if window is None else common for window in windows]
+    sizes, where = [common] * len(windows), f"{fields.source}: per_layer_config"
+    for key, value in fields.mapping("per_layer_config").items():
+        if not (key.isdecimal() and int(key) < len(windows) and isinstance(value, dict)):
+            raise fields.wrong("per_layer_config", "an object of objects by layer")
+        one = Fields(value, f"{where}: {key}")
+        known = ("head_dim", "num_key_value_heads")
+        one.refuse_others(**{name: None for name in value if name not in known})
+        sizes[int(key)] = (
+            one.positive("num_key_value_heads", common[0]),
+            one.positive("head_dim", common[1]),
+        )
+    return sizes
+
+
+def _rotaries(
+    fields: Fields,
+    windows: tuple[int | None, ...],
+    heads: tuple[LayerHeads, ...],
+    max_positions: int,
+) -> tuple[Rotary, Rotary]:
+    """Of layers that see all, and of those with a window."""
+    given = fields
+    if fields.values.get("rope_parameters") is None:
+        given = Fields({**fields.values, "rope_parameters": _ROPE}, fields.source)
+    found = []
+    for kind, windowed in (("full_attention", False), ("sliding_attention", True)):
+        dims = {
+            one.head_dim
+            for one, window in zip(heads, windows, strict=True)
+            if (window is not None) == windowed
+        }
+        if len(dims) > 1:
+            raise fields.unsupported("per_layer_config", f"one head_dim in layers of {kind}")
+        rotary = nested_rotary(given, kind, next(iter(dims), 2), max_positions)
+        if rotary is None and dims:
+            raise fields.wrong("rope_parameters", f"an object with {kind}")
+        found.append(rotary or Rotary(2))
+    return found[0], found[1]
+
+
+def _token_vectors(fields: Fields) -> int:
+    size: Any = fields.values.get("hidden_size_per_layer_input", 256) or 0
+    if not is_integer(size) or size < 0:
+        raise fields.wrong("hidden_size_per_layer_input", "an integer of at least 0")
+    if size:
+        vocab_size = fields.positive("vocab_size", 262144)
+        if fields.positive("vocab_size_per_layer_input", 262144) != vocab_size:
+            raise fields.unsupported("vocab_size_per_layer_input", f"vocab_size ({vocab_size})")
+    return int(size)
+
+
+def _experts(fields: Fields, num_layers: int) -> Experts | None:
+    if not fields.boolean("enable_moe_block", False):
+        return None
+    return Experts(
+        num=fields.positive("num_experts"),
+        top_k=fields.positive("top_k_experts"),
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        layers=(True,) * num_layers,
+        beside_mlp=True,
+        expert_scales=True,
+    )

@@ -1,0 +1,69 @@
+"""Vectors that each layer has for each token of the vocabulary (Gemma's per-layer embeddings)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from onestem.models.linear import Projection
+from onestem.ops import LayerOps
+
+__all__ = ["LayerVectors", "TokenVectors"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenVectors:
+    """Of all layers: a token's own, and what its embedding is projected to, added.
+
+    Attributes:
+        table: `[vocab_size, num_layers * size]`.
+        projection: hidden_size -> num_layers * size.
+        norm: `[size]`, over each layer's part of the projection.
+        eps: of that norm.
+        scale: of the table's vectors, rounded to their dtype.
+    """
+
+    table: Tensor
+    projection: Projection
+    norm: Tensor
+    eps: float
+    scale: float
+
+    def __call__(self, token_ids: Tensor, embeddings: Tensor, ops: LayerOps) -> Tensor:
+        """token_ids `[num_rows]`, embeddings `[num_rows, hidden_size]` ->
+        `[num_rows, num_layers, size]`."""
+        own = F.embedding(token_ids, self.table).mul_(self.scale)
+        projected = self.projection(embeddings).mul_(embeddings.shape[1] ** -0.5)
+        projected = projected.view(-1, len(self.norm))
+        normed = ops.add_rms_norm(projected, None, self.norm, self.eps).view(own.shape)
+        return normed.add_(own).mul_(2**-0.5).unflatten(1, (-1, len(self.norm)))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        return [self.table, self.norm, *self.projection.tensors()]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerVectors:
+    """What a layer does with its own: they are gated by the residual, and what comes of them is
+    added to it.
+
+    Attributes:
+        gate: hidden_size -> size. output: size -> hidden_size.
+        norm: `[hidden_size]`, of what is added.
+    """
+
+    gate: Projection
+    output: Projection
+    norm: Tensor
+
+    def __call__(self, hidden: Tensor, vectors: Tensor) -> Tensor:
+        """hidden `[num_rows, hidden_size]`, vectors `[num_rows, size]` -> what is added, before its
+        norm."""
+        return self.output(F.gelu(self.gate(hidden), approximate="tanh").mul_(vectors))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        return [self.norm, *self.gate.tensors(), *self.output.tensors()]

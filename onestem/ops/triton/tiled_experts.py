@@ -1,0 +1,261 @@
+"""Experts' products with weights in mxfp4, weights on the left.
+
+As `onestem.ops.triton.experts` otherwise: four bits become 16 in the registers that tensor cores
+read, times their scale, which is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onestem.ops.experts import MX_BLOCK, GroupedWeight
+from onestem.ops.triton.experts import e2m1, expert_tile, sort_rows
+from onestem.ops.triton.tiled import in_blocks, in_words
+
+__all__ = ["ExpertTiles", "TiledExperts", "choose_tiles"]
+
+_ROWS = tl.constexpr(64)  # of a weight that lie together
+_PLANE = tl.constexpr(MX_BLOCK)  # columns that share a scale, and a place in words
+_CHUNK = tl.constexpr(4 * MX_BLOCK)
+
+
+class ExpertTiles(NamedTuple):
+    """Tiles of so many outputs by so many rows of an expert."""
+
+    out: int
+    rows: int
+    warps: int
+    stages: int
+
+
+# Rows of an expert, on average, up to which tiles of `up` and of `down` serve. Not timed yet.
+_TILES = (
+    (10, ExpertTiles(64, 16, 4, 4), ExpertTiles(64, 16, 4, 5)),
+    (24, ExpertTiles(64, 32, 4, 3), ExpertTiles(64, 32, 4, 4)),
+    (56, ExpertTiles(64, 64, 4, 3), ExpertTiles(128, 64, 8, 3)),
+    (float("inf"), ExpertTiles(128, 64, 8, 3), ExpertTiles(128, 128, 8, 3)),
+)
+
+
+def choose_tiles(rows: int, num: int) -> tuple[ExpertTiles, ExpertTiles]:
+    """For `up` and `down`, where `num` experts have `rows` rows in all."""
+    return next((up, down) for most, up, down in _TILES if rows <= most * num)
+
+
+def _widening() -> tuple[str, ...]:
+    """PTX for each of four places in two words (`$1`): a sign and three bits to where bfloat16 has
+    its sign and the end of its exponent, which is 2 ** -126 of the value, times a scale (`$2`)."""
+    return tuple(
+        f"{{ .reg .b32 t, s, z; {shift} t, $1, {abs(6 - 4 * place)}; shl.b32 s, t, 6; "
+        "and.b32 t, t, 0x01c001c0; lop3.b32 t, s, 0x80008000, t, 0xea; "
+        "mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, $2, z; }"
+        for place, shift in enumerate(("shl.b32", "shl.b32", "shr.u32", "shr.u32"))
+    )
+
+
+_WIDEN = tl.constexpr(_widening())
+
+
+@triton.jit
+def _widened(word, powers, dtype: tl.constexpr, ASM: tl.constexpr, PLACE: tl.constexpr):
+    """Values at a place in words `[BLOCK_N, _PLANE]`, with the scale that has this place."""
+    power = (powers >> (8 * PLACE)) & 255
+    if ASM and dtype == tl.bfloat16:
+        scale = ((power + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+        value = tl.inline_asm_elementwise(
+            _WIDEN[PLACE], "=r,r,r", [word, scale], tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        scale = ((power + 126) << 23).to(tl.float32, bitcast=True)[:, None]
+        value = (e2m1(word.to(tl.int32) >> (4 * PLACE), 0) * scale).to(dtype)
+    return value
+
+
+@triton.jit
+def _weight_at(values, powers, block, num_blocks, n, out, chunks):
+    """Pointers to the first chunk of outputs n of a weight, which begins at a block."""
+    line = (block * num_blocks + tl.minimum(n, out - 1) // _ROWS) * chunks
+    word = values + (line * (_ROWS * _PLANE) + n % _ROWS * _PLANE)[:, None]
+    return word + tl.arange(0, _PLANE)[None, :], powers + line * _ROWS + n % _ROWS
+
+
+@triton.jit
+def _up_kernel(
+    x, order, ends, values, powers, bias, out, num, top_k, hidden, inner, chunks, alpha, limit,
+    ASM: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
+    if expert < num:
+        dtype: tl.constexpr = x.dtype.element_ty
+        place = first + tl.arange(0, BLOCK_M)
+        inside = place < end
+        row = tl.load(order + place, mask=inside, other=0) // top_k
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_n = n < inner
+        blocks = tl.cdiv(inner, _ROWS)
+        half = 2 * expert.to(tl.int64)
+        gate_at, gate_powers = _weight_at(values, powers, half, blocks, n, inner, chunks)
+        up_at, up_powers = _weight_at(values, powers, half + 1, blocks, n, inner, chunks)
+        j = tl.arange(0, _PLANE)
+        x_at = x + row.to(tl.int64)[None, :] * hidden + j[:, None]
+        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for chunk in range(chunks):
+            gate_word = tl.load(gate_at + chunk * (_ROWS * _PLANE))
+            up_word = tl.load(up_at + chunk * (_ROWS * _PLANE))
+            gate_power = tl.load(gate_powers + chunk * _ROWS)
+            up_power = tl.load(up_powers + chunk * _ROWS)
+            for i in tl.static_range(4):
+                k = chunk * _CHUNK + i * _PLANE
+                mask = (k + j < hidden)[:, None] & inside[None, :]
+                b = tl.load(x_at + k, mask=mask, other=0.0)
+                a = _widened(gate_word, gate_power, dtype, ASM, i)
+                gate = tl.dot(a, b, gate, input_precision="ieee")
+                a = _widened(up_word, up_power, dtype, ASM, i)
+                up = tl.dot(a, b, up, input_precision="ieee")
+        if BIAS:
+            line = bias + half * inner + n
+            gate += tl.load(line, mask=in_n, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(line + inner, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        if CLAMPED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        value = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        to = out + place.to(tl.int64)[None, :] * inner + n[:, None]
+        tl.store(to, value.to(out.dtype.element_ty), mask=inside[None, :] & in_n[:, None])
+
+
+@triton.jit
+def _down_kernel(
+    x, order, ends, values, powers, bias, factors, out, num, inner, hidden, chunks,
+    ASM: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
+    if expert < num:
+        dtype: tl.constexpr = x.dtype.element_ty
+        place = first + tl.arange(0, BLOCK_M)
+        inside = place < end
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_n = n < hidden
+        begin = expert.to(tl.int64)
+        blocks = tl.cdiv(hidden, _ROWS)
+        weight_at, powers_at = _weight_at(values, powers, begin, blocks, n, hidden, chunks)
+        j = tl.arange(0, _PLANE)
+        x_at = x + place.to(tl.int64)[None, :] * inner + j[:, None]
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for chunk in range(chunks):
+            word = tl.load(weight_at + chunk * (_ROWS * _PLANE))
+            power = tl.load(powers_at + chunk * _ROWS)
+            for i in tl.static_range(4):
+                k = chunk * _CHUNK + i * _PLANE
+                mask = (k + j < inner)[:, None] & inside[None, :]
+                b = tl.load(x_at + k, mask=mask, other=0.0)
+                a = _widened(word, power, dtype, ASM, i)
+                total = tl.dot(a, b, total, input_precision="ieee")
+        if BIAS:
+            line = bias + begin * hidden + n
+            total += tl.load(line, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        row = tl.load(order + place, mask=inside, other=0)
+        total *= tl.load(factors + row, mask=inside, other=0.0)[None, :]
+        to = out + row.to(tl.int64)[None, :] * hidden + n[:, None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=inside[None, :] & in_n[:, None])
+
+
+class _Packed(NamedTuple):
+    """A weight of all experts as the kernels read it.
+
+    values: int16 `[matrices, blocks, chunks, 64, 32]`, see `in_words`.
+    powers: int32 `[matrices, blocks, chunks, 64]`, those of a chunk's four blocks of columns.
+    """
+
+    values: Tensor
+    powers: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(weight: GroupedWeight, halves: int) -> _Packed:
+        assert weight.scales is not None
+        values, powers = [], []
+        # One matrix after the other: what is between takes twice its memory.
+        pairs = weight.values.flatten(0, 1).chunk(halves * len(weight.values))
+        scales = weight.scales.flatten(0, 1).chunk(len(pairs))
+        for pair, scale in zip(pairs, scales, strict=True):
+            codes = torch.stack((pair & 15, pair >> 4), dim=-1).flatten(1)
+            values.append(in_words(in_blocks(codes, 4 * MX_BLOCK)))
+            powers.append(in_blocks(scale, 4).view(torch.int32).squeeze(-1))
+        return _Packed(torch.stack(values), torch.stack(powers), weight.bias)
+
+    @property
+    def chunks(self) -> int:
+        return self.values.shape[2]
+
+    def tensors(self) -> list[Tensor]:
+        return [one for one in self if one is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class TiledExperts:
+    """All experts of a layer; see `GroupedExperts`."""
+
+    up: _Packed
+    down: _Packed
+    num: int
+    inner: int
+    hidden: int
+    clamp: tuple[float, float] | None = None
+
+    @staticmethod
+    def of(
+        up: GroupedWeight, down: GroupedWeight, clamp: tuple[float, float] | None = None
+    ) -> TiledExperts:
+        """Both in mxfp4, with scales of `MAX_POWER` at most."""
+        num, inner, hidden = len(up.values), up.values.shape[1] // 2, down.values.shape[1]
+        return TiledExperts(_Packed.of(up, 2), _Packed.of(down, 1), num, inner, hidden, clamp)
+
+    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        order, ends = sort_rows(chosen, self.num)
+        total, (rows, top_k), size = len(order), chosen.shape, x.shape[1]
+        inner = torch.empty(total, self.inner, dtype=x.dtype, device=x.device)
+        out = torch.empty(rows, top_k, self.hidden, dtype=x.dtype, device=x.device)
+        alpha, limit = self.clamp or (1.0, 0.0)
+        if total:
+            of_up, of_down = choose_tiles(total, self.num)
+            _up_kernel[self._grid(total, self.inner, of_up)](
+                x.contiguous(), order, ends, self.up.values, self.up.powers,
+                x if self.up.bias is None else self.up.bias, inner, self.num, top_k, size,
+                self.inner, self.up.chunks, alpha, limit, CLAMPED=self.clamp is not None,
+                **self._constants(self.up, of_up),
+            )  # fmt: skip
+            _down_kernel[self._grid(total, self.hidden, of_down)](
+                inner, order, ends, self.down.values, self.down.powers,
+                x if self.down.bias is None else self.down.bias, scores, out, self.num,
+                self.inner, self.hidden, self.down.chunks, **self._constants(self.down, of_down),
+            )  # fmt: skip
+        return out.sum(1)
+
+    def _grid(self, total: int, columns: int, tiles: ExpertTiles) -> tuple[int, int]:
+        """As many tiles of rows as there are at most, however rows are dealt."""
+        return triton.cdiv(columns, tiles.out), min(total, total // tiles.rows + self.num)
+
+    def _constants(self, weight: _Packed, tiles: ExpertTiles) -> dict[str, object]:
+        return {
+            "ASM": weight.values.is_cuda,
+            "BIAS": weight.bias is not None,
+            "BLOCK_E": triton.next_power_of_2(self.num),
+            "BLOCK_N": tiles.out,
+            "BLOCK_M": tiles.rows,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
+
+    def tensors(self) -> list[Tensor]:
+        return self.up.tensors() + self.down.tensors()

@@ -1,0 +1,126 @@
+"""Kernels that are interpreted in other tests, compiled for GPUs that need not be here: what the
+interpreter takes and the compiler does not, and which instructions come of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILER = importlib.util.find_spec("triton.backends.nvidia.compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Triton's compiler for NVIDIA GPUs")
+
+# (module, kernel, compute capability, types by argument, constants, warps)
+INTS = ("num_rows", "num_out", "size", "num_chunks", "chunks", "ahead")
+POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
+CUT = {"HAS_BIAS": True, "EVEN": True, "SPLIT": 4, "BLOCK_N": 64, "BLOCK_M": 16}
+GROUPS = {**POINTERS, "x": "*bf16", "codes": "*i16", "scales": "*bf16", "zeros": "*i32"}
+FOUR_BITS = {"BITS": 4, "IS_FLOAT": False, "ASM": True, "PLANE": 64, "GROUPS": 2, "EVEN": True}
+CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
+NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
+EARLY, LATE = {"DEPENDENT": True}, {"DEPENDENT": False}
+ROPE = {
+    **dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_pages", "v_pages"), "*bf16"),
+    **dict.fromkeys(("num_q_heads", "num_kv_heads", "half", "page_size"), "i32"),
+    **dict.fromkeys(("page_stride", "token_stride", "head_stride"), "i32"),
+    "cos": "*fp32",
+    "sin": "*fp32",
+    "slots": "*i64",
+    "eps": "fp32",
+}
+ATTEND = {
+    **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
+    **dict.fromkeys(("lse", "part_out", "part_lse", "slopes"), "*fp32"),
+    "control": "*i32",
+    "scale": "fp32",
+    "softcap": "fp32",
+}
+WIDE_HEADS = {"NUM_KV_HEADS": 2, "GROUP": 8, "HEAD_DIM": 512, "BLOCK_D": 512, "PAGE_SIZE": 16}
+TILES = {"M0": 64, "N0": 16, "STAGES0": 3, "M1": 64, "N1": 16, "STAGES1": 3}  # the widest
+PLAIN = {"HEAD_MAJOR": False, "WINDOWED": False, "ALIBI": False, "SOFTCAP": False}
+KERNELS = {
+    "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, **EARLY, "ZERO": 8}, 4),
+    "zeros": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, **LATE, "ZERO": -1}, 4),
+    "dense": ("tiled", "_groups_dense", 90, GROUPS, {**FOUR_BITS, "ZERO": -1}, 4),
+    "float8": (
+        *("tiled", "_channels_product", 90),
+        {**CHANNELS, "codes": "*fp8e4nv", "weight": "*fp8e4nv"},
+        {**CUT, **EARLY, "IS_INT": False, "BLOCK_K": 128},
+        4,
+    ),
+    "norm": (
+        *("layers", "_add_rms_norm", 90, {**NORM, "out": "*fp8e4nv", "largest": "fp32"}),
+        {**EARLY, "HAS_DELTA": True, "ROUNDS": True, "BLOCK": 4096},
+        8,
+    ),
+    "values that are keys": (
+        *("layers", "_rope_write", 90, ROPE),
+        {**LATE, "NORM": True, "VALUE_NORM": True, "VALUE_IS_KEY": True, "HEADS": 8, "HALF": 256},
+        4,
+    ),
+    "heads of 512": (
+        *("kernels", "attend_kernel", 90, ATTEND),
+        {**LATE, **WIDE_HEADS, **TILES, **PLAIN, "WIDE": 1},
+        8,
+    ),
+}
+# What makes them fast: products out of registers or shared memory at once, nothing converted.
+INSTRUCTIONS = {
+    "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "griddepcontrol.wait"),
+    "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
+    "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3", "prefetch.global.L2"),
+    "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
+    "values that are keys": ("rsqrt.approx",),
+    "heads of 512": ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async"),
+}
+COMPILE = """
+import importlib, json, sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+kernels, ints = json.load(sys.stdin)
+found = {}
+for name, (module, kernel, target, types, constants, warps) in kernels.items():
+    kernel = getattr(importlib.import_module("onestem.ops.triton." + module), kernel)
+    names = kernel.arg_names
+    types = {**dict.fromkeys(ints, "i32"), **types}
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+             if signature[n].startswith("*") or n in ("num_out", "size")}
+    values = {(names.index(n),): v for n, v in constants.items() if n in names}
+    source = ASTSource(kernel, signature, values, whole)
+    options = {"num_warps": warps, "num_stages": 4}
+    found[name] = compile(source, target=GPUTarget("cuda", target, 32), options=options).asm["ptx"]
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of all kernels, by one process that does not interpret them."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment["TRITON_INTERPRET"] = "0"
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        input=json.dumps([KERNELS, INTS]),
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_to_what_they_are_written_for(name: str, assembly: dict[str, str]) -> None:
+    for instruction in INSTRUCTIONS.get(name, ("fma.rn.bf16x2",)):
+        assert instruction in assembly[name]
+    assert "call.uni" not in assembly[name]

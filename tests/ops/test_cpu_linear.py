@@ -1,0 +1,124 @@
+"""Products with weights of 8 and 4 bits in C++, in every instruction set, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError
+from onestem.ops.cpu import CpuCodes, is_built
+from onestem.ops.rounding import rounded_rows
+from tests.ops.cpu_isas import EVERY_ISA, Isa
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
+
+every_isa = pytest.mark.parametrize("isa", EVERY_ISA, ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Of a row; of four, two and one; of panels, one and two, the last one not full; of three panels.
+ROWS = (0, 1, 7, 16, 33)
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _rows(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(rows, size, generator=_generator(rows))
+    x[1::5] *= 30
+    x[2::5] = 0
+    return x.to(dtype)
+
+
+@every_isa
+@pytest.mark.parametrize(("out", "size"), [(16, 64), (40, 100), (100, 1090)])
+def test_8_bits_are_exact(isa: Isa, out: int, size: int) -> None:
+    """Whole numbers; then scales and bias in float32, in this order, and one rounding."""
+    generator = _generator(out)
+    codes = torch.randint(-128, 128, (out, size), generator=generator, dtype=torch.int8)
+    scales, bias = (torch.rand(out, generator=generator) + 0.5 for _ in range(2))
+    weight = isa.codes(CpuCodes.of8(codes, scales))
+    for dtype in DTYPES:
+        for rows in ROWS:
+            x = _rows(rows, size, dtype)
+            rounded, by = rounded_rows(x, torch.int8)
+            sums = (rounded.double() @ codes.double().t()).float()
+            assert torch.equal(weight.product(x, bias), (sums * by * scales + bias).to(dtype))
+    assert torch.equal(weight.product(x, None, torch.float32), sums * by * scales)
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("out", "size", "group"),
+    [(16, 128, 128), (40, 384, 128), (40, 192, 64), (100, 416, 32), (33, 384, 384), (16, 96, 96)],
+)
+def test_4_bits(isa: Isa, out: int, size: int, group: int) -> None:
+    generator = _generator(size)
+    codes = torch.randint(0, 16, (out, size), generator=generator).to(torch.uint8)
+    shape = (out, size // group)
+    scales, bias = torch.rand(shape, generator=generator) + 0.5, torch.randn(out)
+    for zeros in (torch.randint(0, 17, shape, generator=generator), torch.full(shape, 8)):
+        wide = [one.double().repeat_interleave(group, 1) for one in (zeros, scales)]
+        meant = (codes.double() - wide[0]) * wide[1]
+        packed = CpuCodes.of4(codes, scales, zeros.short(), group)
+        assert (packed.zeros is None) == bool((zeros == 8).all())
+        weight = isa.codes(packed)
+        for dtype in DTYPES:
+            for rows in ROWS:
+                x = _rows(rows, size, dtype)
+                exact = x.double() @ meant.t() + bias.double()
+                off = (weight.product(x, bias).double() - exact).abs()
+                # A group's rows have 16 bits (or weights bfloat16's, in AMX), results are rounded.
+                tops = x.double().abs().amax(1, keepdim=True) * size
+                most = tops * (8 * scales.max()) * 2**-16 + exact.abs() * torch.finfo(dtype).eps
+                if dtype == torch.bfloat16 and isa.name == "amx_bf16":
+                    most += (x.double().abs() @ meant.abs().t()) * 2**-8
+                assert (off <= most).all()
+
+
+@every_isa
+def test_a_row_depends_on_itself_alone(isa: Isa) -> None:
+    """Bits are those of the row alone, but where many rows are multiplied as bfloat16."""
+    generator = _generator(0)
+    codes = torch.randint(0, 16, (64, 256), generator=generator).to(torch.uint8)
+    four = CpuCodes.of4(codes, torch.rand(64, 2) + 0.5, torch.full((64, 2), 8).short(), 128)
+    eight = CpuCodes.of8(codes.to(torch.int8), torch.rand(64) + 0.5)
+    x = torch.randn(37, 256, generator=generator)
+    for packed in (four, eight):
+        weight = isa.codes(packed)
+        whole = weight.product(x, None)
+        for row in (0, 20, 36):
+            assert torch.equal(weight.product(x[row : row + 1], None), whole[row : row + 1])
+    weight = isa.codes(four)
+    some, more = (weight.product(x[:n].bfloat16(), None) for n in (5, 37))
+    assert torch.equal(some, more[:5])
+
+
+@every_isa
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(isa: Isa, odd: float) -> None:
+    x = torch.randn(20, 128, generator=_generator(1)).bfloat16()
+    x[3, 77] = odd
+    codes = torch.randint(0, 16, (32, 128), generator=_generator(2)).to(torch.uint8)
+    four = CpuCodes.of4(codes, torch.ones(32, 1), torch.full((32, 1), 8).short(), 128)
+    for weight in (four, CpuCodes.of8(codes.to(torch.int8) - 8, torch.ones(32))):
+        for rows in (4, 20):
+            y = isa.codes(weight).product(x[:rows], None)
+            assert not y[3].isfinite().any()
+            assert y[[0, 1, 2, *range(4, rows)]].isfinite().all()
+
+
+def test_other_rows_are_refused() -> None:
+    weight = CpuCodes.of8(torch.ones(32, 64, dtype=torch.int8), torch.ones(32))
+    for x in (torch.ones(2, 63), torch.ones(2, 64, dtype=torch.float64), torch.ones(64)):
+        with pytest.raises(ConfigError, match="expected rows of 64 in"):
+            weight.product(x, None)
