@@ -1,11 +1,13 @@
 """The engine on one GPU, shape of Llama-3.1-8B: jobs end to end, and what a decode step costs.
 
     python -m benchmarks.engine_gpu --out benchmarks/results/engine-gpu.json [--repeats 3]
+    python -m benchmarks.engine_gpu --parts row,jobs --jobs 40x16 --quantization fp8 --side tiled
 
 Jobs: requests per second, beside the sum of what their FLOPs and bytes take at the rates measured
 in the same run, through `LLM.generate`. Decode: a step at prefixes of 1K to 16K tokens against the
-same step without attention. Random weights in bf16; every token is sampled greedily and none ends a
-sequence.
+same step without attention. Row: a step that decodes one sequence. Random weights in bf16 or as
+`--quantization` rounds them, multiplied as `--side` says (`benchmarks/layer.py`); every token is
+sampled greedily and none ends a sequence.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -27,8 +30,10 @@ import triton
 
 import onestem
 from benchmarks.decode import all_decode, make_engine, measure_decode, steps
+from benchmarks.layer import SIDES, as_on
 from onestem.llm import LLM, planned
 from onestem.models.decoder import Decoder
+from onestem.options import Quantize
 from onestem.planner import RunningOrder
 from onestem.request import Request, SamplingParams
 
@@ -79,14 +84,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shape", default="llama3.1-8b")
     parser.add_argument("--max-step-tokens", type=int, help="default: the engine's")
-    parser.add_argument("--parts", default="jobs,decode", help="jobs, decode or both")
+    parser.add_argument("--parts", default="jobs,decode", help="some of jobs, row, decode")
+    parser.add_argument("--quantization", choices=get_args(Quantize), help="of the weights")
     parser.add_argument("--jobs", default="", help="only those whose names begin so")
+    parser.add_argument("--side", default=SIDES[0], choices=SIDES)
     options = parser.parse_args()
+    with as_on(options.side):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     rates = measure_rates()
-    llm = LLM(f"shape:{options.shape}", device="cuda", max_step_tokens=options.max_step_tokens)
+    llm = LLM(
+        f"shape:{options.shape}",
+        device="cuda",
+        max_step_tokens=options.max_step_tokens,
+        quantization=options.quantization,
+    )
     result: dict[str, object] = {
         "command": f"python -m benchmarks.engine_gpu --parts {options.parts} "
-        f"--repeats {options.repeats}",
+        f"--repeats {options.repeats}"
+        + (f" --quantization {options.quantization}" if options.quantization else "")
+        + f" --side {options.side}",
+        "weights": llm.decoder.layers[0].qkv.kind,
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
         "versions": {
@@ -105,6 +125,9 @@ def main() -> None:
             for job in JOBS
             if job.name.startswith(options.jobs)
         ]
+    if "row" in options.parts:
+        result["row_ms"] = row_ms(llm, options.repeats)
+        print(f"a step of one row: {result['row_ms']:.3f} ms", flush=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     if "decode" not in options.parts:
         return
@@ -115,6 +138,19 @@ def main() -> None:
     result["decode"] = measure_decode(decoder, rates, batch=BATCH, own=OWN_TOKENS)
     result["host"] = measure_host(decoder)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def row_ms(llm: LLM, repeats: int) -> float:
+    """Of a step that decodes one sequence: the difference of two lengths."""
+
+    def seconds(tokens: int) -> float:
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        started = time.perf_counter()
+        llm.generate([list(range(16))], params)
+        return time.perf_counter() - started
+
+    times = [seconds(272) - seconds(16) for _ in range(repeats + 1)]
+    return 1e3 * statistics.median(times[1:]) / 256
 
 
 def measure_rates() -> Rates:

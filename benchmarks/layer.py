@@ -3,11 +3,19 @@
     python -m benchmarks.layer --device cuda --shape llama3.1-8b --out benchmarks/results/layer-8b-h200.json
     python -m benchmarks.layer --device cuda --shape qwen3-30b-a3b --formats 16bit
     python -m benchmarks.layer --shape 0.5b --formats 16bit,int8,int4 --rows 1,64,512       # a CPU
+    python -m benchmarks.layer --device cuda --candidates
+    python -m benchmarks.layer --device cuda --sweep --formats int4 --rows 1,16,64
 
 Random weights; medians of microseconds, on a GPU inside a CUDA graph. Layers take turns, so that
-weights come from memory. The floor of a number of rows is the slower of FLOPs (those of 16 bits, or
+weights come from memory. `layer` is all products with the gate between them; rows that a format
+rounds are given rounded to those that stand behind a norm, as a decoder gives them. `step` is that
+with both norms. The floor of a number of rows is the slower of FLOPs (those of 16 bits, or
 of 8 where rows are rounded too) and bytes of the weights that are read, of experts those that some
 row takes, at the rates measured in the same run.
+
+`--candidates` times each format with the products of `onestem.ops.triton.tiled` too ("tiled"), and
+these with launches that begin early ("early"). `--sweep` tries their tiles for each product of the shape
+beside what stands, and checks each against float64 (`benchmarks/layer_tiles.py`).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -15,7 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from itertools import cycle
@@ -28,19 +37,25 @@ from torch import Tensor
 from benchmarks.batch import machine
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
+from onestem.models.formats import products
 from onestem.models.mlp import ExpertLayer
 from onestem.models.weights import random_decoder
 from onestem.ops.bench.measure import device_facts
 from onestem.ops.bench.rates import Rates, measure_rates
 from onestem.ops.bench.timing import cpu_ms, graph_ms
+from onestem.ops.dispatch import resolve_rounding
+from onestem.ops.rounding import Rows
+from onestem.ops.triton import dependent
 from onestem.options import Quantize
 from onestem.shapes import find_shape
 
-LAYERS, REPEATS = 4, 5
+LAYERS, REPEATS, DTYPE = 4, 5, torch.bfloat16
 PLAIN = "16bit"
 FORMATS = (PLAIN, *get_args(Quantize))
 # Of a number; int4 has a scale of 16 bits for 128.
 BYTES = {PLAIN: 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+# What a model has, and what `--candidates` times beside it.
+SIDES = ("standing", "tiled", "early")
 # Rows of these are rounded like the weights, and multiplied at twice the rate.
 ROUND_ROWS = ("fp8", "int8")
 
@@ -50,30 +65,36 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", default="llama3.1-8b", help="a name of docs/models.md")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--rows", default="1,16,64,256,2048,8192")
+    parser.add_argument("--rows", default="1,16,64,256,8192")
+    parser.add_argument("--candidates", action="store_true", help="time other products as well")
+    parser.add_argument("--sweep", action="store_true", help="try tiles of other products")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device, dtype = torch.device(options.device), torch.bfloat16
+    device = torch.device(options.device)
     config = ModelConfig.from_directory(find_shape(options.shape)).first_layers(LAYERS)
     config = replace(config, vocab_size=1024)
-    rates = measure_rates(device, dtype)
-    entries = []
+    rates = measure_rates(device, DTYPE)
+    rows_of = [int(rows) for rows in options.rows.split(",")]
+    entries: list[dict[str, Any]] = []
     for form in options.formats.split(","):
         if form not in FORMATS:
             parser.error(f"--formats has {form!r}, expected some of {', '.join(FORMATS)}")
-        quantization = None if form == PLAIN else form
-        decoder = random_decoder(config, dtype=dtype, device=device, quantization=quantization)
-        for rows in map(int, options.rows.split(",")):
-            entry = {"format": form, "rows": rows, **measured(decoder, rows, form, rates)}
-            entries.append(entry)
-            shown = ", ".join(f"{k} {v:.1f}" for k, v in entry["us"].items())
-            share = entry["floor_us"] / entry["us"]["layer"]
-            print(
-                f"{form} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%})", flush=True
-            )
+        if options.sweep:
+            from benchmarks.layer_tiles import swept
+
+            dependent.EARLY = True
+            entries += swept(form, config, rows_of, device, rates) if form != PLAIN else []
+            continue
+        for side in SIDES if options.candidates else SIDES[:1]:
+            if side in SIDES[1:-1] and form == PLAIN and config.experts is None:
+                continue  # its products are cuBLAS's
+            with as_on(side):
+                entries += timed(form, side, config, rows_of, device, rates)
     result = {
         "command": f"python -m benchmarks.layer --device {options.device} --shape {options.shape} "
-        f"--formats {options.formats} --rows {options.rows}",
+        f"--formats {options.formats} --rows {options.rows}"
+        + " --candidates" * options.candidates
+        + " --sweep" * options.sweep,
         "date": date.today().isoformat(),
         "machine": machine(),
         **device_facts(device),
@@ -85,30 +106,93 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+@contextmanager
+def as_on(side: str) -> Iterator[None]:
+    """Choose products and launches as in `SIDES`."""
+    before = products.TILED, dependent.EARLY
+    if side != "standing":
+        products.TILED = frozenset({"fp8", "int8", "groups", "mxfp4"})
+        dependent.EARLY = side == SIDES[-1]
+    try:
+        yield
+    finally:
+        products.TILED, dependent.EARLY = before
+
+
+def timed(
+    form: str,
+    side: str,
+    config: ModelConfig,
+    rows_of: Sequence[int],
+    device: torch.device,
+    rates: Rates,
+) -> Iterator[dict[str, Any]]:
+    quantization = None if form == PLAIN else form
+    decoder = random_decoder(config, dtype=DTYPE, device=device, quantization=quantization)
+    for rows in rows_of:
+        entry = {"format": form, "side": side, "rows": rows}
+        entry |= measured(decoder, rows, form, rates)
+        shown = ", ".join(f"{k} {v:.1f}" for k, v in entry["us"].items())
+        share = entry["floor_us"] / entry["us"]["layer"]
+        print(
+            f"{form} {side} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%}), "
+            f"{entry['launches']} launches",
+            flush=True,
+        )
+        yield entry
+
+
 @torch.inference_mode()
 def measured(decoder: Decoder, rows: int, form: str, rates: Rates) -> dict[str, Any]:
     """Microseconds of each product and of all, and their floor."""
     config, layers = decoder.config, decoder.layers
-    x = torch.randn(rows, config.hidden_size, device=decoder.device).to(decoder.dtype)
+    given = torch.randn(rows, config.hidden_size, device=decoder.device).to(decoder.dtype)
+    before, behind = (rounded(given, one.rounds) for one in (layers[0].qkv, layers[0].mlp))
     attended = torch.randn(rows, config.num_q_heads * config.head_dim, device=decoder.device)
     attended = attended.to(decoder.dtype)
 
     def whole(layer: Layer) -> None:
-        layer.qkv(x)
+        layer.qkv(before)
         layer.output(attended)
-        decoder.mlp(layer, x)
+        decoder.mlp(layer, behind, given)
+
+    def step(layer: Layer) -> None:
+        layer.qkv(decoder.normed(given, attended_delta, layer.input_norm, layer.qkv.rounds))
+        delta = layer.output(attended)
+        decoder.mlp(layer, decoder.normed(given, delta, layer.post_norm, layer.mlp.rounds), given)
 
     calls: dict[str, Callable[[Layer], object]] = {
-        "qkv": lambda layer: layer.qkv(x),
+        "qkv": lambda layer: layer.qkv(before),
         "output": lambda layer: layer.output(attended),
-        "mlp": lambda layer: decoder.mlp(layer, x),
+        "mlp": lambda layer: decoder.mlp(layer, behind, given),
         "layer": whole,
+        "step": step,
     }
+    attended_delta = torch.zeros_like(given)
     found = {name: microseconds(call, layers, decoder.device) for name, call in calls.items()}
-    read, flops = work(layers, x, config, form)
+    read, flops = work(layers, given, config, form)
     speed = rates.flops * (2 if form in ROUND_ROWS else 1)
     floor = 1e6 * max(read / rates.bytes, flops / speed)
-    return {"us": found, "floor_us": floor, "bytes": read, "flops": flops}
+    launches = num_launches(lambda: step(layers[0])) if decoder.device.type == "cuda" else None
+    return {
+        "us": found,
+        "floor_us": floor,
+        "bytes": read,
+        "flops": flops,
+        "launches": launches,
+    }
+
+
+def num_launches(call: Callable[[], object]) -> int:
+    """Kernels that a call runs on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def rounded(x: Tensor, rounds: torch.dtype | None) -> Rows:
+    return x if rounds is None else resolve_rounding(x.device)(x, rounds)
 
 
 def microseconds(

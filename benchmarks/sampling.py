@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import onestem
 from benchmarks.batch import machine
+from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
@@ -41,6 +42,14 @@ from onestem.shapes import find_shape
 HERE = Path(__file__).parent
 VOCAB = 128_256
 PEAKED = 6.0
+
+# How names of kernels begin.
+KERNELS = {
+    "products": ("nvjet", "void cublas", "void cutlass", "sm90_xmma"),
+    "attention": ("attend_", "merge_kernel"),
+    "layers": ("_add_rms_norm", "_rope_write", "_gate_mul"),
+    "drawing": ("_race", "_settle"),
+}
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 # name -> (fields of SamplingParams, whether logits are peaked)
@@ -235,8 +244,6 @@ def _rate(llm: LLM, prompts: list[list[int]], fields: dict[str, Any], tokens: in
 
 def products(llm: LLM) -> list[dict[str, Any]]:
     """Milliseconds of a step of 1,024 decodes, of matrix products, drawing and the rest."""
-    from torch.profiler import ProfilerActivity, profile
-
     engine, rng, steps, found = llm.engine, np.random.default_rng(0), 20, []
     prompts = [rng.integers(0, llm.config.vocab_size, 512).tolist() for _ in range(64)]
     for kind in ("greedy", "temperature 1"):
@@ -249,17 +256,7 @@ def products(llm: LLM) -> list[dict[str, Any]]:
             engine.step()
         for _ in range(100):  # until the GPU is as warm as it gets
             engine.step()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            for _ in range(steps):
-                engine.step()
-            torch.cuda.synchronize()
-        took = {"products": 0.0, "drawing": 0.0, "rest": 0.0}
-        for event in profiled.profiler.kineto_results.events():
-            if event.device_type() == torch.autograd.DeviceType.CUDA:
-                name = event.name()
-                part = "products" if name.startswith(("nvjet", "void cublas")) else "rest"
-                part = "drawing" if name in ("_race", "_settle") else part
-                took[part] += event.duration_ns() / 1e6 / steps
+        took = step_kernels(engine, steps)
         for i in range(len(prompts)):
             engine.abort(str(i))
         while engine.has_unfinished():
@@ -267,6 +264,23 @@ def products(llm: LLM) -> list[dict[str, Any]]:
         found.append({"kind": kind, "step_ms": took})
         print(kind, _short(took), flush=True)
     return found
+
+
+def step_kernels(engine: Engine, steps: int) -> dict[str, float]:
+    """The GPU's milliseconds for a step, by kind of kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    took = dict.fromkeys((*KERNELS, "rest"), 0.0)
+    for event in profiled.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            name = event.name()
+            kinds = (kind for kind, starts in KERNELS.items() if name.startswith(starts))
+            took[next(kinds, "rest")] += event.duration_ns() / 1e6 / steps
+    return took
 
 
 def long_answers(llm: LLM) -> dict[str, Any]:

@@ -12,14 +12,18 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
-__all__ = ["TYPES", "convert"]
+__all__ = ["ARCHITECTURES", "TYPES", "convert", "write_config"]
 
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "f16": gguf.GGMLQuantizationType.F16,
     "bf16": gguf.GGMLQuantizationType.BF16,
 }
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
 
 
 def convert(directory: Path, kind: str) -> Path:
@@ -39,7 +43,7 @@ def _write(directory: Path, target: Path, kind: gguf.GGMLQuantizationType) -> No
         raise ValueError(f"model_type is {model_type!r}, expected {' or '.join(ARCHITECTURES)}")
     arch = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[arch])
-    _write_config(writer, config)
+    write_config(writer, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, values in _tensors(directory / "model.safetensors"):
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -56,7 +60,7 @@ def _write(directory: Path, target: Path, kind: gguf.GGMLQuantizationType) -> No
     writer.close()
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -66,7 +70,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    dim = config.get("head_dim", config["hidden_size"] // heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
 
