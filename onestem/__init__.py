@@ -8,7 +8,6 @@ from onestem.threads import spin_shortly
 
 spin_shortly()
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -22,6 +21,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    __version__: str
     from onestem.async_llm import AsyncLLM
     from onestem.errors import OnestemError
     from onestem.llm import LLM
@@ -48,4 +48,16 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return getattr(import_module(_HOMES[name]), name)
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'onestem' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """Of the package that is installed; sources that were never installed have none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("onestem")
+    except PackageNotFoundError:
+        return "unknown"

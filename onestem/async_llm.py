@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from onestem.checked import show
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError
-from onestem.llm import OutputKind, Prompt, check_output_kind, described, read_prompt
+from onestem.llm import AnyPrompt, OutputKind, check_output_kind, described, read_prompt
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.weights import checked_tensors, quantised_as, with_own_head
@@ -37,6 +37,7 @@ from onestem.server.api.calls import Inbox
 from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient, Launcher
 from onestem.server.link.messages import Delta
+from onestem.server.link.pacing import ChunkSize
 from onestem.server.link.process import EngineProcess
 
 __all__ = ["AsyncLLM", "PauseMode"]
@@ -93,6 +94,7 @@ class AsyncLLM:
         self._ids = (f"request-{number}" for number in itertools.count(1))
         self._going = asyncio.Event()  # not paused
         self._going.set()
+        self._writing = asyncio.Lock()
         self._is_changed = False  # the weights are not the checkpoint's
         self._is_closed = False
 
@@ -120,12 +122,23 @@ class AsyncLLM:
         return self._options if facts is None else facts.options
 
     async def close(self) -> None:
-        """End what runs, and the engine. Closing twice is fine."""
+        """End what runs, and the engine. Closing twice is fine.
+
+        Raises:
+            ConfigError: it was started in another event loop, which still runs.
+        """
         if self._is_closed:
             return
+        loop = None if self._starting is None else self._starting.get_loop()
+        if loop not in (None, asyncio.get_running_loop()) and not loop.is_closed():
+            raise ConfigError("the AsyncLLM was started in another event loop: close it there")
         self._is_closed = True
+        if loop is not None and loop.is_closed():
+            self._client.kill()
+            return
         self._going.set()
         if self._starting is not None:
+            self._client.fail_all(ApiError(503, f"the AsyncLLM of {self.name} was closed"))
             await self._client.stop()
             await asyncio.gather(self._starting, return_exceptions=True)
 
@@ -148,7 +161,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -161,13 +174,16 @@ class AsyncLLM:
             prompt: text, token ids, or vLLM's object of one of them.
             request_id: for `abort`; None: one is made.
             output_kind: outputs have all that there is so far (`cumulative`), or what is new
-                (`delta`). A reader that is slow gets fewer.
+                (`delta`). A reader that is slow gets fewer; so does each of very many, behind its
+                first token: some thousands of outputs a second are what an event loop bears.
 
         Raises:
             RequestError: it cannot be answered.
             OnestemError: the engine failed.
         """
         check_output_kind(output_kind)
+        if not isinstance(request_id, str | None):
+            raise RequestError(f"request_id is {show(request_id)}, expected text")
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {show(params)}, expected SamplingParams")
@@ -176,15 +192,16 @@ class AsyncLLM:
         await self._going.wait()
         await self.start()
         name = next(self._ids) if request_id is None else request_id
+        await self._client.gone(name)
         if name in self._streams:
             raise RequestError(f"request id {name!r} is in use: give each request its own")
         request = Request(
             request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True
         )
-        with self._open(_Stream(request)) as stream, _as_own_errors():
+        with self._open(_Stream(request, self._client.chunk_size)) as stream, _as_own_errors():
             if params.response_format is not None:
                 await self._client.control("validate", request)
-            self._client.submit(request, "", 1.0, stream.inbox.part(0))
+            self._client.submit(request, "", 1.0, stream)
             while not stream.is_over:
                 yield await stream.next(output_kind, partial(described, self.tokenizer))
 
@@ -197,6 +214,7 @@ class AsyncLLM:
             yield stream
         finally:
             del self._streams[name]
+            stream.answered.set()
             self._client.abort(name)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -223,7 +241,7 @@ class AsyncLLM:
 
         Args:
             mode: requests that run are ended (`abort`), awaited (`wait`), or stay as they are and
-                go on afterwards (`keep`).
+                go on afterwards (`keep`). What is awaited is the engine: nobody need read.
             clear_cache: drop what is cached, where nothing runs on.
         """
         if mode not in ("abort", "wait", "keep"):
@@ -233,7 +251,7 @@ class AsyncLLM:
         if mode == "abort":
             await self.abort(list(self._streams))
         elif mode == "wait":
-            await asyncio.gather(*(one.over.wait() for one in self._streams.values()))
+            await asyncio.gather(*(one.answered.wait() for one in self._streams.values()))
         await self._control("pause")
         if mode != "keep" and clear_cache:
             await self.reset_prefix_cache()
@@ -254,16 +272,17 @@ class AsyncLLM:
         the engine's process through a file in memory (or in TMPDIR, where /dev/shm is too small).
         """
         await self.start()
-        tensors = await asyncio.to_thread(self._checked, named_tensors)
-        version = self.weights_version + 1 if version is None else version
-        folder = _folder_for(sum(tensor.nbytes for tensor in tensors.values()))
-        with tempfile.TemporaryDirectory(prefix="onestem-", dir=folder) as own:
-            file = Path(own) / "weights.safetensors"
-            await asyncio.to_thread(_write, tensors, file)
-            # Whatever becomes of it, the next engine does not have these weights.
-            self._is_changed = True
-            await self._control("update_weights", (str(file), version))
-        self.weights_version = version
+        async with self._writing:  # each has a version of its own
+            tensors = await asyncio.to_thread(self._checked, named_tensors)
+            version = self.weights_version + 1 if version is None else version
+            folder = _folder_for(sum(tensor.nbytes for tensor in tensors.values()))
+            with tempfile.TemporaryDirectory(prefix="onestem-", dir=folder) as own:
+                file = Path(own) / "weights.safetensors"
+                await asyncio.to_thread(_write, tensors, file)
+                # Whatever becomes of it, the next engine does not have these weights.
+                self._is_changed = True
+                await self._control("update_weights", (str(file), version))
+            self.weights_version = version
         return version
 
     def _checked(
@@ -313,22 +332,32 @@ class _Stream:
     """What comes of one request.
 
     Attributes:
-        inbox: where it comes. over: it has ended.
+        inbox: where it comes.
+        answered: the engine is done with it. is_over: all of it was read.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, size: ChunkSize) -> None:
         self.request = request
-        self.inbox = Inbox(1)
-        self.over = asyncio.Event()
+        self.inbox = Inbox(1, size)
+        self.answered = asyncio.Event()
+        self.is_over = False
+        self._part = self.inbox.part(0)
+        self.on_token, self.on_restart = self._part.on_token, self._part.on_restart
         self._whole: dict[int, CompletionOutput] = {}
 
-    @property
-    def is_over(self) -> bool:
-        return self.over.is_set()
+    def on_delta(self, delta: Delta) -> None:
+        self._part.on_delta(delta)
+        if delta.finished:
+            self.answered.set()
+
+    def on_error(self, error: ApiError) -> None:
+        self._part.on_error(error)
+        self.answered.set()
 
     def abort(self, told: asyncio.Future[None], metrics: RequestMetrics | None) -> None:
         """It was aborted, and has cost that; None: it had ended, or nobody knows."""
         self.inbox.fail(_Aborted(metrics))
+        self.answered.set()
         told.set_result(None)
 
     async def next(self, kind: OutputKind, describe: Any) -> Answer:
@@ -342,10 +371,9 @@ class _Stream:
             pieces = {index: piece for (_, index), piece in self.inbox.take().items()}
             last = self._aborted(pieces, error.metrics)
         except BaseException:
-            self.over.set()
+            self.is_over = True
             raise
-        if last is not None:
-            self.over.set()
+        self.is_over = last is not None
         return Answer.of(self._output(kind, pieces, last), describe)
 
     def _aborted(

@@ -212,11 +212,13 @@ def _linear_rate(llm: LLM, rows: int) -> float:
     rows = min(rows, llm.engine.scheduler.budget.most)
     hidden = torch.randn(rows, llm.config.hidden_size).to(decoder.device, decoder.dtype)
     layer = decoder.layers[0]
-    out = torch.randn(rows, llm.config.num_q_heads * llm.config.head_dim).to(hidden)
+    widths = {each.output.in_features for each in decoder.layers}
+    outs = {width: torch.randn(rows, width).to(hidden) for width in widths}
 
     def products() -> None:
         for each in decoder.layers:
-            each.qkv(hidden), each.output(out), decoder.mlp(each, hidden)
+            each.qkv(hidden), each.output(outs[each.output.in_features])
+            decoder.mlp(each, hidden, hidden)
 
     with torch.inference_mode():
         layer.qkv(hidden)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from onestem.engine.outputs import EngineStats
     from onestem.llm import LLM
 
-__all__ = ["Dealt", "JobWatch", "ReplicasForecast", "Target", "Verdict"]
+__all__ = ["Dealt", "JobWatch", "ReplicasForecast", "Target", "Verdict", "dealt_parts"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -87,7 +87,8 @@ class Target:
         dtype = pick_dtype(options.dtype, config, device)
         shape = ModelShape.of(config, dtype.itemsize, on_gpu=device.type == "cuda")
         config, form = _formed(options, config)
-        loading = weight_bytes(config, dtype, device, formats_of(config, options.quantization))
+        formats = formats_of(config, options.quantization, dtype, device)
+        loading = weight_bytes(config, dtype, device, formats)
         memory = kv_memory_bytes(options.kv_memory, device, loading=loading)
         find = partial(rates_here, config, dtype, device, form) if predicts else lambda: None
         return _target(options, shape, memory, find)
@@ -140,17 +141,21 @@ class Target:
                 at `random`, in turn (`round-robin`, in input order), or by the hash of their first
                 tokens (`prefix-hash`).
         """
+        owner, num_cuts = self.deal(plan, work, share, replicas, how)
+        each = [self.forecast(part, share) for part in dealt_parts(work, owner, replicas)]
+        return ReplicasForecast(each, replicas, num_cuts)
+
+    def deal(
+        self, plan: JobPlan, work: Work, share: ShareMode, replicas: int, how: Dealt
+    ) -> tuple[IntArray, int]:
+        """Who gets each request (`[num_requests]`, in the plan's order), and how many groups are
+        cut; arguments as of `forecast_dealt`."""
+        if how != "groups":
+            return _dealt_otherwise(plan, work, replicas, how), 0
         costs = deal_costs(plan, np.arange(len(plan.order)), self.weights(work, share))
-        deal = None
-        if how == "groups":
-            deal = Deal(costs, np.ones(replicas))
-            simulate(deal, deal.speeds, STEAL_REQUESTS)
-            owner: IntArray = deal.owner.astype(np.int64)
-        else:
-            owner = _dealt_otherwise(plan, work, replicas, how)
-        parts = [work.part(np.flatnonzero(owner == replica)) for replica in range(replicas)]
-        each = [self.forecast(part, share) for part in parts if len(part.tokens)]
-        return ReplicasForecast(each, replicas, 0 if deal is None else deal.num_cuts)
+        deal = Deal(costs, np.ones(replicas))
+        simulate(deal, deal.speeds, STEAL_REQUESTS)
+        return deal.owner.astype(np.int64), deal.num_cuts
 
     def report(
         self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray
@@ -231,6 +236,18 @@ class ReplicasForecast:
         return {**self.whole.to_dict(), "num_cuts": self.num_cuts, "replica_seconds": seconds}
 
 
+def dealt_parts(work: Work, owner: IntArray, replicas: int) -> Iterator[Work]:
+    """What each replica gets, of those that get something.
+
+    Args:
+        owner: `[num_requests]` of each request, in the plan's order.
+    """
+    by_owner = np.argsort(owner.astype(np.int32), kind="stable")
+    bounds = np.cumsum(np.bincount(owner, minlength=replicas))[:-1]
+    parts = np.split(by_owner, bounds)
+    return (work.part(positions) for positions in parts if len(positions))
+
+
 def _dealt_otherwise(plan: JobPlan, work: Work, replicas: int, how: Dealt) -> IntArray:
     """`[num_requests]` who gets each, in the plan's order."""
     if how == "round-robin":
@@ -277,6 +294,7 @@ def _named(options: EngineOptions, config: ModelConfig, predicts: bool) -> Targe
     itemsize = getattr(torch, dtype).itemsize
     shape = ModelShape.of(config, itemsize)
     table = 0 if config.tie_embeddings else shape.hidden_size * shape.vocab_size
+    table += config.num_layers * config.token_vectors * shape.vocab_size
     weights = shape.weight_bytes + table * itemsize
     left = rates.memory_bytes - weights
     if left <= 0:
@@ -361,7 +379,7 @@ class JobWatch:
         self._outputs: IntArray | None = None
         self._answers: IntArray | None = None
         self._prompts: SpooledPrompts | None = None
-        self._lengths: dict[str, int] = {}
+        self._came: IntArray = np.ones(0, np.int64)  # tokens of each request's answers
 
     @staticmethod
     def of_llm(llm: LLM) -> JobWatch:
@@ -377,6 +395,7 @@ class JobWatch:
             if self._plan is None and self.target.rates is not None:
                 self._plan, self._prompts, self._outputs = made, prompts, output_lengths
                 self._answers = prompts.answers()
+                self._came = np.ones(len(prompts), np.int64)
             return made
 
         return plan
@@ -388,16 +407,23 @@ class JobWatch:
 
         def answered(requests: Iterable[Request]) -> Iterator[RequestOutput]:
             for output in run(requests):
-                self._lengths[output.request_id] = sum(len(o.token_ids) for o in output.outputs)
+                self._note(output)
                 yield output
 
         return answered if self.target.rates is not None else run
+
+    def _note(self, output: RequestOutput) -> None:
+        if self._prompts is None:
+            return
+        place = self._prompts.place_of(output.request_id)
+        if place is not None:
+            self._came[place] = sum(len(one.token_ids) for one in output.outputs)
 
     def verdict(self, seconds: float) -> Verdict | None:
         """After a job that took so long; None where nothing was predicted."""
         if self._plan is None:
             return None
-        stats, came = self.stats(), self._outputs_that_came()
+        stats, came = self.stats(), self._came
         firsts = len(came) if self._answers is None else int(self._answers.sum())
         rows = stats.processed_prompt_tokens + stats.output_tokens - firsts
         return Verdict(
@@ -414,12 +440,3 @@ class JobWatch:
         if self._num_replicas == 1:
             return self.target.forecast(work, self._share)
         return self.target.forecast_dealt(self._plan, work, self._share, self._num_replicas).whole
-
-    def _outputs_that_came(self) -> IntArray:
-        """`[num_requests]` in the order of the plan's input."""
-        assert self._plan is not None
-        assert self._prompts is not None
-        came = np.ones(len(self._plan.order), np.int64)
-        for name, tokens in self._lengths.items():
-            came[self._prompts.place_of(name)] = tokens
-        return came

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onestem.advice import Advice, Advisor
 from onestem.batch import (
     EngineDiedError,
+    JobInput,
     JobSummary,
     Progress,
     SpooledPrompts,
@@ -28,6 +30,7 @@ from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library, to_markup
 from onestem.replicas import Replicas
+from onestem.report import MODES, DrawnTree, Price, check_page, savings_by_level, write_page
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ WORDS_TOKENS = 256
 
 def run_file(
     llm: LLM | Replicas,
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | JobInput,
     output: str | os.PathLike[str],
     *,
     schemas: Sequence[Path] = (),
@@ -129,7 +132,7 @@ def schema_options(markups: Sequence[str]) -> dict[str, str]:
 
 
 def plan_file(
-    source: Path,
+    source: str | os.PathLike[str] | JobInput,
     folder: Path,
     *,
     options: EngineOptions,
@@ -137,6 +140,9 @@ def plan_file(
     keep_going: bool = False,
     predicts: bool = True,
     replicas: int | None = None,
+    advises: bool = True,
+    price: Price | None = None,
+    html: Path | None = None,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
@@ -163,14 +169,19 @@ def plan_file(
     Raises:
         ConfigError: replicas are asked for, and nothing is to be predicted.
     """
-    if replicas is not None and not predicts:
-        raise ConfigError("replicas are predicted: leave --no-predict out")
+    for name, given in (("replicas", replicas), ("price_per_hour", price)):
+        if given is not None and not predicts:
+            raise ConfigError(f"{name} needs a prediction: leave --no-predict out")
     from onestem.engine.schedule.admission import check_request, model_len
     from onestem.engine.text.tokenizer import Tokenizer
     from onestem.forecasts import Target
     from onestem.models.config import ModelConfig
     from onestem.models.find import find_model
 
+    if not isinstance(source, JobInput):
+        source = JobInput(source)
+    if html is not None:
+        check_page(html, source.path)
     path = find_model(options.model)
     config = ModelConfig.from_directory(path)
     target = Target.of(options, config, predicts=predicts)
@@ -192,20 +203,32 @@ def plan_file(
             "plan",
             tokenizer=tokenizer,
             validate=validate,
-            on_chunk=partial(_tell_read, on_progress, source),
+            on_chunk=partial(_tell_read, on_progress, source.num_bytes),
             first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
             compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         )
         with contextlib.closing(Spool(place, "plan")) as spool:
-            planner = planner_of(options, target.kv_tokens)
-            return _report(spool, planner, tokenizer, target, replicas)
+            planned = _Planned(
+                source, spool, planner_of(options, target.kv_tokens), tokenizer, target
+            )
+            report = planned.report(replicas, folder if advises else None, price)
+            if html is not None:
+                write_page(
+                    html,
+                    report,
+                    planned.drawn,
+                    title=source.path.name,
+                    model=str(options.model),
+                    price=price,
+                )
+            return report
 
 
 def _tell_read(
-    on_progress: Callable[[Progress], object] | None, source: Path, num_lines: int, num_bytes: int
+    on_progress: Callable[[Progress], object] | None, total: int, num_lines: int, num_bytes: int
 ) -> None:
     if on_progress is not None:
-        on_progress(Progress(stage="read", done=num_bytes, total=os.path.getsize(source)))
+        on_progress(Progress(stage="read", done=num_bytes, total=total))
 
 
 def _schema_compiler(
@@ -219,29 +242,78 @@ def _schema_compiler(
     return library.compile
 
 
-def _report(
-    spool: Spool,
-    planner: Callable[..., JobPlan],
-    tokenizer: Tokenizer | None,
-    target: Target,
-    replicas: int | None,
-) -> dict[str, Any]:
-    """Plan the good lines of a spool; what `plan_file` returns."""
-    indices = spool.is_request.nonzero()[0]
-    prompts = SpooledPrompts(spool, indices)
-    plan = planner(prompts, output_lengths=spool.output_lengths(indices))
-    outputs = spool.max_output[indices]
-    dealt = None if replicas is None else target.report_dealt(plan, prompts, outputs, replicas)
-    return {
-        **plan.report.to_dict(),
-        "largest_groups": [
-            _described(group, prompts, tokenizer, target.shape.token_bytes)
-            for group in plan.largest_groups
-        ],
-        "failed_lines": len(spool) - len(indices),
-        "forecast": target.report(plan, prompts, outputs),
-        "dealt": dealt,
-    }
+class _Planned:
+    """The good lines of a spool, planned."""
+
+    def __init__(
+        self,
+        source: JobInput,
+        spool: Spool,
+        planner: Callable[..., JobPlan],
+        tokenizer: Tokenizer | None,
+        target: Target,
+    ) -> None:
+        self._source, self._spool, self._planner = source, spool, planner
+        self._tokenizer, self._target = tokenizer, target
+        self._indices = spool.is_request.nonzero()[0]
+        self._prompts = SpooledPrompts(spool, self._indices)
+        self._advice: Advice | None = None
+        self._plan = planner(self._prompts, output_lengths=spool.output_lengths(self._indices))
+
+    def report(
+        self, replicas: int | None, scratch: Path | None, price: Price | None
+    ) -> dict[str, Any]:
+        """What `plan_file` returns; `scratch`: None: nothing is advised."""
+        spool, plan, prompts, target = self._spool, self._plan, self._prompts, self._target
+        outputs = spool.max_output[self._indices]
+        advice = None
+        if scratch is not None and self._tokenizer is not None and len(plan.order):
+            advisor = Advisor(self._source, spool, self._indices, self._tokenizer, self._planner)
+            self._advice = advice = advisor.advise(plan, scratch)
+        found = {
+            **plan.report.to_dict(),
+            "largest_groups": [
+                _described(group, prompts, self._tokenizer, target.shape.token_bytes)
+                for group in plan.largest_groups
+            ],
+            "savings_by_level": savings_by_level(plan.tree),
+            "kv_memory_tokens": target.kv_tokens,
+            "kv_bytes_per_token": target.shape.token_bytes,
+            "failed_lines": len(spool) - len(self._indices),
+            "forecast": target.report(plan, prompts, outputs),
+            "dealt": None,
+            "advice": None if advice is None else advice.to_dict(),
+            "forecast_reordered": None,
+            "costs": None,
+        }
+        if replicas is not None:
+            found["dealt"] = target.report_dealt(plan, prompts, outputs, replicas)
+        if advice is not None and advice.plan is not None:
+            found["forecast_reordered"] = target.report(advice.plan, prompts, outputs)
+        if price is not None and found["forecast"] is not None:
+            found["costs"] = _costs(found, price)
+        return found
+
+    def drawn(self, most: int) -> dict[str, DrawnTree]:
+        """What is shared, and what would be in a better order, with so many nodes at most."""
+        decode = self._tokenizer.decode if self._tokenizer is not None else _no_words
+        trees = {"now": DrawnTree.of(self._plan, self._prompts, decode, most)}
+        advice = self._advice
+        if advice is not None and advice.plan is not None and advice.reordered is not None:
+            trees["reordered"] = DrawnTree.of(advice.plan, advice.reordered, decode, most)
+        return trees
+
+
+def _no_words(ids: Sequence[int]) -> str:
+    return ""
+
+
+def _costs(report: dict[str, Any], price: Price) -> dict[str, float]:
+    """Money by mode, and of the better order."""
+    costs = {mode: price.of(report["forecast"][mode]["seconds"]) for mode in MODES}
+    if report["forecast_reordered"] is not None:
+        costs["reordered"] = price.of(report["forecast_reordered"]["full"]["seconds"])
+    return costs
 
 
 def _described(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, cast, overload
 
 import numpy as np
 import torch
@@ -60,23 +60,43 @@ from onestem.threads import usable_cores
 
 __all__ = [
     "GPU_SHARE",
+    "AnyPrompt",
     "LLM",
     "OutputKind",
     "Prompt",
+    "TextPrompt",
+    "TokensPrompt",
     "check_output_kind",
     "described",
     "kv_memory_bytes",
     "largest_decode",
-    "path_scores",
+    "named_one",
     "pages_of",
+    "params_for_each",
+    "path_scores",
     "pick_device",
     "pick_dtype",
     "planned",
     "read_prompt",
     "set_threads",
+    "several_prompts",
 ]
 
+
+class TextPrompt(TypedDict):
+    """vLLM's object for a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """vLLM's object for token ids."""
+
+    prompt_token_ids: Sequence[int]
+
+
 Prompt = str | Sequence[int]
+AnyPrompt = Prompt | TextPrompt | TokensPrompt
 OutputKind = Literal["cumulative", "delta"]
 PmlSource = PmlPrompt | str | os.PathLike[str]
 GIB = 2**30
@@ -111,6 +131,17 @@ class LLM:
         return llm
 
     def _load(self, options: EngineOptions) -> None:
+        trace = None if options.trace is None else StepTrace(options.trace)
+        try:
+            self._load_traced(options, trace)
+        except BaseException:
+            if trace is not None:
+                trace.close()
+            raise
+        if trace is not None:
+            trace.restart()
+
+    def _load_traced(self, options: EngineOptions, trace: StepTrace | None) -> None:
         set_threads(options.threads)
         self.name = str(options.model)
         self.path = find_model(self.name)
@@ -119,7 +150,6 @@ class LLM:
         self.config = ModelConfig.from_directory(self.path)
         self.device = pick_device(options.device)
         self.dtype = pick_dtype(options.dtype, self.config, self.device)
-        trace = None if options.trace is None else StepTrace(options.trace)
         self.decoder = load_decoder(
             self.path,
             dtype=self.dtype,
@@ -205,7 +235,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -222,12 +252,12 @@ class LLM:
             RequestError: a prompt cannot be answered; of several, it says which (counted from 0).
                 Nothing is computed then.
         """
-        many = [_plain(prompt) for prompt in _several(prompts)]
+        many = [_plain(prompt) for prompt in several_prompts(prompts)]
         return self._answer(self._ids(many), _texts(many), sampling_params, use_tqdm=use_tqdm)
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         output_kind: OutputKind = "cumulative",
@@ -243,7 +273,7 @@ class LLM:
             RequestError: as `generate`, at once.
         """
         check_output_kind(output_kind)
-        many = [_plain(prompt) for prompt in _several(prompts)]
+        many = [_plain(prompt) for prompt in several_prompts(prompts)]
         requests, order = self._planned(self._ids(many), _texts(many), sampling_params)
         streams = [dataclasses.replace(request, stream=True) for request in requests]
         answers = self._run(planned(streams, order), output_kind) if requests else iter(())
@@ -305,7 +335,7 @@ class LLM:
         }
         ids, callable_tools = [], None
         for i, conversation in enumerate(many):
-            with _named("conversation", i, len(many)):
+            with named_one("conversation", i, len(many)):
                 if not isinstance(conversation, Sequence):
                     raise RequestError(
                         f"messages is {show(conversation)}, expected a list of messages"
@@ -314,7 +344,7 @@ class LLM:
                 assert prompt.messages is not None
                 listed = tokenizer.apply_chat_template(prompt.messages, **vars(prompt.template))
                 ids.append(_ids_of(listed))
-        each = _params_for(sampling_params, len(ids))
+        each = params_for_each(sampling_params, len(ids))
         if callable_tools is not None and callable_tools.mode != "none":
             each = self._held(each, callable_tools)
         return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)
@@ -380,7 +410,7 @@ class LLM:
             )
         items, starts, whose = [], [], []
         for i, (prompt, some) in enumerate(zip(prompts, completions, strict=True)):
-            with _named("prompt", i, len(prompts)):
+            with named_one("prompt", i, len(prompts)):
                 context, given = self._pair_ids(prompt, some)
                 items += [np.concatenate((context, one)) for one in given]
                 starts += [len(context)] * len(given)
@@ -402,7 +432,7 @@ class LLM:
     def _score_texts(self, texts: Sequence[Prompt]) -> list[Score]:
         items, starts, whose = [], [], []
         for i, text in enumerate(texts):
-            with _named("text", i, len(texts)):
+            with named_one("text", i, len(texts)):
                 ids = whole_ids(_text_or_ids(text), self.tokenizer)
             for first, start, end in rolling_windows(len(ids), self.engine.max_model_len):
                 items.append(ids[first:end])
@@ -435,7 +465,7 @@ class LLM:
         ]
         for i, leaf in zip(whose, tree.leaf_of, strict=True):
             if len(tree.leaves[leaf]) > self.engine.max_model_len:
-                with _named("prompt", i, whose[-1] + 1):
+                with named_one("prompt", i, whose[-1] + 1):
                     self.engine.validate(requests[leaf])
         outputs = {
             output.request_id: output
@@ -465,7 +495,7 @@ class LLM:
         encode = self._need_tokenizer("PML").encode
         trees, requests = [], []
         for i, (prompt, texts) in enumerate(zip(many, completions, strict=True)):
-            with _named("prompt", i, len(many)):
+            with named_one("prompt", i, len(many)):
                 ids = [encode(text, add_special_tokens=False) for text in texts]
                 if not ids or not all(ids):
                     raise RequestError(f"completions is {show(texts)}, expected texts with tokens")
@@ -579,7 +609,7 @@ class LLM:
         """
         many = [prompts] if isinstance(prompts, (str, os.PathLike, PmlPrompt)) else list(prompts)
         compiled = [self.schemas.compile(prompt, isolation) for prompt in many]
-        each = _params_for(sampling_params, len(many))
+        each = params_for_each(sampling_params, len(many))
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         requests = [self.pml_request(*one) for one in zip(compiled, each, texts, strict=True)]
         self._validate(requests)
@@ -633,13 +663,13 @@ class LLM:
             encoded = tokenizer.encode_batch(texts) if tokenizer is not None else []
         except RequestError:
             for i, prompt in enumerate(prompts):
-                with _named("prompt", i, len(prompts)):
+                with named_one("prompt", i, len(prompts)):
                     self._need_tokenizer("text").encode(prompt) if isinstance(prompt, str) else None
             raise
         found = iter(encoded)
         ids = []
         for i, prompt in enumerate(prompts):
-            with _named("prompt", i, len(prompts)):
+            with named_one("prompt", i, len(prompts)):
                 ids.append(_ids_of(next(found) if isinstance(prompt, str) else prompt))
         return ids
 
@@ -650,7 +680,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> tuple[list[Request], RunningOrder]:
         """Requests that were found good, in the prompts' order, and that in which they begin."""
-        each, arrays = _params_for(params, len(ids)), [one.array for one in ids]
+        each, arrays = params_for_each(params, len(ids)), [one.array for one in ids]
         requests = [
             self._request(one.listed, text, its)
             for one, text, its in zip(ids, texts, each, strict=True)
@@ -703,7 +733,7 @@ class LLM:
     ) -> None:
         """`arrays`: the prompts' ids once more, which saves time."""
         for i, request in enumerate(requests):
-            with _named("prompt", i, len(requests)):
+            with named_one("prompt", i, len(requests)):
                 self.engine.validate(request, None if arrays is None else arrays[i])
 
     def _request(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> Request:
@@ -771,7 +801,7 @@ def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Reques
         )
 
 
-def _several(prompts: object) -> list[Any]:
+def several_prompts(prompts: object) -> list[Any]:
     """The prompts, of one or a list of them."""
     if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
         return [prompts]
@@ -809,7 +839,7 @@ def _news(outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
 
 
 @contextmanager
-def _named(what: str, index: int, count: int) -> Iterator[None]:
+def named_one(what: str, index: int, count: int) -> Iterator[None]:
     """An error of one of several says which."""
     try:
         yield
@@ -902,9 +932,10 @@ def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> _Ids:
     return _Ids(array.tolist(), array.astype(np.int64))
 
 
-def _params_for(
+def params_for_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
+    """Of so many prompts, from what a caller gives for one, for each, or not at all."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -955,8 +986,10 @@ def activation_bytes(
     """About what a step of so many rows takes beside weights and KV: a layer's intermediates, and
     twice the logits of as many rows as decode at most, each with penalties: a bit for each
     token of the vocabulary, and a list of the sampled ones."""
-    heads = config.num_q_heads + config.num_kv_heads
-    wide = 3 * config.intermediate_size + 4 * config.hidden_size + 4 * heads * config.head_dim
+    heads = max((config.num_q_heads + one.num_kv_heads) * one.head_dim for one in config.heads)
+    inner = max(config.mlp_size(layer) for layer in range(config.num_layers))
+    wide = 3 * inner + 4 * config.hidden_size + 4 * heads
+    wide += 3 * config.num_layers * config.token_vectors
     if config.experts is not None:
         size, top_k = config.experts.intermediate_size, config.experts.top_k
         wide += top_k * (3 * size + 2 * config.hidden_size) + 3 * config.experts.shared_size

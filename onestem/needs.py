@@ -86,7 +86,7 @@ def needs_of(options: EngineOptions) -> Needs:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config, device)
     if options.quantization is not None:
-        formats = formats_of(config, options.quantization)
+        formats = formats_of(config, options.quantization, dtype, device)
     weights = weight_bytes(config, dtype, device, formats)
     token = config.kv_values_per_token * dtype.itemsize
     kv_tokens = longest = 0

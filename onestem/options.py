@@ -1,4 +1,4 @@
-"""`EngineOptions`: all that an engine can be told, declared once.
+"""`EngineOptions`: all that an engine can be told, declared once; `InputOptions`: a job's input.
 
 `LLM`'s arguments, the command line's options, `ONESTEM_*` variables, configuration files, a job's
 identity and what a server says of its engine derive from it.
@@ -40,6 +40,7 @@ __all__ = [
     "Defaults",
     "EngineOptions",
     "GroupOrder",
+    "InputOptions",
     "Levels",
     "Memory",
     "Options",
@@ -59,7 +60,7 @@ CONFIG = "ONESTEM_CONFIG"
 OTHER_VARIABLES = (CONFIG, "ONESTEM_CPU_ISA")
 """Variables of ours that are no options."""
 
-TABLES = ("serve",)
+TABLES = ("serve", "input")
 """Of a configuration file: options of others than the engine."""
 
 MAX_PASSED = 2048
@@ -116,10 +117,12 @@ class Options(Checked):
 
     Attributes:
         table: the table of a configuration file that holds them; "": its top.
+        panel: of a verb's help that lists them; None: the one of its own options.
     """
 
     error: ClassVar[type[OnestemError]] = ConfigError
     table: ClassVar[str] = ""
+    panel: ClassVar[str | None] = None
 
     @classmethod
     def offered(cls) -> dict[str, str]:
@@ -158,6 +161,8 @@ class EngineOptions(Options):
     `Defaults` reads them; `EngineOptions(...)` itself knows the built-in ones alone.
     """
 
+    panel: ClassVar[str | None] = "Engine"
+
     model: Path_ = Field(default=EMBEDDED, kw_only=False)
     """Model directory, hub name (owner/name), 'embedded', or 'shape:NAME': a size with random
     weights (docs/models.md)."""
@@ -177,7 +182,8 @@ class EngineOptions(Options):
 
     quantization: Quantize | None = Field(default=None, json_schema_extra={"identity": True})
     """Round the layers' weights when they are loaded: fp8 or int8 per channel (products round their
-    rows likewise), int4 in groups of 128 (default: as the checkpoint has them)."""
+    rows likewise), int4 in groups of 128; on a CPU int8 and int4 round the head too, to int8
+    (default: as the checkpoint has them)."""
 
     kv_memory: Memory = "auto"
     """KV memory: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU (less where a step
@@ -268,6 +274,45 @@ class EngineOptions(Options):
         marked = {name for name, field in fields if extra_of(field).get("identity")}
         device = {"device": self.device.partition(":")[0]}
         return device | {name: getattr(self, name) for name in sorted(marked)}
+
+
+class InputOptions(Options):
+    """How a job's input is read. Without a template its lines are OpenAI batch lines; with one each
+    row (of JSON lines, CSV, Parquet, a data set) makes a request (docs/inputs.md).
+
+    In templates {column} is a row's value, and {{ and }} are braces.
+    """
+
+    table: ClassVar[str] = "input"
+    panel: ClassVar[str | None] = "Input"
+
+    prompt: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
+    """A prompt of each row: text with {column} for its values. \\n is a new line, \\t a tab,
+    \\\\ a backslash."""
+
+    messages: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
+    """A chat of each row: text of one user message, a JSON list of messages, or {column} for a
+    column that holds messages."""
+
+    completions: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
+    """What is scored behind --prompt: text, a JSON list of texts, or {column} for a list."""
+
+    text: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
+    """A text of each row that is scored whole."""
+
+    body: str | None = Field(default=None, json_schema_extra={"metavar": "JSON"})
+    """What else each request says: {"max_tokens": 64}."""
+
+    id: str | None = Field(default=None, json_schema_extra={"metavar": "COLUMN"})
+    """The column that names the results (default: the row's number, from 1)."""
+
+    split: str | None = Field(default=None, json_schema_extra={"metavar": "NAME"})
+    """Which split of a data set."""
+
+    delimiter: str | None = Field(
+        default=None, min_length=1, max_length=1, json_schema_extra={"metavar": "CHARACTER"}
+    )
+    """What stands between the cells of a CSV file (default: a comma; a tab for .tsv)."""
 
 
 def _with_model(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

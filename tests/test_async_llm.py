@@ -145,6 +145,25 @@ def test_aborted_and_left_requests_end(model):
     asyncio.run(main())
 
 
+def test_a_request_id_is_free_when_its_stream_was_left(model, llm):
+    """What comes of the request before is not the next one's."""
+
+    async def main():
+        served, _ = threaded(model)
+        async with served:
+            for i in range(24):
+                async with contextlib.aclosing(served.generate([5, i], SHORT, "same")) as stream:
+                    async for output in stream:
+                        if len(output.outputs[0].token_ids) >= i % 9:
+                            break
+                found = output.outputs[0].token_ids
+                whole_answer = llm.generate([[5, i]], SHORT)[0].outputs[0].token_ids
+                assert found == whole_answer[: len(found)]
+                assert len(found) >= i % 9
+
+    asyncio.run(main())
+
+
 def test_what_is_refused(model):
     async def main():
         served, _ = threaded(model)
@@ -169,7 +188,7 @@ def test_what_is_refused(model):
         running = asyncio.create_task(whole(served.generate([3], LONG)))
         await anext(served.generate([4], SHORT))
         await served.close()
-        with pytest.raises(OnestemError, match="stopping"):
+        with pytest.raises(OnestemError, match=r"the AsyncLLM of .* was closed"):
             await running
         await served.close()
         with pytest.raises(ConfigError, match=r"the AsyncLLM of .* is closed: make another"):
@@ -247,6 +266,11 @@ def test_pausing_waits_for_requests_or_ends_them(model, llm):
             assert (await task).outputs[0].finish_reason == "abort"
             await served.resume_generation()
             assert (await whole(served.generate([5], SHORT))).finished
+            stream = served.generate([5, 6], SHORT)
+            await anext(stream)  # and nobody reads the rest
+            await served.pause_generation("wait")
+            await served.resume_generation()
+            assert tokens(await whole(stream)) == tokens(llm.generate([[5, 6]], SHORT)[0])
 
     asyncio.run(main())
 
@@ -324,7 +348,18 @@ def test_a_head_of_its_own_is_written(tmp_path):
 def test_one_event_loop(model):
     async def main():
         async with threaded(model)[0] as served:
-            with pytest.raises(ConfigError, match="started in another event loop"):
-                await asyncio.to_thread(asyncio.run, served.start())
+            for late in (served.start, served.close):
+                with pytest.raises(ConfigError, match="started in another event loop"):
+                    await asyncio.to_thread(asyncio.run, late())
+            assert (await whole(served.generate([5], SHORT))).finished
 
     asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the loop's own
+def test_closing_behind_its_event_loop_ends_the_engine(model):
+    served = AsyncLLM(model, **OPTIONS)
+    asyncio.run(served.start())
+    process = served._client._link.process
+    asyncio.run(served.close())
+    assert process.wait(20) is not None

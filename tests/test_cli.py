@@ -263,6 +263,26 @@ def test_plan_shows_what_the_largest_groups_share(model, tmp_path):
     assert f"  3 requests share {tokens} tokens ({mebibytes}): {text}\n" in shown
 
 
+def test_rows_of_a_table_are_planned_answered_and_scored(model, tmp_path):
+    source, page, output = tmp_path / "in.csv", tmp_path / "plan.html", tmp_path / "out.jsonl"
+    document = "a document that is long enough to be worth its place in front of all else"
+    rows = [f"{i},{i % 2} {document},{['yes', 'no'][i % 3 == 0]}" for i in range(12)]
+    source.write_text("\n".join(["key,text,answer", *rows]) + "\n")
+    args = (source, "--model", model, "--id", "key", "--prompt", r"Id {key}\n{text}\nAsk:", "-q")
+    device = ("--device", "h200", "--dtype", "bfloat16")
+    shown = onestem("plan", *args, *device, "--html", page, "--price-per-hour", "$7").stdout
+    assert "costs at $7.00 an hour: $0.00" in shown
+    assert "  now:    key | text | “Ask:”\n  better: text | key | “Ask:”\n" in shown
+    assert "Another order of the fields would save" in page.read_text()
+    onestem("batch", *args, "-o", output, "--body", '{"max_tokens": 2}')
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [str(i) for i in range(12)]
+    assert "give --completions or --text" in onestem("score", *args, "-o", page, code=2).stderr
+    scores = tmp_path / "scores.jsonl"
+    onestem("score", *args, "-o", scores, "--completions", "{answer}")
+    assert len(json.loads(scores.read_text().splitlines()[0])["response"]["body"]["data"]) == 1
+
+
 @pytest.mark.parametrize("verb", ["batch", "plan"])
 def test_plain_lines_are_refused(model, tmp_path, verb):
     source = tmp_path / "in.jsonl"

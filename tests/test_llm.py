@@ -116,6 +116,10 @@ def test_a_trace_tells_each_step(model, tmp_path):
     prompts = shared_prompts()
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     file = tmp_path / "trace.jsonl"
+    file.write_text("of before\n")
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(model, trace=file, max_model_len=10**9, **OPTIONS)
+    assert file.read_text() == "of before\n"
     limits = {"max_num_seqs": 4, "max_step_tokens": 32}
     with LLM(model, trace=file, levels="one", **limits, **OPTIONS) as llm:
         llm.generate(prompts[:2], params)

@@ -1,6 +1,7 @@
 """Offline jobs: OpenAI's batch format in and out, resumable, in bounded memory. No torch."""
 
 from onestem.batch.identity import model_identity
+from onestem.batch.inputs import JobInput
 from onestem.batch.interface import (
     DIED_TWICE,
     EngineDiedError,
@@ -17,6 +18,7 @@ from onestem.batch.spool import Tokenizer
 __all__ = [
     "DIED_TWICE",
     "EngineDiedError",
+    "JobInput",
     "JobInterrupted",
     "JobSummary",
     "PlannedLines",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from onestem.batch.inputs import JobInput
 from onestem.errors import JobError, RequestError
 
 __all__ = ["FirstLines"]
@@ -17,15 +17,15 @@ class FirstLines:
     lines alone. A refused job's error names that line, and nothing else is told.
 
     Args:
-        path: the input, as its user named it.
+        source: the input.
         keep_going: refuse nothing.
         tell: called at most once, with the first bad line and what is wrong with it.
     """
 
     def __init__(
-        self, path: Path, *, keep_going: bool, tell: Callable[[str], object] | None
+        self, source: JobInput, *, keep_going: bool, tell: Callable[[str], object] | None
     ) -> None:
-        self._path, self._tell = path, tell
+        self._source, self._tell = source, tell
         self._accepted = keep_going
         self._num_lines = 0
         self._first: str | None = None
@@ -38,7 +38,8 @@ class FirstLines:
         """
         self._num_lines += len(lines)
         self._accepted |= any(error is None for _, error in lines)
-        bad = (f"{self._path}, line {number}: {error}" for number, error in lines if error)
+        where = f"{self._source.path}, {self._source.unit}"
+        bad = (f"{where} {number}: {error}" for number, error in lines if error)
         self._first = self._first or next(bad, None)
         if self._num_lines >= LIMIT:
             self.end()
@@ -50,6 +51,6 @@ class FirstLines:
         """There are no more lines; raises `JobError` as `see` does."""
         if self._first and not self._accepted:
             raise JobError(
-                f"{self._first} (0 of the first {self._num_lines} lines can be answered): "
-                "correct the lines, or go on with --keep-going"
+                f"{self._first} (0 of the first {self._num_lines} {self._source.unit}s can be "
+                f"answered): correct the {self._source.unit}s, or go on with --keep-going"
             )

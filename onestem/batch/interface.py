@@ -142,14 +142,27 @@ class SpooledPrompts:
     def __len__(self) -> int:
         return len(self._indices)
 
+    @property
+    def lengths(self) -> IntArray:
+        """`[num_prompts]` tokens of each."""
+        return self._spool.num_ids[self._indices]
+
+    @property
+    def folder(self) -> Path:
+        """Where there is room for as many ids again."""
+        return self._spool.folder
+
     def __getitem__(self, i: int, /) -> npt.NDArray[np.int32]:
         return self._spool.prompt(int(self._indices[i]))
 
-    def place_of(self, request_id: str) -> int:
-        """Where a line's request stands among them."""
+    def place_of(self, request_id: str) -> int | None:
+        """Where a line's request stands among them; None: it is not one of them."""
         name = split_result_id(request_id)
         assert name is not None, f"a request of nobody: {request_id}"
-        return int(np.searchsorted(self._indices, self._spool.index_of(name[1])))
+        index = self._spool.index_of(name[1])
+        place = int(np.searchsorted(self._indices, index))
+        there = place < len(self) and self._indices[place] == index
+        return place if there else None
 
     def answers(self) -> IntArray:
         """`[num_prompts]` how many answers each asks for (n). Reads each line's record."""

@@ -16,10 +16,11 @@ engine answers a request alike whatever else is in its steps. (Numbers of anothe
 in another order: log-probabilities, where asked for, agree to float32 rounding only.) Lines that
 ended in an error are not tried again.
 
-Memory, beside what tokenizer, planner and engine hold: about 200 bytes per line of the job (100 of
-them only during the first pass) and tens of MiB for a chunk of 256 lines or one line of 16 MiB.
-Token ids are read back memory-mapped; a request's ids become a list when the engine pulls it.
-Disk: 4 bytes per prompt token, and twice the size of the output at the end.
+Memory, beside what tokenizer, planner and engine hold: about 100 bytes per line of the job and tens
+of MiB for a chunk of 256 lines or one line of 16 MiB. Token ids are read when they are planned, and
+a request's when the engine pulls it.
+Disk: 4 bytes per prompt token, as much again while a job is planned, and twice the size of the
+output at the end.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from onestem.batch.first_lines import FirstLines
+from onestem.batch.inputs import InputSurvey, JobInput
 from onestem.batch.interface import (
     DIED_TWICE,
     EngineDiedError,
@@ -49,14 +51,12 @@ from onestem.batch.planned import PlannedLines
 from onestem.batch.results import answer_line, error_line, split_result_id
 from onestem.batch.spool import (
     CompilePml,
-    InputSurvey,
     Spool,
     SpooledError,
     SpooledRequest,
     Tokenizer,
     Validate,
     spool_sizes,
-    survey_input,
     write_spool,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
@@ -68,7 +68,7 @@ __all__ = ["run_job"]
 
 
 def run_job(
-    input_path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | JobInput,
     output_path: str | os.PathLike[str],
     *,
     tokenizer: Tokenizer | None,
@@ -88,6 +88,7 @@ def run_job(
     """Run a job to its end, or go on with it.
 
     Args:
+        source: a file of batch lines, or an input of another form.
         tokenizer: None: the model has none; then lines need token ids and results carry them.
         validate: raises `RequestError` for a request that can never be answered.
         run: the engine; where lines are planned, it is given `PlannedLines`. An output with
@@ -115,13 +116,17 @@ def run_job(
     """
     began = time.perf_counter()
     place = Workplace(Path(output_path))
-    source = Path(input_path)
     place.check_output()
-    _check_apart(source, place)
-    with file_errors(source):
-        survey = survey_input(source)
+    if not isinstance(source, JobInput):
+        source = JobInput(source)
+    _check_apart(source.path, place)
+    with file_errors(source.path):
+        survey = source.survey()
     identity = JobIdentity(
-        input_sha256=survey.sha256, model=model_identity, model_name=model_name, options=options
+        input_sha256=survey.sha256,
+        model=model_identity,
+        model_name=model_name,
+        options={**options, **source.identity},
     )
     job = _Job(
         source, place, survey, identity,
@@ -144,6 +149,8 @@ def _check_apart(source: Path, place: Workplace) -> None:
     real = Path(os.path.realpath(source))
     if real in taken or place.folder in real.parents:
         raise JobError(f"{source} is both input and output: choose another output")
+    if real in place.output.parents and real.is_dir():
+        raise JobError(f"{place.output} is inside of the input {source}: choose another output")
 
 
 class _Job:
@@ -151,7 +158,7 @@ class _Job:
 
     def __init__(
         self,
-        source: Path,
+        source: JobInput,
         place: Workplace,
         survey: InputSurvey,
         identity: JobIdentity,
@@ -283,7 +290,9 @@ class _Job:
                 compile_pml=self._compile_pml,
             )
             if sha256 != self._identity.input_sha256:
-                raise JobError(f"{self._source} changed while it was read: give the command again")
+                raise JobError(
+                    f"{self._source.path} changed while it was read: give the command again"
+                )
         except BaseException:
             if manifest is None:  # else it says whose the answers are
                 self._place.discard_spool()
@@ -328,8 +337,8 @@ class _Job:
                 self._write_answers_of(part, spool, journal)
         if len(journal.missing):
             raise JobError(
-                f"the engine left {len(journal.missing)} of {len(spool)} lines of {self._source} "
-                "unanswered: the same command goes on with them"
+                f"the engine left {len(journal.missing)} of {len(spool)} lines of "
+                f"{self._source.path} unanswered: the same command goes on with them"
             )
 
     def _write_answers_of(self, indices: IntArray, spool: Spool, journal: Journal) -> None:
@@ -358,8 +367,8 @@ class _Job:
             journal.write(line.index, self._error(line, "engine_died", message), failed=True)
         self._place.write_suspects(suspects | there)
         return EngineDiedError(
-            f"the engine died while it answered {len(there)} lines of {self._source}: {error}: "
-            "the same command goes on, with these lines one at a time",
+            f"the engine died while it answered {len(there)} lines of {self._source.path}: "
+            f"{error}: the same command goes on, with these lines one at a time",
             error.there,
             num_settled=len(there & suspects),
         )

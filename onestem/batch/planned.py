@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from onestem.batch.interface import IntArray, Planner, SpooledPrompts
-from onestem.batch.journal import UNKNOWN, Journal
+from onestem.batch.journal import Journal
 from onestem.batch.spool import Spool
 from onestem.planner import JobPlan, RunningOrder
 from onestem.request import Request
@@ -37,14 +37,10 @@ class PlannedLines:
         self.plan: JobPlan = planner(
             SpooledPrompts(spool, self._lines), output_lengths=spool.output_lengths(self._lines)
         )
-        known = {
-            int(place): None if tokens == UNKNOWN else int(tokens)
-            for place, tokens in zip(
-                np.searchsorted(self._lines, answered), journal.output_tokens[answered], strict=True
-            )
-        }
-        self._order = RunningOrder(self.plan, known)
-        self.positions = np.flatnonzero(~np.isin(self.plan.order, list(known)))
+        done = np.searchsorted(self._lines, answered)
+        # What is not known of an answer's length is -1 there and here.
+        self._order = RunningOrder(self.plan, done, journal.output_tokens[answered])
+        self.positions = np.flatnonzero(~np.isin(self.plan.order, done))
 
     def note(self, index: int, output_tokens: int) -> None:
         """A line is answered, with so many sampled tokens."""

@@ -1,7 +1,7 @@
 """The first pass over a job's input: stream it, check it, tokenise it, keep what the run needs.
 
 The spool is three files of fixed or appended records, so that no part of the job is held in memory:
-* `ids`: int32, the token ids of all prompts, one after the other; read back memory-mapped.
+* `ids`: int32, the token ids of all prompts, one after the other.
 * `requests`: a line of JSON per input line: how to answer it, or why it cannot be answered.
 * `lines`: six int64 per input line (`COLUMNS`).
 
@@ -9,8 +9,8 @@ Blank lines have no record. A record's place in `lines` is its *index*, which co
 orders the results; its line number counts from 1, blank lines too, and is what a person sees.
 
 Memory of the pass: one chunk (at most `CHUNK_LINES` lines or, but for its last line,
-`CHUNK_BYTES`), a line of at most `MAX_LINE_BYTES`, and about 100 bytes per line to notice equal
-`custom_id`s.
+`CHUNK_BYTES`), a line of at most `inputs.MAX_LINE_BYTES`, and 16 to 32 bytes per line to notice
+equal `custom_id`s.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import numpy.typing as npt
 
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.format import BatchRequest, LineError, parse_line
+from onestem.batch.inputs import JobInput
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.engine.grammar.schema import check_schema
-from onestem.errors import JobError, OnestemError, RequestError
+from onestem.errors import OnestemError, RequestError
 from onestem.openai.read import Prompt
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
@@ -42,26 +43,24 @@ from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
     "CompilePml",
-    "InputSurvey",
     "Spool",
     "SpooledError",
     "SpooledRequest",
     "Tokenizer",
     "Validate",
     "spool_sizes",
-    "survey_input",
     "write_spool",
 ]
 
 CHUNK_LINES = 256
 CHUNK_BYTES = 4 << 20
-MAX_LINE_BYTES = 16 << 20
 
 COLUMNS = ("line_number", "first_id", "num_ids", "record_start", "record_bytes", "max_output")
 LINE_NUMBER, FIRST_ID, NUM_IDS, RECORD_START, RECORD_BYTES, MAX_OUTPUT = range(len(COLUMNS))
+ID_BYTES = 4
+HASH_BYTES = 16
 NO_REQUEST = -1  # in `num_ids`: a line that gets an error object
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NO_TOKENIZER = "the model has no tokenizer: give /v1/completions a prompt of token ids"
 
 
@@ -93,55 +92,6 @@ class Tokenizer(Encoder, Protocol):
 Validate = Callable[[Request], object]  # raises RequestError for what can never be answered
 CompilePml = Callable[[str, str], CompiledPrompt]  # markup and isolation to segments
 NO_SCHEMAS = "pml needs the schema that it names: give its file with --schema"
-
-
-@dataclass(frozen=True)
-class InputSurvey:
-    """What one look at the input says: its hash, bytes, and lines that are not blank."""
-
-    sha256: str
-    num_bytes: int
-    num_lines: int
-
-
-def survey_input(path: Path) -> InputSurvey:
-    """Hash the input and count its lines."""
-    digest = hashlib.sha256()
-    num_lines = 0
-    with open_input(path) as file:
-        for _ in _lines(file, digest.update):
-            num_lines += 1
-        return InputSurvey(digest.hexdigest(), file.tell(), num_lines)
-
-
-def open_input(path: Path) -> IO[bytes]:
-    """The input, which is read more than once and so has to be a file."""
-    if path.exists() and not path.is_file():
-        raise JobError(f"{path} is not a regular file: a job is read twice, save it first")
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[tuple[int, bytes | None]]:
-    """(line number, bytes) of each line that is not blank; None for one that is too long.
-
-    `see` gets every byte of the file in order.
-    """
-    number = 0
-    while raw := file.readline(MAX_LINE_BYTES):
-        see(raw)
-        number += 1
-        if len(raw) < MAX_LINE_BYTES or raw.endswith(b"\n"):
-            text = raw.removeprefix(BYTE_ORDER_MARK) if number == 1 else raw
-            if text.strip():
-                yield number, text
-            continue
-        while raw and not raw.endswith(b"\n"):
-            raw = file.readline(MAX_LINE_BYTES)
-            see(raw)
-        yield number, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,38 +128,41 @@ class SpooledError:
 
 
 class Spool:
-    """A finished spool, read by index. Memory: 48 bytes per line; ids stay on the disk."""
+    """A finished spool, read by index. It stays on the disk, but for 8 bytes per line.
+
+    Attributes:
+        line_numbers: `[num_lines]` the input's, rising.
+        folder: where it is.
+    """
 
     def __init__(self, place: Workplace, job: str, compile_pml: CompilePml | None = None) -> None:
-        self.job = job
+        self.job, self.folder = job, place.folder
         self._compile_pml = compile_pml
-        table = np.fromfile(place.lines, np.int64)
-        self._table: npt.NDArray[np.int64] = table.reshape(-1, len(COLUMNS))
+        self._table: npt.NDArray[np.int64] = _mapped(place.lines).reshape(-1, len(COLUMNS))
+        self.line_numbers = np.ascontiguousarray(self._table[:, LINE_NUMBER])
         self._requests = open(place.requests, "rb")  # noqa: SIM115 - closed by `close`
-        empty = place.ids.stat().st_size == 0  # which cannot be mapped
-        self._ids: npt.NDArray[np.int32] = (
-            np.empty(0, np.int32) if empty else np.memmap(place.ids, np.int32, "r")
-        )
+        self._ids = open(place.ids, "rb")  # noqa: SIM115 - closed by `close`
 
     def close(self) -> None:
         self._requests.close()
-        self._ids = np.empty(0, np.int32)
+        self._ids.close()
 
     def __len__(self) -> int:
         return len(self._table)
-
-    @property
-    def line_numbers(self) -> npt.NDArray[np.int64]:
-        return self._table[:, LINE_NUMBER]
 
     def index_of(self, line_number: int) -> int:
         """Of a line that has a record."""
         return int(np.searchsorted(self.line_numbers, line_number))
 
     @property
+    def num_ids(self) -> npt.NDArray[np.int64]:
+        """`[num_lines]` prompt tokens of each request."""
+        return self._table[:, NUM_IDS]
+
+    @property
     def is_request(self) -> npt.NDArray[np.bool_]:
         """`[num_lines]` whether a line has a request in it."""
-        flags: npt.NDArray[np.bool_] = self._table[:, NUM_IDS] != NO_REQUEST
+        flags: npt.NDArray[np.bool_] = self.num_ids != NO_REQUEST
         return flags
 
     @property
@@ -223,9 +176,9 @@ class Spool:
         return np.maximum(lengths, 1) if lengths.any() else None
 
     def prompt(self, index: int) -> npt.NDArray[np.int32]:
-        """`[num_prompt_tokens]` ids of a request, still on the disk."""
-        first, count = self._table[index, FIRST_ID], self._table[index, NUM_IDS]
-        return self._ids[first : first + count]
+        """`[num_prompt_tokens]` ids of a request."""
+        first, count = ID_BYTES * self._table[index, FIRST_ID : NUM_IDS + 1]
+        return np.frombuffer(os.pread(self._ids.fileno(), int(count), int(first)), np.int32)
 
     def _record(self, index: int) -> dict[str, Any]:
         start, size = self._table[index, RECORD_START], self._table[index, RECORD_BYTES]
@@ -268,6 +221,13 @@ class Spool:
         )
 
 
+def _mapped(path: Path) -> npt.NDArray[np.int64]:
+    """A file of int64; an empty one cannot be mapped."""
+    if path.stat().st_size == 0:
+        return np.empty(0, np.int64)
+    return np.asarray(np.memmap(path, np.int64, "r"))
+
+
 def _params(job: str, custom_id: str, sampling: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters of a line."""
     fields = dict(sampling)
@@ -296,7 +256,7 @@ class _Line:
 
 
 def write_spool(
-    path: Path,
+    source: JobInput,
     place: Workplace,
     job: str,
     *,
@@ -309,7 +269,6 @@ def write_spool(
     """The first pass.
 
     Args:
-        path: the input.
         tokenizer: None: only prompts of token ids are good.
         validate: raises `RequestError` for a request that can never be answered.
         on_chunk: called after each chunk with the lines and the bytes read so far.
@@ -319,20 +278,25 @@ def write_spool(
     Returns:
         The input's sha256 as read now, and the sizes of the spool's files in bytes.
     """
-    digest = hashlib.sha256()
+    digest, num_bytes = hashlib.sha256(), 0
+
+    def see(raw: bytes) -> None:
+        nonlocal num_bytes
+        digest.update(raw)
+        num_bytes += len(raw)
+
     with (
-        open_input(path) as source,
         open(place.ids, "wb") as ids,
         open(place.requests, "wb") as requests,
         open(place.lines, "wb") as table,
     ):
         writer = _Writer(ids, requests, table)
         first_pass = _FirstPass(job, tokenizer, validate, compile_pml)
-        for chunk in _chunks(_lines(source, digest.update)):
+        for chunk in _chunks(source.read(see)):
             lines = first_pass.read(chunk)
             first_lines.see([(line.number, line.error) for line in lines])
             writer.write(lines)
-            on_chunk(writer.num_lines, source.tell())
+            on_chunk(writer.num_lines, num_bytes)
         first_lines.end()
         for file in (ids, requests, table):
             file.flush()
@@ -347,13 +311,13 @@ def spool_sizes(place: Workplace) -> dict[str, int]:
 
 
 def _chunks(
-    lines: Iterator[tuple[int, bytes | None]],
-) -> Iterator[list[tuple[int, bytes | None]]]:
-    chunk: list[tuple[int, bytes | None]] = []
+    lines: Iterator[tuple[int, bytes | LineError]],
+) -> Iterator[list[tuple[int, bytes | LineError]]]:
+    chunk: list[tuple[int, bytes | LineError]] = []
     num_bytes = 0
     for number, raw in lines:
         chunk.append((number, raw))
-        num_bytes += len(raw or b"")
+        num_bytes += len(raw) if isinstance(raw, bytes) else 0
         if len(chunk) == CHUNK_LINES or num_bytes >= CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
@@ -375,30 +339,31 @@ class _FirstPass:
         self._compile_pml = compile_pml
         self._tokenizer = tokenizer
         self._validate = validate
-        # 16 bytes of a hash stand for each custom_id, which may be of any length.
-        self._seen: set[bytes] = set()
+        self._seen = _Seen()
 
-    def read(self, chunk: list[tuple[int, bytes | None]]) -> list[_Line]:
+    def read(self, chunk: list[tuple[int, bytes | LineError]]) -> list[_Line]:
         lines = [self._parse(number, raw) for number, raw in chunk]
+        self._refuse_duplicates([line for line in lines if line.custom_id is not None])
         self._tokenize([line for line in lines if line.request is not None])
         for line in lines:
             if line.request is not None:
                 self._check(line, line.request)
         return lines
 
-    def _parse(self, number: int, raw: bytes | None) -> _Line:
-        if raw is None:
-            message = f"the line is longer than the limit of {MAX_LINE_BYTES} bytes"
-            return _Line(number, None, error=LineError("line_too_long", message))
+    def _parse(self, number: int, raw: bytes | LineError) -> _Line:
         try:
+            if isinstance(raw, LineError):
+                raise raw
             request = parse_line(raw)
-            line = _Line(number, request.custom_id, request=self._held(request))
+            return _Line(number, request.custom_id, request=self._held(request))
         except LineError as error:
-            line = _Line(number, error.custom_id, error=error)
-        if line.custom_id is not None and self._is_duplicate(line.custom_id):
-            message = "an earlier line has the same custom_id"
-            line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
-        return line
+            return _Line(number, error.custom_id, error=error)
+
+    def _refuse_duplicates(self, named: list[_Line]) -> None:
+        for line, seen in zip(named, self._seen.add([str(one.custom_id) for one in named])):
+            if seen:
+                message = "an earlier line has the same custom_id"
+                line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
 
     def _held(self, request: BatchRequest) -> BatchRequest:
         """With tools in the model's form."""
@@ -410,13 +375,6 @@ class _FirstPass:
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
         return dataclasses.replace(request, asked=asked)
-
-    def _is_duplicate(self, custom_id: str) -> bool:
-        digest = hashlib.sha256(custom_id.encode()).digest()[:16]
-        if digest in self._seen:
-            return True
-        self._seen.add(digest)
-        return False
 
     def _tokenize(self, lines: list[_Line]) -> None:
         """Texts of a chunk at once; if one of them is refused, each alone, to find out which."""
@@ -489,6 +447,31 @@ class _FirstPass:
             )
         except RequestError as error:
             line.refuse(error)
+
+
+class _Seen:
+    """Names that were there before. 16 bytes of a hash stand for each, which may be of any length,
+    in sorted arrays of which each is more than twice as long as the next."""
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.bytes_]] = []
+
+    def add(self, names: Sequence[str]) -> list[bool]:
+        """Whether each was there before, in an earlier call or in this one."""
+        hashes = [hashlib.sha256(name.encode()).digest()[:HASH_BYTES] for name in names]
+        added = np.array(hashes, f"S{HASH_BYTES}")
+        seen = np.ones(len(added), np.bool_)
+        seen[np.unique(added, return_index=True)[1]] = False
+        for known in self._arrays:
+            at = np.minimum(np.searchsorted(known, added), len(known) - 1)
+            seen |= known[at] == added
+        fresh = np.sort(added[~seen])
+        while self._arrays and len(self._arrays[-1]) <= 2 * len(fresh):
+            fresh = np.sort(np.concatenate((self._arrays.pop(), fresh)), kind="stable")
+        if len(fresh):
+            self._arrays.append(fresh)
+        found: list[bool] = seen.tolist()
+        return found
 
 
 class _Writer:

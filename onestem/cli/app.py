@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from onestem import __version__
+import onestem
 from onestem.cli import (
     batch,
     bench,
@@ -49,7 +49,7 @@ app.add_typer(bench.app, name="bench")
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"onestem {__version__}")
+        typer.echo(f"onestem {onestem.__version__}")
         raise typer.Exit
 
 

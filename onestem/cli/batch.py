@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onestem.cli import options
-from onestem.options import EngineOptions
+from onestem.errors import ConfigError, JobError
+from onestem.options import EngineOptions, InputOptions
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from onestem.batch import JobSummary, Progress
+    from onestem.batch import JobInput, JobSummary, Progress
     from onestem.forecasts import JobWatch
     from onestem.llm import LLM
     from onestem.replicas import Replicas
 
-__all__ = ["JobProgress", "KeepGoing", "Quiet", "batch", "score"]
+__all__ = ["Input", "JobProgress", "KeepGoing", "Quiet", "batch", "open_input", "score"]
 
+Input = Annotated[
+    Path,
+    typer.Argument(
+        metavar="INPUT",
+        help="OpenAI batch file; or rows: JSON lines, .csv, .tsv, .parquet, a data set's folder.",
+    ),
+]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
 ]
@@ -54,9 +62,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 @options.with_options
 def batch(
-    input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
+    input_file: Input,
     output: Output,
     engine: EngineOptions,
+    rows: InputOptions,
     schemas: Annotated[
         list[Path] | None,
         typer.Option(
@@ -70,6 +79,9 @@ def batch(
     quiet: Quiet = False,
 ) -> None:
     """Answer OpenAI batch lines; killed at any moment, the same command goes on.
+
+    With --prompt or --messages the input is rows of JSON lines, CSV, Parquet or a data set, and
+    each makes a request (docs/inputs.md).
 
     Lines that cannot be answered get an error object and the job goes on; the same command does
     not try them again. The first such line and its reason are shown at once. If none of the first
@@ -89,16 +101,16 @@ def batch(
     refused, 130 after Ctrl-C.
     """
     load = partial(_load, engine, replicas, ray_address)
-    _run(input_file, output, load, schemas or [], force, keep_going, quiet)
+    source = open_input(input_file, rows)
+    _run(source, output, load, schemas or [], force, keep_going, quiet)
 
 
 @options.with_options
 def score(
-    input_file: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="Prompts and completions, or texts.")
-    ],
+    input_file: Input,
     output: Output,
     engine: EngineOptions,
+    rows: InputOptions,
     replicas: NumReplicas = None,
     ray_address: RayAddress = None,
     force: Force = False,
@@ -109,17 +121,30 @@ def score(
 
     A line is {"custom_id": ..., "prompt": ..., "completions": [...]} or {"custom_id": ..., "text":
     ...}, with text or token ids. Its result has logprob, token_ids, token_logprobs and is_greedy of
-    each completion, or of the text (docs/scores.md).
+    each completion, or of the text (docs/scores.md). Rows of a table make lines with --prompt and
+    --completions, or with --text (docs/inputs.md).
 
     Apart from its lines it is `onestem batch`: the same errors, files, continuation and exit codes.
     Each takes the other's lines too.
     """
     load = partial(_load, engine, replicas, ray_address)
-    _run(input_file, output, load, [], force, keep_going, quiet)
+    source = open_input(input_file, rows)
+    if source.recipe is not None and source.recipe.kind != "score":
+        raise ConfigError("nothing says what is scored: give --completions or --text")
+    _run(source, output, load, [], force, keep_going, quiet)
+
+
+def open_input(path: Path, rows: InputOptions) -> JobInput:
+    """What a job reads; raises `OnestemError` where it is not there, or not as options say."""
+    from onestem.batch import JobInput
+
+    if not path.exists():
+        raise JobError(f"{path} is no file")
+    return JobInput(path, rows)
 
 
 def _run(
-    input_file: Path,
+    source: JobInput,
     output: Path,
     load: Callable[[], LLM | Replicas],
     schemas: list[Path],
@@ -131,10 +156,6 @@ def _run(
     from onestem.batch import JobInterrupted
     from onestem.jobs import run_file
 
-    if not input_file.is_file():
-        from onestem.errors import JobError
-
-        raise JobError(f"{input_file} is no file")
     # Ray prints deaths of its actors to stdout.
     with (
         contextlib.redirect_stdout(sys.stderr),
@@ -145,7 +166,7 @@ def _run(
             with JobProgress(quiet) as progress:
                 summary = run_file(
                     llm,
-                    input_file,
+                    source,
                     output,
                     schemas=schemas,
                     force=force,
@@ -168,8 +189,6 @@ def _load(engine: EngineOptions, replicas: int | None, address: str | None) -> L
 
         return Replicas(replicas, engine, address=address)
     if address is not None:
-        from onestem.errors import ConfigError
-
         raise ConfigError("ray_address is of a cluster for replicas: give --replicas too")
     return options.load_llm(engine)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onestem.options import Defaults, EngineOptions, Options
+from onestem.options import Defaults, EngineOptions, InputOptions, Options
 from onestem.server.settings import Settings
 
 __all__ = ["env"]
@@ -86,7 +86,9 @@ def _facts(defaults: Defaults) -> dict[str, Any]:
         "configuration file": "none" if defaults.file is None else str(defaults.file),
         "options": _options(defaults, EngineOptions),
         "options of serve": _options(defaults, Settings),
-        "unknown variables": ", ".join(defaults.unknown(EngineOptions, Settings)) or "none",
+        "options of input": _options(defaults, InputOptions),
+        "unknown variables": ", ".join(defaults.unknown(EngineOptions, Settings, InputOptions))
+        or "none",
     }
 
 

@@ -22,7 +22,7 @@ __all__ = ["Only", "load_llm", "with_options"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
-ENGINE = "Engine"
+ENGINE = EngineOptions.panel
 CONFIG = Annotated[
     Path | None,
     typer.Option(
@@ -88,7 +88,7 @@ def _parameter(kind: type[Options], name: str) -> inspect.Parameter:
         help=_help(field),
         metavar=extra_of(field).get("metavar"),
         show_default=False,
-        rich_help_panel=ENGINE if kind is EngineOptions else None,
+        rich_help_panel=kind.panel,
     )
     annotation = Annotated[typed | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(

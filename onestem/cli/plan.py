@@ -6,13 +6,16 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onestem.cli import options
-from onestem.cli.batch import JobProgress, KeepGoing, Quiet
-from onestem.options import EngineOptions
+from onestem.cli.batch import Input, JobProgress, KeepGoing, Quiet, open_input
+from onestem.options import EngineOptions, InputOptions
+
+if TYPE_CHECKING:
+    from onestem.report import Price
 
 __all__ = ["plan"]
 
@@ -34,7 +37,8 @@ PLANNED_BY = (
 
 @options.with_options
 def plan(
-    input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch file.")],
+    input_file: Input,
+    rows: InputOptions,
     engine: Annotated[EngineOptions, options.Only(*PLANNED_BY)],
     device: Annotated[
         str | None,
@@ -66,6 +70,22 @@ def plan(
             "(docs/replicas.md).",
         ),
     ] = None,
+    advises: Annotated[
+        bool,
+        typer.Option(
+            "--advice/--no-advice",
+            help="What another order of the prompts' fields would save. Where one saves more, the "
+            "job is tokenised again in that order.",
+        ),
+    ] = True,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a report to look at (docs/plan-report.md)."),
+    ] = None,
+    price_per_hour: Annotated[
+        str | None,
+        typer.Option(metavar="PRICE", help="Of the device: 2.50, $2.50 or 2.50EUR; tells costs."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
@@ -80,31 +100,34 @@ def plan(
     Exit code: 0 if every line can be answered, 1 if some cannot, 2 if the job could not be planned
     or was refused.
     """
-    from onestem.errors import JobError
     from onestem.jobs import plan_file
+    from onestem.report import Price
 
-    if not input_file.is_file():
-        raise JobError(f"{input_file} is no file")
+    source = open_input(input_file, rows)
+    price = None if price_per_hour is None else Price.read(price_per_hour)
     with tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder, JobProgress(quiet) as bar:
         report = plan_file(
-            input_file,
+            source,
             Path(folder),
             options=engine,
             schemas=schemas or (),
             keep_going=keep_going,
             predicts=predicts,
             replicas=replicas,
+            advises=advises,
+            price=price,
+            html=html,
             on_progress=bar,
             on_first_error=lambda error: print(f"onestem: {error}", file=sys.stderr),
         )
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _show(report, engine.levels)
+        _show(report, engine.levels, price)
     raise typer.Exit(1 if report["failed_lines"] else 0)
 
 
-def _show(report: dict[str, Any], levels: str) -> None:
+def _show(report: dict[str, Any], levels: str, price: Price | None) -> None:
     typer.echo(
         f"{report['requests']} requests in {report['groups']} groups, "
         f"{report['failed_lines']} lines that cannot be answered"
@@ -127,8 +150,30 @@ def _show(report: dict[str, Any], levels: str) -> None:
     typer.echo(f"planned in {report['planning_seconds']:.2f} s")
     if report["forecast"] is not None:
         _show_forecast(report["forecast"])
+    if price is not None:
+        told = {"full": "sharing", "off": "without", "reordered": "with fields reordered"}
+        costs = (
+            f"{price.text(report['costs'][mode])} {name}"
+            for mode, name in told.items()
+            if mode in report["costs"]
+        )
+        typer.echo(f"costs at {price} an hour: {', '.join(costs)}")
     if report["dealt"] is not None:
         _show_dealt(report["dealt"], report["logical_prompt_tokens"])
+    if report["advice"] is not None and report["advice"]["moved"]:
+        _show_advice(report)
+
+
+def _show_advice(report: dict[str, Any]) -> None:
+    advice, forecast = report["advice"], report["forecast_reordered"]
+    names = [field["name"] for field in advice["fields"]]
+    seconds = "" if forecast is None else f", {forecast['full']['seconds']:.1f} s"
+    typer.echo(
+        f"another order of the fields would save {100 * advice['saving']:.1f}%{seconds} "
+        f"({', '.join(names[i] for i in advice['moved'])} moved):\n"
+        f"  now:    {' | '.join(names)}\n"
+        f"  better: {' | '.join(names[i] for i in advice['order'])}"
+    )
 
 
 def _show_forecast(found: dict[str, Any]) -> None:

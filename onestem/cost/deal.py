@@ -50,7 +50,9 @@ def deal_costs(plan: JobPlan, positions: IntArray, weights: Weights) -> Costs:
     Args:
         positions: where they stand in the plan's order, rising.
     """
-    work = Work.of(plan, plan.output_tokens).part(positions)
+    work = Work.of(plan, plan.output_tokens)
+    if len(positions) < len(plan.order):
+        work = work.part(positions)
     own, opened = work.own(), work.opened()
     group = plan.group_of[plan.order[positions]]
     starts = np.flatnonzero(np.concatenate(([True], group[1:] != group[:-1])))

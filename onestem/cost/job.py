@@ -8,6 +8,7 @@ newest is preempted and computed again. Steps in which only lengths change are t
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -76,17 +77,26 @@ class Work:
         )  # fmt: skip
 
     def part(self, positions: IntArray) -> Work:
-        """Some of the requests; prefixes that none of them has cost nothing.
+        """Some of the requests, with the prefixes that they have.
 
         Args:
             positions: of the requests, in the order in which they are to run.
         """
-        return dataclasses.replace(
-            self,
+        home = self.home[positions]
+        used = np.zeros(len(self.parent), np.bool_)
+        used[0] = True
+        nodes = np.unique(home)
+        while len(nodes := nodes[~used[nodes]]):
+            used[nodes] = True
+            nodes = np.unique(self.parent[nodes])
+        kept = np.flatnonzero(used)
+        return Work(
             tokens=self.tokens[positions],
             outputs=self.outputs[positions],
             answers=self.answers[positions],
-            home=self.home[positions],
+            home=np.searchsorted(kept, home),
+            parent=np.searchsorted(kept, self.parent[kept]),
+            edge=self.edge[kept],
         )
 
     def unshared(self) -> Work:
@@ -177,19 +187,24 @@ class _Chunks:
     attention_seconds: float = 0.0
 
 
+def _numbers(values: IntArray) -> array[int]:
+    """As quick to read one by one as a list, in a fifth of its memory."""
+    return array("q", values.astype(np.int64, copy=False).tobytes())
+
+
 class _Run:
     """The state of a simulated job."""
 
     def __init__(self, cost: StepCost, work: Work, limits: Limits) -> None:
         self.cost, self.work, self.limits = cost, work, limits
         self.done = Forecast()
-        self.own = work.own().tolist()
-        self.opened = work.opened().tolist()
-        self.tokens, self.outputs = work.tokens.tolist(), work.outputs.tolist()
-        self.answers, self.home = work.answers.tolist(), work.home.tolist()
-        self.parent, self.edge = work.parent.tolist(), work.edge.tolist()
+        self.own, self.opened = _numbers(work.own()), _numbers(work.opened())
+        self.tokens, self.outputs = _numbers(work.tokens), _numbers(work.outputs)
+        self.answers, self.home = _numbers(work.answers), _numbers(work.home)
+        self.parent, self.edge = _numbers(work.parent), _numbers(work.edge)
         self.members = self._members()
-        self.seeing = [0] * len(self.parent)  # rows that see each node
+        self.seeing = array("q", bytes(8 * len(self.parent)))  # rows that see each node
+        self.walking = array("d", bytes(8 * len(self.parent)))  # seconds of them, in each step
         total = sum(self.own) + sum(self.opened)
         self.stride = 1 + total // (limits.step_tokens * MOST_ROUNDS)
         self.next = 0  # request that has not been admitted
@@ -203,9 +218,9 @@ class _Run:
         self.own_tokens = 0  # that these see alone
         self.fixed = 0.0  # seconds of what they see together, and of their states, in each step
 
-    def _members(self) -> list[int]:
+    def _members(self) -> array[int]:
         """Requests that are still to end, below each node."""
-        members = np.bincount(self.work.home, minlength=len(self.parent)).tolist()
+        members = _numbers(np.bincount(self.work.home, minlength=len(self.parent)))
         for node in range(len(self.parent) - 1, 0, -1):
             members[self.parent[node]] += members[node]
         return members
@@ -366,11 +381,11 @@ class _Run:
         else:
             self.own_tokens += sign * own
         while node:
-            before, above = self.seeing[node], self.parent[node]
-            self.seeing[node] = after = before + sign * n
-            tokens, first = self.edge[node], above == 0
-            self.fixed += self.cost.run(tokens, after, first=first)
-            self.fixed -= self.cost.run(tokens, before, first=first)
+            above = self.parent[node]
+            self.seeing[node] += sign * n
+            seconds = self.cost.run(self.edge[node], self.seeing[node], first=above == 0)
+            self.fixed += seconds - self.walking[node]
+            self.walking[node] = seconds
             node = above
 
     def _sampled(self, request: int) -> int:

@@ -178,8 +178,7 @@ def measure(
     some = config.first_layers(layers)
     decoder = random_decoder(some, dtype=dtype, device=device, quantization=quantization)
     shape = ModelShape.of(some, dtype.itemsize)
-    group = config.num_q_heads // config.num_kv_heads
-    impl = resolve("auto", device, head_dim=config.head_dim, group=group)
+    impl = resolve("auto", device, heads=some.head_shapes)
     step, row, token, request = _host(device, clock)
     return Rates(
         device=device_name(device),
@@ -275,8 +274,8 @@ def _attention(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: 
             seconds = graph_ms(prepare()) / 1e3
         else:
             seconds = _seconds(lambda p=prepare: p()(), decoder.device, clock)  # type: ignore[misc]
-        measured[rows * shape.group] = seconds / (count * tokens)
-    return _curve(measured, shape.token_flops, shape.token_bytes)
+        measured[round(rows * shape.group)] = seconds / (count * tokens)
+    return _curve(measured, shape.token_flops, shape.read_bytes)
 
 
 def _call_seconds(decoder: Decoder, impl: AttentionImpl, clock: Clock) -> float:
@@ -318,15 +317,20 @@ def _walks(
         run = builder.add_run(order[i * each : (i + 1) * each], 0, tokens, 0)
         builder.add_span(i * rows, rows, run, tokens)
     plan = builder.build(np.full(rows * count, tokens - 1))
-    size = (rows * count, config.num_q_heads, config.head_dim)
-    q = torch.randn(size, dtype=decoder.dtype, device=decoder.device)
+    sizes = {heads.head_dim for heads in config.heads}
+    q = {
+        size: torch.randn(
+            rows * count, config.num_q_heads, size, dtype=decoder.dtype, device=decoder.device
+        )
+        for size in sizes
+    }
 
     def prepared() -> Callable[[], None]:
         ready = impl.prepare(plan)
 
         def attend() -> None:
             for k_pages, v_pages in pages:
-                ready.attend(q, k_pages, v_pages, **decoder.scores)
+                ready.attend(q[k_pages.shape[3]], k_pages, v_pages, **decoder.scores)
 
         return attend
 

@@ -16,7 +16,9 @@ without sharing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from onestem.cost.rates import Rates
@@ -72,6 +74,8 @@ class ModelShape:
         num_layers, num_q_heads, num_kv_heads, head_dim: attention.
         itemsize: bytes of a weight, a key's or a value's element.
         experts: None: there are none.
+        layer_heads: each layer's KV heads, their size, and whether it has keys and values of its
+            own; None: all layers are alike.
     """
 
     layer_parameters: int
@@ -83,6 +87,7 @@ class ModelShape:
     head_dim: int
     itemsize: int
     experts: ExpertShape | None = None
+    layer_heads: tuple[tuple[int, int, bool], ...] | None = None
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, *, on_gpu: bool = True) -> ModelShape:
@@ -91,13 +96,15 @@ class ModelShape:
         Args:
             on_gpu: weights of four bits stay so.
         """
-        heads = config.num_q_heads + 2 * config.num_kv_heads
         wide, experts, shape = 3 if config.gated else 2, config.experts, None
-        columns = config.num_layers * (heads + config.num_q_heads) * config.head_dim
-        dense = config.num_layers
+        columns = 3 * config.num_layers * config.token_vectors
+        for layer, heads in enumerate(config.heads):
+            projected = 0 if heads.kv_layer is not None else 1 if heads.value_is_key else 2
+            count = 2 * config.num_q_heads + projected * heads.num_kv_heads
+            columns += count * heads.head_dim
+            columns += wide * config.mlp_size(layer) if config.has_mlp(layer) else 0
         if experts is not None:
             layers = sum(experts.layers)
-            dense -= layers
             columns += layers * (wide * experts.shared_size + experts.num)
             shape = ExpertShape(
                 layers=layers,
@@ -106,7 +113,7 @@ class ModelShape:
                 parameters=wide * config.hidden_size * experts.intermediate_size,
                 weight_bytes=MXFP4_BYTES if experts.mxfp4 and on_gpu else itemsize,
             )
-        columns += dense * wide * config.intermediate_size
+        of_layers = [(one.num_kv_heads, one.head_dim, one.kv_layer is None) for one in config.heads]
         return ModelShape(
             layer_parameters=config.hidden_size * columns,
             hidden_size=config.hidden_size,
@@ -117,12 +124,23 @@ class ModelShape:
             head_dim=config.head_dim,
             itemsize=itemsize,
             experts=shape,
+            layer_heads=None if config.layer_heads is None else tuple(of_layers),
         )
 
     @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_q_heads // self.num_kv_heads
+    def _heads(self) -> tuple[tuple[int, int, bool], ...]:
+        alike = (self.num_kv_heads, self.head_dim, True)
+        return self.layer_heads or (alike,) * self.num_layers
+
+    @property
+    def _read_values(self) -> int:
+        """Of a token's keys, over all layers that read them."""
+        return sum(count * size for count, size, _ in self._heads)
+
+    @property
+    def group(self) -> float:
+        """Query heads that share a KV head; over layers that differ, the mean of their products."""
+        return self.num_q_heads * sum(size for _, size, _ in self._heads) / self._read_values
 
     @property
     def weight_bytes(self) -> float:
@@ -132,19 +150,24 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        """Keys and values of a token, as they are stored."""
+        return 2 * sum(count * size * own for count, size, own in self._heads) * self.itemsize
+
+    @property
+    def read_bytes(self) -> int:
+        """The same, as layers read them: some read another's."""
+        return 2 * self._read_values * self.itemsize
 
     @property
     def token_flops(self) -> float:
         """Of the two products of one query head with a token's keys and values, over all layers and
         KV heads; a row has `group` times as many."""
-        return 4.0 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 4.0 * self._read_values
 
     @property
     def query_bytes(self) -> int:
         """A row's queries, as many as its outputs, over all layers."""
-        return self.num_layers * self.num_q_heads * self.head_dim * self.itemsize
+        return self.num_q_heads * sum(size for _, size, _ in self._heads) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -183,14 +206,26 @@ class StepCost:
         weights = self.shape.hidden_size * self.shape.vocab_size
         return self.rates.head.seconds(2.0 * weights, weights * self.shape.itemsize, rows)
 
-    def walk(self, rows: float) -> float:
-        """Seconds for each token of a run that is walked once for so many rows."""
-        shape, queries = self.shape, rows * self.shape.group
-        return self.rates.attention.seconds(shape.token_flops, shape.token_bytes, queries)
+    @cached_property
+    def walk(self) -> Callable[[float], float]:
+        """Of rows: seconds for each token of a run that is walked once for so many."""
+        flops, num_bytes = self.shape.token_flops, self.shape.read_bytes
+        group, seconds = self.shape.group, self.rates.attention.seconds
+
+        @lru_cache(maxsize=1 << 16)
+        def walk(rows: float) -> float:
+            return seconds(flops, num_bytes, rows * group)
+
+        return walk
+
+    @cached_property
+    def pass_seconds(self) -> float:
+        """Of a pass over a row's queries, or over as many outputs."""
+        return self.shape.query_bytes / self.rates.attention.bytes
 
     def passes(self, count: float) -> float:
-        """Of so many passes over a row's queries, or over as many outputs."""
-        return count * self.shape.query_bytes / self.rates.attention.bytes
+        """Of so many passes."""
+        return count * self.pass_seconds
 
     def run(self, tokens: float, rows: int, *, first: bool = True) -> float:
         """A run that so many decodes see above their own tokens. It is walked once, and a state of

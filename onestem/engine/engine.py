@@ -49,7 +49,7 @@ from onestem.errors import ConfigError, RequestError
 from onestem.interrupts import uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
-from onestem.ops import AttentionImpl, resolve
+from onestem.ops import resolve
 from onestem.options import MAX_PASSED, LogprobsMode, ShareMode
 from onestem.pml import EncodedSegment, Segment
 from onestem.request import Request, RequestOutput
@@ -126,7 +126,7 @@ class Engine:
         self.max_model_len = model_len(
             decoder.config.max_position_embeddings, num_pages * page_size, max_model_len
         )
-        self.impl = _attention_for(decoder, impl)
+        self.impl = resolve(impl, decoder.device, heads=decoder.config.head_shapes)
         self.stats = EngineStats()
         runner = make_runner(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
@@ -682,7 +682,7 @@ class Engine:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""
         if self.cache.enabled and (host is not None or disk is not None):
             self.tiers = self.scheduler.tiers = ModuleTiers(
-                self.launcher.runner.pages,
+                self.launcher.runner.kv_pages,
                 host=host,
                 disk=disk,
             )
@@ -736,9 +736,3 @@ def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 def _is_fatal(error: Exception) -> bool:
     """Whether a device has failed, and nothing can be computed any more."""
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-
-
-def _attention_for(decoder: Decoder, name: str) -> AttentionImpl:
-    config = decoder.config
-    group = config.num_q_heads // config.num_kv_heads
-    return resolve(name, decoder.device, head_dim=config.head_dim, group=group)

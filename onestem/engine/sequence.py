@@ -43,6 +43,7 @@ class RequestState:
     sequences: list[Sequence] = field(default_factory=list)
     forked: bool = False
     reuse: Reuse | None = None
+    _num_ended: int = 0  # of the first sequences
 
     @property
     def own_prompt(self) -> Seq[int]:
@@ -51,10 +52,12 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        for sequence in self.sequences:  # noqa: SIM110 - asked for each token of a stream
-            if sequence.finish_reason is None:
-                return False
-        return True
+        # Asked when each of n sequences ends, and for each token of a stream: none is asked twice.
+        sequences, ended = self.sequences, self._num_ended
+        while ended < len(sequences) and sequences[ended].finish_reason is not None:
+            ended += 1
+        self._num_ended = ended
+        return ended == len(sequences)
 
 
 class Scoring:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from typing import IO
@@ -29,8 +30,8 @@ class StepTrace:
     `waiting` in the engine (a job's are read as there is room, and so are few); `free_pages` of KV
     memory, which no sequence holds.
 
-    Lines are written when there are many, and by `flush`. A disk that fails ends the trace, and
-    nothing else.
+    What the file holds stays until `restart`. Lines are written when there are many, and by
+    `flush`. A disk that fails ends the trace, and nothing else.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -40,12 +41,12 @@ class StepTrace:
         self._path = path
         self._step, self._began = 0, time.perf_counter()
         try:
-            self._file: IO[str] | None = open(path, "w", buffering=BUFFER_BYTES)  # noqa: SIM115
+            self._file: IO[str] | None = open(path, "a", buffering=BUFFER_BYTES)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"trace {path}: {error.strerror}: choose another file") from error
 
     def restart(self) -> None:
-        """Begin anew; what is written is forgotten, unless the file is a pipe."""
+        """Begin anew; what is written is forgotten, unless the file is a pipe or a device."""
         self._step, self._began = 0, time.perf_counter()
         self._do(_empty)
 
@@ -91,7 +92,7 @@ class StepTrace:
 
 
 def _empty(file: IO[str]) -> None:
-    if file.seekable():
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.seek(0)
         file.truncate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -250,27 +251,63 @@ def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
-def _completion_logprobs(sequence: CompletionOutput, form: ResponseFormat) -> dict[str, Any] | None:
-    """OpenAI's four lists; offsets count characters from the start of the answer."""
+class _TextOffsets:
+    """Where an answer's tokens begin in its text, in characters: of a token that begins within a
+    character, that character's place."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._unfinished = b""  # the beginning of a character
+        self._count = 0  # characters before it
+
+    def next(self, token: int, text: str) -> int:
+        """Of the next token, which is called `text`."""
+        offset = self._count
+        if self._token_bytes is None:
+            self._count += len(text)
+            return offset
+        spelled = self._token_bytes(token)
+        if self._unfinished and not _goes_on(self._unfinished + spelled[:1]):
+            offset += 1  # what is unfinished becomes U+FFFD
+        data = self._unfinished + spelled
+        shown, consumed = codecs.utf_8_decode(data, "replace", False)
+        self._count += len(shown)
+        self._unfinished = data[consumed:]
+        return offset
+
+
+def _goes_on(data: bytes) -> bool:
+    """Whether these are the beginning of UTF-8."""
+    try:
+        codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _completion_logprobs(
+    sequence: CompletionOutput, form: ResponseFormat, offsets: _TextOffsets | None = None
+) -> dict[str, Any] | None:
+    """OpenAI's four lists; offsets count characters from the start of the answer, of which
+    `offsets` has seen what came before."""
     if form.logprobs is None or sequence.logprobs is None:
         return None
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    offset = 0
+    starts: list[int] = []
+    offsets = offsets or _TextOffsets(form.token_bytes)
     for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
         tokens.append(_token_text(token, form.token_bytes))
         # A prompt's first token has none.
         token_logprobs.append(_logprob(logprobs[token]) if logprobs else None)
         top_logprobs.append(_completion_top(token, logprobs, form) if logprobs else None)
-        offsets.append(offset)
-        offset += len(tokens[-1])
+        starts.append(offsets.next(token, tokens[-1]))
     return {
         "tokens": tokens,
         "token_logprobs": token_logprobs,
         "top_logprobs": top_logprobs,
-        "text_offset": offsets,
+        "text_offset": starts,
     }
 
 
@@ -314,18 +351,27 @@ class Chunks:
     Args:
         name: the call's id.
         created: unix seconds.
+        prompts: token ids of each, for the first event of each sequence if ids are returned.
         n: sequences of each of its prompts.
         include_usage: the last event has the usage, all others have null.
     """
 
     def __init__(
-        self, name: str, created: int, form: ResponseFormat, *, n: int, include_usage: bool
+        self,
+        name: str,
+        created: int,
+        form: ResponseFormat,
+        *,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        include_usage: bool,
     ) -> None:
         self._form = form
+        self._prompts = prompts
         self._n = n
         self._name = name
         self._parsers: dict[int, CallParser] = {}
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _TextOffsets] = {}
         self._begun: set[int] = set()
         self._around: tuple[str, str] | None = None  # the text in the event of a token
         self._is_chat = form.kind == "chat"
@@ -382,12 +428,14 @@ class Chunks:
             ended = "tool_calls"
         reason = f'"{ended}"' if ended else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
-        ids = (
-            f',"token_ids":[{",".join(map(str, piece.token_ids))}]' if form.return_token_ids else ""
-        )
+        ids = of_chat = ""
+        if form.return_token_ids:
+            ids = f',"token_ids":[{",".join(map(str, piece.token_ids))}]'
+            prompt = f',"prompt_token_ids":{_json([*self._prompts[part]])}' if first else ""
+            ids, of_chat = (ids, prompt) if self._is_chat else (ids + prompt, "")
         return (
             f'{self._head}{{"index":{index},{choice}{news},"finish_reason":{reason}{ids}}}]'
-            f"{self._end}"
+            f"{of_chat}{self._end}"
         )
 
     def _with_calls(
@@ -425,13 +473,6 @@ class Chunks:
     def _completion(self, piece: CompletionOutput, index: int) -> str:
         logprobs = "null"
         if self._form.logprobs is not None:
-            logprobs = _json(self._completion_logprobs(piece, index))
+            offsets = self._offsets.setdefault(index, _TextOffsets(self._form.token_bytes))
+            logprobs = _json(_completion_logprobs(piece, self._form, offsets))
         return f'"text":{_json(piece.text)},"logprobs":{logprobs}'
-
-    def _completion_logprobs(self, piece: CompletionOutput, index: int) -> dict[str, Any] | None:
-        logprobs = _completion_logprobs(piece, self._form)
-        if logprobs is not None:
-            offset = self._offsets.get(index, 0)
-            logprobs["text_offset"] = [offset + at for at in logprobs["text_offset"]]
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs

@@ -166,7 +166,9 @@ class Bench(AbstractContextManager["Bench"]):
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": positions,
             }
-            self._vllm = model, Vllm(settings)
+            vllm = Vllm()
+            vllm.load(settings)
+            self._vllm = model, vllm
         return self._vllm[1], config.vocab_size
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM on jobs of the papers: in a process of its own, which may be another interpreter's.
+"""vLLM on jobs: in a process of its own, which may be another interpreter's.
 
 The process reads the path of a job on each line and writes its figures as a JSON line. Imported by
 nobody but its parent's `Vllm`, this file needs vLLM alone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,43 +38,66 @@ def absent_vllm() -> str | None:
 
 
 class Vllm:
-    """An engine with random weights of a model's shape.
+    """An engine with random weights of a model's shape. It imports vLLM at once, and touches no
+    device before `load`."""
 
-    Args:
-        settings: of `vllm.LLM`.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="onestem-vllm-")
         command = [os.environ.get(INTERPRETER, sys.executable), "-P", __file__]
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=quiet | os.environ)
+        self._process = Popen(
+            command, stdin=PIPE, stdout=PIPE, text=True, env=quiet | os.environ, process_group=0
+        )
+
+    def load(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the engine; `settings` of `vllm.LLM`.
+
+        Returns:
+            vLLM's `version`, and all `settings`.
+        """
         try:
-            self._told({"settings": SETTINGS | dict(settings)})
+            return self._told({"settings": SETTINGS | dict(settings)})
         except BaseException:
             self.close()
             raise
 
-    def run(self, requests: Sequence[tuple[list[int], int]]) -> dict[str, float]:
-        """Seconds of a job, from the call to the last answer, and `cached_tokens` of its prompts.
-        The cache is empty before."""
+    def run(self, requests: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
+        """`generate`, greedy, with so many tokens of each prompt."""
         prompts, outputs = zip(*requests, strict=True)
-        return self._told({"prompts": prompts, "outputs": outputs})
+        return self.generate(prompts, {"temperature": 0.0, "ignore_eos": True}, outputs)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], outputs: Sequence[int]
+    ) -> dict[str, Any]:
+        """Answer prompts in this order. The cache is empty before.
+
+        Args:
+            params: fields of `vllm.SamplingParams`, but for `max_tokens`, which are `outputs`.
+
+        Returns:
+            `seconds` from the call to the last answer, `cached_tokens` of the prompts, and
+            `output_tokens`.
+        """
+        return self._told({"prompts": prompts, "params": params, "outputs": outputs})
 
     def close(self) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()  # then it ends
-        try:
+        with suppress(TimeoutExpired):
             self._process.wait(ENDING_SECONDS)
-        except TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.stop()
+        self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._folder.cleanup()
 
-    def _told(self, what: Mapping[str, Any]) -> dict[str, float]:
+    def stop(self) -> None:
+        """End it and all that it has started, now: what it is asked fails."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _told(self, what: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         file = Path(self._folder.name) / "job.json"
@@ -87,7 +111,7 @@ class Vllm:
 
             code = self._process.wait()
             raise ConfigError(f"vLLM ended with exit code {code}: see what it printed")
-        found: dict[str, float] = json.loads(answer)
+        found: dict[str, Any] = json.loads(answer)
         return found
 
 
@@ -95,25 +119,27 @@ def main() -> None:
     # What vLLM and its libraries print is not an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    import vllm  # type: ignore[import-not-found]
 
     llm = None
     for line in sys.stdin:
         told = json.loads(Path(line.strip()).read_text())
         if llm is None:
             settings = told["settings"]
-            llm = LLM(load_format="dummy", skip_tokenizer_init=True, **settings)
-            found: dict[str, Any] = {}
+            llm = vllm.LLM(load_format="dummy", skip_tokenizer_init=True, **settings)
+            found: dict[str, Any] = {"version": vllm.__version__, "settings": settings}
         else:
-            found = answered(llm, SamplingParams, told["prompts"], told["outputs"])
+            found = answered(llm, vllm.SamplingParams, **told)
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 
-def answered(llm: Any, params: Any, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
+def answered(
+    llm: Any, kind: Any, prompts: list[list[int]], params: dict[str, Any], outputs: list[int]
+) -> dict[str, Any]:
     def generate(number: int, most: int) -> Any:
         asked = [
-            params(temperature=0.0, max_tokens=min(count, most), ignore_eos=True, detokenize=False)
+            kind(**params, max_tokens=min(count, most), detokenize=False)
             for count in outputs[:number]
         ]
         given = [{"prompt_token_ids": ids} for ids in prompts[:number]]
@@ -125,8 +151,13 @@ def answered(llm: Any, params: Any, prompts: list[list[int]], outputs: list[int]
     began = time.perf_counter()
     done = generate(len(prompts), max(outputs))
     seconds = time.perf_counter() - began
-    assert [len(each.outputs[0].token_ids) for each in done] == outputs
-    return {"seconds": seconds, "cached_tokens": sum(each.num_cached_tokens or 0 for each in done)}
+    counts = [[len(one.token_ids) for one in each.outputs] for each in done]
+    assert counts == [[count] * params.get("n", 1) for count in outputs]
+    return {
+        "seconds": seconds,
+        "cached_tokens": sum(each.num_cached_tokens or 0 for each in done),
+        "output_tokens": sum(map(sum, counts)),
+    }
 
 
 if __name__ == "__main__":

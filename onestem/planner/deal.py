@@ -28,6 +28,8 @@ CUT_WINDOW = 1 / 8
 LEAST_GAIN = 1 / 64
 # Who has nothing to do asks so many, those that would end last.
 MOST_VICTIMS = 8
+# Groups are dealt together until a replica's part of the job has at most about so many pieces.
+MOST_PIECES = 1024
 NOBODY = -1
 
 
@@ -112,14 +114,21 @@ class Deal:
         self._queues = [deque(sorted(queue)) for queue in self._queues]
 
     def _pieces(self) -> Iterator[Piece]:
-        """Groups, and parts of those that are too large."""
-        starts = self.costs.starts.tolist()
+        """Groups, small ones with their neighbours, and parts of those that are too large."""
         share = self._before[-1] * self.speeds.max() / self.speeds.sum()
+        starts = self._bundled(share / MOST_PIECES).tolist()
         for first, end in zip(starts, [*starts[1:], len(self.costs.cost)], strict=True):
             if self._body(first, end) <= share or end - first == 1:
                 yield self._piece(first, end)
             else:
                 yield from self._parts(first, end, share)
+
+    def _bundled(self, size: float) -> IntArray:
+        """First items of groups that cost so much, and of bundles of others."""
+        starts = self.costs.starts
+        cost = np.diff(self._before[starts], append=self._before[-1])
+        number = self._before[starts] // max(size, np.finfo(float).tiny)
+        return starts[(np.diff(number, prepend=-1.0) > 0) | (cost >= size)]
 
     def _parts(self, first: int, end: int, share: float) -> Iterator[Piece]:
         """A group in equal parts, each of a share at most."""

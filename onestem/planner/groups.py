@@ -7,6 +7,7 @@ with need no tree: `by_threshold`, the heuristic of section 4.3.1, and `ungroupe
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,21 +46,26 @@ class GroupedTree:
 
 
 class _Hoisting:
-    """Algorithm 1's mutable copy of the tree: lists indexed by node."""
+    """Algorithm 1's mutable copy of the tree: arrays indexed by node, and children of those that
+    have any."""
 
     def __init__(self, tree: PrefixTree) -> None:
         own = tree.at_home(np.ones_like(tree.home))
-        self.tokens: list[int] = tree.edge.tolist()
-        self.requests: list[int] = own.tolist()  # whose first-level prefix is the node
-        self.leaves: list[int] = tree.below(own).tolist()
-        self.children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
-        for node, parent in enumerate(tree.parent.tolist()[1:], start=1):
-            self.children[parent].append(node)
+        self.tokens = array("q", tree.edge.tobytes())
+        self.requests = array("q", own.tobytes())  # whose first-level prefix is the node
+        self.leaves = array("q", tree.below(own).tobytes())
+        self.parents: list[int] = np.unique(tree.parent[1:]).tolist()
+        self._children: dict[int, list[int]] = {parent: [] for parent in self.parents}
+        for node, parent in enumerate(array("q", tree.parent[1:].tobytes()), start=1):
+            self._children[parent].append(node)
+
+    def children(self, node: int) -> list[int]:
+        return self._children.get(node, [])
 
     def maximize_reuse(self, node: int) -> None:
         """Enlarge the prefixes right below `node`, whose children have been done before."""
-        children = self.children[node]
-        self.children[node] = [kept for child in children for kept in self._hoist(node, child)]
+        children = self._children[node]
+        self._children[node] = [kept for child in children for kept in self._hoist(node, child)]
 
     def _hoist(self, node: int, child: int) -> list[int]:
         """Fork `child` for each grandchild that gains more than a second `child` costs.
@@ -68,18 +74,19 @@ class _Hoisting:
         """
         hoisted: list[int] = []
         kept: list[int] = []
-        for grandchild in self.children[child]:
+        for grandchild in self.children(child):
             gain = (self.leaves[grandchild] - 1) * self.tokens[grandchild]
             (hoisted if gain > self.tokens[child] else kept).append(grandchild)
         for grandchild in hoisted:
             self.tokens[grandchild] += self.tokens[child]
             self.leaves[child] -= self.leaves[grandchild]
-        self.children[child] = kept
+        if child in self._children:
+            self._children[child] = kept
         return hoisted + self._compact(node, child)
 
     def _compact(self, node: int, child: int) -> list[int]:
         """What is left of `child`: an only child takes its place, a lone request needs no node."""
-        kept = self.children[child]
+        kept = self.children(child)
         if len(kept) == 1 and self.requests[child] == 0:
             self.tokens[kept[0]] += self.tokens[child]
             return kept
@@ -98,10 +105,10 @@ def first_level(tree: PrefixTree) -> BoolArray:
     depend on the order of siblings.
     """
     hoisting = _Hoisting(tree)
-    for node in range(tree.num_nodes - 1, -1, -1):
+    for node in reversed(hoisting.parents):
         hoisting.maximize_reuse(node)
     chosen = np.zeros(tree.num_nodes, np.bool_)
-    chosen[hoisting.children[0]] = True
+    chosen[hoisting.children(0)] = True
     return chosen
 
 
@@ -216,18 +223,16 @@ def _kv_tokens(tree: PrefixTree, output_tokens: IntArray) -> IntArray:
 
 def _nearest(tree: PrefixTree, chosen: BoolArray) -> IntArray:
     """`[num_nodes]` the deepest chosen node on the path to each node; the root where none is."""
-    nearest = [0] * tree.num_nodes
-    flags, parent = chosen.tolist(), tree.parent.tolist()
-    for node in range(1, tree.num_nodes):
-        nearest[node] = node if flags[node] else nearest[parent[node]]
-    return np.array(nearest, np.int64)
+    nearest = np.where(chosen, np.arange(tree.num_nodes), 0)
+    for nodes in tree.nested:
+        nearest[nodes] = np.where(chosen[nodes], nodes, nearest[tree.parent[nodes]])
+    return nearest
 
 
 def _topmost(tree: PrefixTree, eligible: BoolArray) -> IntArray:
     """`[num_nodes]` the highest eligible node on the path to each node; -1 where none is."""
-    topmost = [-1] * tree.num_nodes
-    flags, parent = eligible.tolist(), tree.parent.tolist()
-    for node in range(1, tree.num_nodes):
-        above = topmost[parent[node]]
-        topmost[node] = above if above >= 0 else node if flags[node] else -1
-    return np.array(topmost, np.int64)
+    topmost = np.full(tree.num_nodes, -1)
+    for nodes in tree.nested:
+        above = topmost[tree.parent[nodes]]
+        topmost[nodes] = np.where(above >= 0, above, np.where(eligible[nodes], nodes, -1))
+    return topmost

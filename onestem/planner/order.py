@@ -74,8 +74,7 @@ def _offsets(parent: IntArray, size: IntArray, keys: list[np.ndarray]) -> IntArr
 
 def _starts(tree: PrefixTree, offset: IntArray) -> IntArray:
     """`[num_nodes]` place of each node's first request in the order."""
-    start = [0] * tree.num_nodes
-    parent = tree.parent.tolist()
-    for node, before in enumerate(offset.tolist(), start=1):
-        start[node] = start[parent[node]] + before
-    return np.array(start, np.int64)
+    start = np.concatenate((np.zeros(1, np.int64), offset))
+    for nodes in tree.nested:
+        start[nodes] += start[tree.parent[nodes]]
+    return start

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,9 @@ from onestem.planner.prefix_tree import PrefixTree, build_tree
 from onestem.planner.report import PlanReport, saving_ratio
 from onestem.planner.sort import IntArray, Prompts, sort_prompts
 
-__all__ = ["Group", "JobPlan", "default_order", "plan_job", "planner_of"]
+__all__ = ["Group", "Groups", "JobPlan", "default_order", "plan_job", "planner_of"]
+
+LARGEST_SHOWN = 10
 
 OutputLengths = Sequence[int] | npt.NDArray[Any] | int | None
 
@@ -45,6 +47,48 @@ class Group:
     prefix_tokens: int
 
 
+class Groups(Sequence[Group]):
+    """Groups of a plan, made when they are asked for: a job may have millions.
+
+    Args:
+        order: `[num_requests]` the plan's.
+        starts: `[num_groups]` place of each group's first request in it, rising from 0.
+        prefix_tokens: `[num_groups]` of each.
+    """
+
+    def __init__(self, order: IntArray, starts: IntArray, prefix_tokens: IntArray) -> None:
+        self._order, self._starts = order, starts
+        self.prefix_tokens = prefix_tokens
+
+    @property
+    def sizes(self) -> IntArray:
+        """`[num_groups]` members of each."""
+        return np.diff(self._starts, append=len(self._order))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Group: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Group]: ...
+
+    def __getitem__(self, index: int | slice) -> Group | list[Group]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        last = at + 1 == len(self)
+        end = len(self._order) if last else int(self._starts[at + 1])
+        return Group(self._order[int(self._starts[at]) : end], int(self.prefix_tokens[at]))
+
+    def largest(self, count: int) -> list[Group]:
+        """The shared ones with most members, and of these with most tokens."""
+        shared = np.flatnonzero(self.prefix_tokens)
+        size, prefix = self.sizes[shared], self.prefix_tokens[shared]
+        return [self[i] for i in shared[np.lexsort((-prefix, -size))][:count].tolist()]
+
+
 @dataclass(frozen=True, eq=False)
 class JobPlan:
     """A job's groups in execution order.
@@ -61,7 +105,7 @@ class JobPlan:
     """
 
     order: IntArray
-    groups: list[Group]
+    groups: Groups
     group_of: IntArray
     group_only: bool
     by_r: bool
@@ -77,7 +121,7 @@ class JobPlan:
     @property
     def largest_groups(self) -> list[Group]:
         """The ten shared groups with most members, as `report.largest_groups` counts them."""
-        return _largest(self.groups)
+        return self.groups.largest(LARGEST_SHOWN)
 
 
 def planner_of(options: EngineOptions, kv_tokens: int) -> Callable[..., JobPlan]:
@@ -181,31 +225,27 @@ def _output_tokens(output_lengths: OutputLengths, count: int) -> IntArray | None
     return lengths
 
 
-def _groups(grouped: GroupedTree, order: IntArray) -> tuple[list[Group], IntArray]:
+def _groups(grouped: GroupedTree, order: IntArray) -> tuple[Groups, IntArray]:
     """Cut `order` where the group changes. Returns the groups and each request's group."""
     root = grouped.group_root[grouped.tree.home[order]]
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (root[1:] != root[:-1]) | (root[1:] < 0)
     group_of = np.empty_like(order)
     group_of[order] = np.cumsum(begins) - 1
-    bounds = [*np.flatnonzero(begins).tolist(), len(order)]
-    prefix = np.where(root < 0, 0, grouped.tree.depth[root])[begins].tolist()
-    groups = [
-        Group(order[first:end], tokens)
-        for first, end, tokens in zip(bounds[:-1], bounds[1:], prefix, strict=True)
-    ]
-    return groups, group_of
+    roots = root[begins]
+    prefix = np.where(roots < 0, 0, grouped.tree.depth[roots])
+    return Groups(order, np.flatnonzero(begins), prefix), group_of
 
 
 def _report(
-    tree: PrefixTree, flat: PrefixTree, shared: PrefixTree, groups: list[Group], seconds: float
+    tree: PrefixTree, flat: PrefixTree, shared: PrefixTree, groups: Groups, seconds: float
 ) -> PlanReport:
     """Of a job's whole tree, Algorithm 1's, and the one that the plan shares."""
     logical = int(tree.lengths.sum())
     return PlanReport(
         requests=len(tree.home),
         groups=len(groups),
-        shared_groups=sum(group.prefix_tokens > 0 for group in groups),
+        shared_groups=int((groups.prefix_tokens > 0).sum()),
         logical_prompt_tokens=logical,
         processed_tokens_one_level=flat.processed_tokens,
         processed_tokens_all_levels=tree.processed_tokens,
@@ -215,10 +255,7 @@ def _report(
         saving=saving_ratio(shared.processed_tokens, logical),
         levels=tree.levels,
         planning_seconds=seconds,
-        largest_groups=[(len(group.members), group.prefix_tokens) for group in _largest(groups)],
+        largest_groups=[
+            (len(group.members), group.prefix_tokens) for group in groups.largest(LARGEST_SHOWN)
+        ],
     )
-
-
-def _largest(groups: list[Group]) -> list[Group]:
-    shared = [group for group in groups if group.prefix_tokens]
-    return sorted(shared, key=lambda g: (len(g.members), g.prefix_tokens), reverse=True)[:10]

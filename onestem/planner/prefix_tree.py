@@ -5,7 +5,9 @@ Only nodes that at least two prompts share are kept; what a prompt has to itself
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -49,13 +51,26 @@ class PrefixTree:
         """Prompt tokens to compute when each node is computed once (eq. 1, numerator)."""
         return int(self.edge.sum() + self.distinct.sum())
 
+    @cached_property
+    def nested(self) -> list[IntArray]:
+        """The nodes that are so many steps below the root; the root's are left out."""
+        children = 1 + np.argsort(self.parent[1:], kind="stable")
+        count = np.bincount(self.parent[1:], minlength=self.num_nodes)
+        begin = np.cumsum(count) - count
+        found: list[IntArray] = []
+        nodes = np.zeros(1, np.int64)
+        while True:
+            num = count[nodes]
+            before = np.repeat(begin[nodes] - (np.cumsum(num) - num), num)
+            nodes = children[before + np.arange(len(before))]
+            if len(nodes) == 0:
+                return found
+            found.append(nodes)
+
     @property
     def levels(self) -> int:
         """Deepest nesting of shared prefixes; 0 where nothing is shared."""
-        level = [0] * self.num_nodes
-        for node, parent in enumerate(self.parent.tolist()[1:], start=1):
-            level[node] = level[parent] + 1
-        return max(level)
+        return len(self.nested)
 
     def at_home(self, values: IntArray | BoolArray) -> IntArray:
         """`[num_requests]` values summed over the prompts that each node is home to."""
@@ -63,20 +78,18 @@ class PrefixTree:
 
     def below(self, values: IntArray) -> IntArray:
         """`[num_nodes]` values summed over the subtree of each node."""
-        sums = values.tolist()
-        parent = self.parent.tolist()
-        for node in range(self.num_nodes - 1, 0, -1):
-            sums[parent[node]] += sums[node]
-        return np.array(sums, np.int64)
+        sums = values.astype(np.int64)
+        for nodes in reversed(self.nested):
+            np.add.at(sums, self.parent[nodes], sums[nodes])
+        return sums
 
     def smallest(self, values: IntArray) -> IntArray:
         """`[num_nodes]` smallest of the prompts' values in each node's subtree."""
         first = np.full(self.num_nodes, np.iinfo(np.int64).max)
         np.minimum.at(first, self.home, values)
-        smallest, parent = first.tolist(), self.parent.tolist()
-        for node in range(self.num_nodes - 1, 0, -1):
-            smallest[parent[node]] = min(smallest[parent[node]], smallest[node])
-        return np.array(smallest, np.int64)
+        for nodes in reversed(self.nested):
+            np.minimum.at(first, self.parent[nodes], first[nodes])
+        return first
 
 
 def build_tree(prompts: SortedPrompts, min_prefix_tokens: int = 1) -> PrefixTree:
@@ -85,17 +98,18 @@ def build_tree(prompts: SortedPrompts, min_prefix_tokens: int = 1) -> PrefixTree
     Prefixes shorter than `min_prefix_tokens` are taken for not shared.
     """
     shared = np.where(prompts.shared < min_prefix_tokens, 0, prompts.shared)
-    depth, parent, home_by_rank = _nodes(shared.tolist())
+    depth, parent, home_by_rank = _nodes(shared)
     home = np.empty(len(prompts.order), np.int64)
     home[prompts.order] = home_by_rank
     return _parents_first(np.array(parent), np.array(depth), home, prompts.lengths)
 
 
-def _nodes(shared: list[int]) -> tuple[list[int], list[int], list[int]]:
+def _nodes(shared: IntArray) -> tuple[array[int], array[int], array[int]]:
     """Intervals of neighbours with a common prefix. Returns depth and parent by node, in order of
     discovery, and each prompt's home by its rank."""
-    depth, parent, home = [0], [0], []
+    depth, parent, home = array("q", [0]), array("q", [0]), array("q")
     path = [0]  # open nodes, root first
+    ahead = array("q", np.append(shared[1:], 0)[: len(shared)].tobytes())
 
     def add(node_depth: int) -> int:
         depth.append(node_depth)
@@ -103,7 +117,7 @@ def _nodes(shared: list[int]) -> tuple[list[int], list[int], list[int]]:
         path.append(len(depth) - 1)
         return path[-1]
 
-    for common in [*shared[1:], 0][: len(shared)]:
+    for common in ahead:
         if common > depth[path[-1]]:
             add(common)
         home.append(path[-1])

@@ -36,10 +36,13 @@ class RunningOrder:
 
     Args:
         plan: what to run.
-        finished: of requests that are not to run any more, the sampled tokens; None: not known.
+        finished: `[num_finished]` requests that are not to run any more; None: none.
+        sampled: `[num_finished]` their sampled tokens; -1: not known.
     """
 
-    def __init__(self, plan: JobPlan, finished: dict[int, int | None] | None = None) -> None:
+    def __init__(
+        self, plan: JobPlan, finished: IntArray | None = None, sampled: IntArray | None = None
+    ) -> None:
         self.plan = plan
         self._units = _loosened(plan.grouped)
         self._sampled = np.full(len(plan.order), -1, np.int64)  # of each request; -1: not known
@@ -47,10 +50,10 @@ class RunningOrder:
         self._sort_at = 0.0
         self._pending = np.ones(len(plan.order), np.bool_)
         self._begun = np.zeros(len(plan.order), np.bool_)
-        for request, tokens in (finished or {}).items():
-            self._pending[request] = False
-            if tokens is not None:
-                self.note(request, tokens)
+        if finished is not None and sampled is not None:
+            self._pending[finished] = False
+            self._sampled[finished] = sampled
+            self._num_noted = int((sampled >= 0).sum())
 
     def note(self, request: int, tokens: int) -> None:
         """A request has finished, with so many sampled tokens."""
@@ -80,16 +83,16 @@ class RunningOrder:
     def expected_tokens(self) -> IntArray:
         """`[num_requests]` tokens that each answer is expected to have."""
         tree, asked, known = self.plan.grouped.tree, self.plan.output_tokens, self._sampled >= 0
-        count = tree.below(tree.at_home(known)).tolist()
-        most = tree.below(tree.at_home(np.where(known, asked, 0))).tolist()
-        sampled = tree.below(tree.at_home(np.where(known, self._sampled, 0))).tolist()
-        share = [1.0] * tree.num_nodes
-        for node, parent in enumerate(tree.parent.tolist()):
-            share[node] = share[parent]  # of the root its own
-            if count[node]:
-                found = count[node] * sampled[node] / max(most[node], 1)
-                share[node] = (found + SHRINKAGE * share[parent]) / (count[node] + SHRINKAGE)
-        expected: IntArray = np.rint(asked * np.array(share)[tree.home]).astype(np.int64)
+        count = tree.below(tree.at_home(known)).astype(np.float64)
+        most = tree.below(tree.at_home(np.where(known, asked, 0)))
+        sampled = tree.below(tree.at_home(np.where(known, self._sampled, 0)))
+        found = count * sampled / np.maximum(most, 1)
+        share = np.ones(tree.num_nodes)
+        for nodes in (np.zeros(1, np.int64), *tree.nested):
+            above = share[tree.parent[nodes]]  # of the root its own
+            drawn = (found[nodes] + SHRINKAGE * above) / (count[nodes] + SHRINKAGE)
+            share[nodes] = np.where(count[nodes] > 0, drawn, above)
+        expected: IntArray = np.rint(asked * share[tree.home]).astype(np.int64)
         return expected
 
 

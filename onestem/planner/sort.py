@@ -1,39 +1,61 @@
 """Bring prompts with a common prefix next to each other, in bounded memory.
 
 A job's token ids may not fit in memory (100,000 prompts of 2,000 tokens are 800 MB, several times
-that as Python lists), so a prompt is read a chunk at a time, and only prompts that agree on all
-chunks so far are read further.
+that as Python lists). So prompts are dealt into buckets by their content, between splitters that a
+sample of them gives, and one bucket is sorted at a time.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BoolArray", "IntArray", "Prompts", "SortedPrompts", "sort_prompts"]
+__all__ = ["BoolArray", "IntArray", "Prompts", "SortedPrompts", "StoredPrompts", "sort_prompts"]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 TOKEN_BYTES = 4
-KEY_BYTES = 64 << 20  # token ids held at once
-MIN_CHUNK = 16  # tokens; shorter chunks would cost more rounds than they save memory
+KEY_BYTES = 64 << 20  # keys held at once
+KEY_OVERHEAD = 128  # bytes that Python takes for one
+MOST_BUCKETS = 4096
+SAMPLES = 32  # for each bucket: one is then seldom twice as large as meant
 
 
 class Prompts(Protocol):
-    """Anything indexable: a list of lists, a list of arrays, a memory-mapped store."""
+    """Anything indexable: a list of lists, a list of arrays, a store."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> Sequence[int] | npt.NDArray[Any]:
         """Token ids of prompt `i`; each fits an int32."""
         ...
+
+
+@runtime_checkable
+class StoredPrompts(Prompts, Protocol):
+    """Prompts in a file, to be read in their order.
+
+    Attributes:
+        lengths: `[num_requests]` tokens of each.
+        folder: has room for all token ids once more.
+    """
+
+    @property
+    def lengths(self) -> IntArray: ...
+
+    @property
+    def folder(self) -> Path: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,66 +78,123 @@ class SortedPrompts:
 
 
 def sort_prompts(prompts: Prompts) -> SortedPrompts:
-    """Sort by content. The order is lexicographic for a fixed, unspecified order of token ids.
+    """Sort by content. The order is lexicographic for a fixed, unspecified order of token ids;
+    equal prompts stand by their index.
 
-    Memory beside `prompts`: at most `max(64 MiB, 64 bytes * num_requests)` of token ids at a time,
-    and about 200 bytes per request. Each prompt is fetched a few times (once for its length, once
-    or twice per chunk that it shares with another prompt and once for the chunk that parts them).
+    Memory beside `prompts`: about 128 MiB of keys, and 40 bytes per request. Each prompt is fetched
+    once or twice. Those of `StoredPrompts` are read in their order, and written once more to a file
+    that is gone afterwards, bucket by bucket, so that none is looked for.
     """
     count = len(prompts)
-    lengths = np.fromiter((len(prompts[i]) for i in range(count)), np.int64, count)
-    order = np.arange(count)
-    shared = np.zeros(count, np.int64)
-    # order[first:end] begin with the same `offset` tokens; what follows is not yet sorted
-    unsorted = [(0, count, 0)] if count else []
-    while unsorted:
-        first, end, offset = unsorted.pop()
-        requests = order[first:end].tolist()
-        chunk = max(MIN_CHUNK, KEY_BYTES // (TOKEN_BYTES * len(requests)))
-        if lengths[requests].max() > offset + chunk + 1:
-            offset += _common_ahead(prompts, requests, offset)
-        ranked, common = _sort_chunk(prompts, requests, offset, chunk)
-        order[first:end] = ranked
-        shared[first + 1 : end] = common + offset
-        tied = _runs(common == chunk)
-        unsorted += [(first + a, first + b + 1, offset + chunk) for a, b in tied]
+    if isinstance(prompts, StoredPrompts):
+        lengths = np.asarray(prompts.lengths, np.int64)
+    else:
+        lengths = np.fromiter((len(prompts[i]) for i in range(count)), np.int64, count)
+    order, shared = np.empty(count, np.int64), np.zeros(count, np.int64)
+    at, last = 0, b""
+    for requests, keys in _buckets(prompts, lengths):
+        end = at + len(requests)
+        ranks = sorted(range(len(keys)), key=keys.__getitem__)
+        order[at:end] = requests[ranks]
+        ranked = [last, *(keys[rank] for rank in ranks)]
+        shared[at:end] = [_common_tokens(a, b) for a, b in pairwise(ranked)]
+        at, last = end, ranked[-1]
     return SortedPrompts(lengths, order, shared)
 
 
-def _sort_chunk(
-    prompts: Prompts, requests: list[int], offset: int, chunk: int
-) -> tuple[list[int], IntArray]:
-    """Sort by the tokens `offset..offset + chunk - 1`, equal ones by request index.
-
-    Returns:
-        The requests in order, and `[len(requests) - 1]` tokens common to each two neighbours.
-    """
-    keys = [_key(prompts[i], offset, offset + chunk) for i in requests]
-    ranks = sorted(range(len(keys)), key=keys.__getitem__)
-    common = [_common_tokens(keys[a], keys[b]) for a, b in pairwise(ranks)]
-    return [requests[rank] for rank in ranks], np.array(common, np.int64)
-
-
-def _common_ahead(prompts: Prompts, requests: list[int], offset: int) -> int:
-    """Tokens from `offset` on that all requests share, so that a long header costs one pass."""
-    pivot = _key(prompts[requests[0]], offset, None)
-    for i in requests[1:]:
-        if not pivot:
-            break
-        key = _key(prompts[i], offset, offset + len(pivot) // TOKEN_BYTES)
-        if key != pivot:
-            pivot = pivot[: TOKEN_BYTES * _common_tokens(pivot, key)]
-    return len(pivot) // TOKEN_BYTES
+def _buckets(prompts: Prompts, lengths: IntArray) -> Iterator[tuple[IntArray, list[bytes]]]:
+    """Requests whose content comes before that of the next bucket's, and their keys; by index."""
+    count = len(lengths)
+    total = int((TOKEN_BYTES * lengths + KEY_OVERHEAD).sum())
+    if total <= KEY_BYTES:
+        yield np.arange(count), [_key(prompts[i]) for i in range(count)]
+        return
+    splitters = _splitters(prompts, lengths, min(MOST_BUCKETS, -(-total // KEY_BYTES)))
+    if isinstance(prompts, StoredPrompts):
+        with tempfile.TemporaryFile(dir=prompts.folder) as file:
+            shelves = _Shelves(file, lengths)
+            bucket_of = _dealt(prompts, lengths, splitters, shelves)
+            for bucket, requests in _members(bucket_of):
+                yield requests, shelves.keys(bucket, requests)
+    else:
+        for _, requests in _members(_dealt(prompts, lengths, splitters, None)):
+            yield requests, [_key(prompts[i]) for i in requests.tolist()]
 
 
-def _key(prompt: Sequence[int] | npt.NDArray[Any], start: int, stop: int | None) -> bytes:
-    """The shareable tokens `start..stop - 1` as int32 bytes, compared by memcmp when sorted.
+def _splitters(prompts: Prompts, lengths: IntArray, buckets: int) -> list[bytes]:
+    """Keys, rising, between which prompts are of much the same size in all."""
+    drawn = np.random.default_rng(0).integers(0, len(lengths), SAMPLES * buckets)
+    keys = sorted(_key(prompts[i]) for i in np.sort(drawn).tolist())
+    before = np.cumsum([len(key) + KEY_OVERHEAD for key in keys])
+    wanted = before[-1] * np.arange(1, buckets) / buckets
+    return sorted({keys[at] for at in np.searchsorted(before, wanted).tolist()})
+
+
+def _dealt(
+    prompts: Prompts, lengths: IntArray, splitters: list[bytes], shelves: _Shelves | None
+) -> npt.NDArray[np.uint16]:
+    """`[num_requests]` bucket of each. Those that equal a splitter have one of their own."""
+    bucket_of = np.empty(len(lengths), np.uint16)
+    sizes = np.cumsum(TOKEN_BYTES * lengths + KEY_OVERHEAD)
+    first = 0
+    while first < len(lengths):
+        most = KEY_BYTES + (int(sizes[first - 1]) if first else 0)
+        end = max(first + 1, int(np.searchsorted(sizes, most, "right")))
+        keys = [_key(prompts[i]) for i in range(first, end)]
+        for i, key in enumerate(keys, first):
+            at = bisect_left(splitters, key)
+            bucket_of[i] = 2 * at + (at < len(splitters) and splitters[at] == key)
+        if shelves is not None:
+            shelves.put(keys, bucket_of[first:end])
+        first = end
+    return bucket_of
+
+
+def _members(bucket_of: npt.NDArray[np.uint16]) -> Iterator[tuple[int, IntArray]]:
+    """Buckets that have any, rising, and their requests, rising."""
+    order = np.argsort(bucket_of, kind="stable")
+    end = 0
+    for bucket, count in enumerate(np.bincount(bucket_of).tolist()):
+        end += count
+        if count:
+            yield bucket, order[end - count : end]
+
+
+class _Shelves:
+    """Keys in a file, those of a bucket together as far as they were put together."""
+
+    def __init__(self, file: IO[bytes], lengths: IntArray) -> None:
+        self._file = file
+        self._sizes = TOKEN_BYTES * np.maximum(lengths - 1, 0)
+        self._ends: list[IntArray] = []  # of each put, by bucket
+
+    def put(self, keys: list[bytes], bucket_of: npt.NDArray[np.uint16]) -> None:
+        """Append some keys."""
+        sizes = np.array([len(key) for key in keys])
+        begin = int(self._ends[-1][-1]) if self._ends else 0
+        self._ends.append(begin + np.cumsum(np.bincount(bucket_of, sizes)).astype(np.int64))
+        self._file.write(b"".join(keys[i] for i in np.argsort(bucket_of, kind="stable").tolist()))
+
+    def keys(self, bucket: int, requests: IntArray) -> list[bytes]:
+        """Of a bucket, whose requests these are."""
+        self._file.flush()
+        parts, begin = [], 0
+        for ends in self._ends:
+            if bucket < len(ends):
+                start = int(ends[bucket - 1]) if bucket else begin
+                parts.append(os.pread(self._file.fileno(), int(ends[bucket]) - start, start))
+            begin = int(ends[-1])
+        whole, bounds = b"".join(parts), [0, *np.cumsum(self._sizes[requests]).tolist()]
+        return [whole[start:end] for start, end in pairwise(bounds)]
+
+
+def _key(prompt: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """The shareable tokens as int32 bytes, compared by memcmp when sorted.
 
     The bytes are in native order: that sorts token ids oddly, but alike in every prompt, and
     nothing more is needed to bring equal prefixes together.
     """
-    last = len(prompt) - 1
-    part = prompt[start : last if stop is None else min(stop, last)]
+    part = prompt[: max(0, len(prompt) - 1)]
     if isinstance(part, np.ndarray):
         return part.astype(np.int32, copy=False, casting="same_kind").tobytes()
     return array("i", part).tobytes()
@@ -127,10 +206,3 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     differ = np.frombuffer(a, np.int32, count) != np.frombuffer(b, np.int32, count)
     first = int(differ.argmax()) if count else 0
     return first if count and differ[first] else count
-
-
-def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Half-open intervals in which `flags` is true."""
-    padded = np.concatenate(([False], flags, [False]))
-    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))

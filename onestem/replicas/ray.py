@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +118,11 @@ def _init(ray: Any, address: str | None) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
         settings |= {"num_cpus": usable_cores(), "include_dashboard": False}
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address or "local", **settings)
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray's ends with a stack
     except (ConnectionError, RuntimeError, ValueError) as error:
         told = " ".join(str(error).split())[:MOST_REASON]
         raise ConfigError(

@@ -14,8 +14,9 @@ from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
 from onestem.engine.schedule.admission import check_format, check_pml, check_request
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import RequestError
+from onestem.errors import ConfigError, RequestError
 from onestem.forecasts import JobWatch
+from onestem.llm import Prompt, named_one, params_for_each, read_prompt, several_prompts
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
@@ -44,7 +45,8 @@ class Replicas:
     Args:
         num_replicas: engines to start; what comes late joins in.
         options: of each engine.
-        address: of a Ray cluster; None: Ray is started on this machine.
+        address: of a Ray cluster; None: Ray is started on this machine. Where this process has
+            joined one already, it is that one.
         tell: told in one line of each replica that cannot start or dies.
 
     Attributes:
@@ -77,6 +79,7 @@ class Replicas:
         self.options, self._target = facts.options, facts.target
         self.num_replicas = num_replicas
         self._count = 0
+        self._is_closed = False
         self._schemas: Library | None = None
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
@@ -137,18 +140,22 @@ class Replicas:
         """Answer requests; outputs as they finish. Those of a plan are dealt by its groups.
 
         Raises:
+            ConfigError: they are closed.
             JobError: no replica is left.
         """
+        if self._is_closed:
+            raise ConfigError(f"the replicas of {self.name} are closed: make others")
         return self._dealer.run(requests)
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts (texts or token ids), planned together; outputs in the prompts' order.
+        """Answer prompts, planned together; outputs in the prompts' order.
 
         Args:
+            prompts: as `LLM.generate` takes them.
             sampling_params: one for all, or one each. Log-probabilities are refused: here they
                 would be without ranks and texts, which `LLM.generate` gives.
 
@@ -168,39 +175,23 @@ class Replicas:
 
     def _requests(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        if isinstance(prompts, str):
-            raise RequestError("prompts is a text, expected a list of prompts")
-        each = sampling_params or SamplingParams()
-        params = [each] * len(prompts) if isinstance(each, SamplingParams) else list(each)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one "
-                "each"
-            )
+        many = several_prompts(prompts)
         requests = []
-        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-            try:
+        for i, (prompt, its) in enumerate(
+            zip(many, params_for_each(sampling_params, len(many)), strict=True)
+        ):
+            with named_one("prompt", i, len(many)):
                 requests.append(self._request_of(prompt, its))
                 self.validate(requests[-1])
-            except RequestError as error:
-                raise RequestError(f"prompt {i}: {error}") from error
         return requests
 
-    def _request_of(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    def _request_of(self, prompt: Prompt, params: SamplingParams) -> Request:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
-        text: str | None = None
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    f"text needs a tokenizer, and {self.path} has none: give token ids"
-                )
-            text, ids = prompt, self.tokenizer.encode(prompt)
-        else:
-            ids = list(prompt)
+        text, ids = read_prompt(prompt, self.tokenizer)
         self._count += 1
         return Request(
             request_id=f"request-{self._count}",
@@ -211,6 +202,7 @@ class Replicas:
 
     def close(self) -> None:
         """End the engines, and Ray where it was started here. Closing twice is fine."""
+        self._is_closed = True
         if self._grammars is not None:
             self._grammars.close()
         self._crew.close()

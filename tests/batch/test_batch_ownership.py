@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -193,8 +194,9 @@ def test_paths_that_cannot_be(tmp_path, source):
         run_fake(source, source)
     with pytest.raises(JobError, match="cannot read"):
         run_fake(tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(JobError, match="not a regular file"):
-        run_fake(tmp_path, tmp_path / "out.jsonl")
+        run_fake(tmp_path / "pipe", tmp_path / "out.jsonl")
 
 
 def test_a_link_stays_a_link(tmp_path, source):

@@ -90,8 +90,9 @@ def watch_logits(engine: Engine, note: Callable[[Sequence, int, torch.Tensor], N
         for span in scores:
             wanted = span.sequence.scoring.rows[span.first : span.end]
             rows += [(span.sequence, index) for index in np.unique(wanted).tolist()]
-        logits = Logits(logits.samples, list(logits.scored))
-        values = torch.log_softmax(torch.cat((logits.samples, *logits.scored)), -1).clone()
+        logits = Logits(list(logits.samples), list(logits.scored))
+        blocks = [*logits.samples, *logits.scored]
+        values = torch.log_softmax(torch.cat(blocks), -1).clone() if blocks else []
         for (sequence, index), one in zip(rows, values, strict=True):
             if sequence is not None:
                 note(sequence, index, one)

@@ -144,7 +144,7 @@ def transformers_logprobs(path: Path, compiled: CompiledPrompt, new: Sequence[in
 
 def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
     """Attention over a dense mask, in float64."""
-    group = config.num_q_heads // config.num_kv_heads
+    held: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
     distance = positions[:, None] - positions[None, :]
     slopes = getattr(config.positions, "slopes", None) if hasattr(config, "positions") else None
     bias = torch.zeros(config.num_q_heads, 1, 1, dtype=torch.float64)
@@ -153,7 +153,11 @@ def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
 
     def attend(layer, qkv, heads, angles):
         q, k, v = (x.double() for x in TorchLayers().rotated(qkv, heads, angles))
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        read = config.kv_layers[layer]
+        if read == layer:
+            held[layer] = k, v
+        group = config.num_q_heads // config.heads[layer].num_kv_heads
+        k, v = (x.repeat_interleave(group, dim=1) for x in held[read])
         scores = torch.einsum("rhd,khd->hrk", q, k) * (config.score_scale or config.head_dim**-0.5)
         if config.score_softcap is not None:
             scores = config.score_softcap * torch.tanh(scores / config.score_softcap)

@@ -59,7 +59,10 @@ class SymbolicRunner:
         for row in np.argsort(inputs.positions, kind="stable").tolist():
             ends[row] = self.row(plan, inputs, row) if live[row] else 0
         scored = [_stacked(ends[rows]) for rows in np.split(inputs.score_rows, [3])]
-        return Logits(_stacked(ends[inputs.logit_rows]), [block for block in scored if len(block)])
+        samples = [_stacked(ends[rows]) for rows in np.split(inputs.logit_rows, [3])]
+        return Logits(
+            [block for block in samples if len(block)], [block for block in scored if len(block)]
+        )
 
     def row(self, plan, inputs, row: int) -> int:
         slots, positions = visible(plan, row)
@@ -142,7 +145,7 @@ def _prompt_logprobs(one: Request, prefixes: list[int]) -> list | None:
 
 def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engine:
     config = SimpleNamespace(
-        num_q_heads=1, num_kv_heads=1, head_dim=1, num_layers=0, sliding_windows=(None,),
+        head_shapes=((1, 1),), heads=(), kv_layers=(), sliding_windows=(None,),
         vocab_size=VOCAB, max_position_embeddings=100_000,
     )  # fmt: skip
     decoder = SimpleNamespace(

@@ -38,9 +38,9 @@ def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
 
 @pytest.mark.parametrize("share", ["full", "storage", "off"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 1), (16, 4096)])
-@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
-def test_experts_in_small_memory(tiny, expected, family, page_size, chunk, share):
-    """Chunks of prompts, and sequences that are set back."""
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_image"])
+def test_others_in_small_memory(tiny, expected, family, page_size, chunk, share):
+    """Chunks of prompts, and sequences that are set back, with experts or layers that share KV."""
     options = {"page_size": page_size, "num_pages": 96 // page_size, "max_step_tokens": chunk}
     check(tiny(family), expected(family), share=share, **options)
 

@@ -98,7 +98,7 @@ class Blank:
         return {}
 
     def run(self, inputs, prepared, ids) -> Logits:
-        return Logits(torch.zeros(len(inputs.logit_rows), VOCAB))
+        return Logits([torch.zeros(len(inputs.logit_rows), VOCAB)])
 
 
 def python_calls(rows: int, streamed: int) -> float:
@@ -153,3 +153,37 @@ def test_a_request_of_everything_at_once_is_one_of_many() -> None:
         outputs = drain(engine)
         found.append([outputs[one.request_id].outputs for one in requests])
     assert found[0] == found[1]
+
+
+def test_logits_of_many_rows_are_sampled_in_blocks(tmp_path, monkeypatch) -> None:
+    """Of 3 rows at a time: every way to sample, with log-probabilities and a grammar's masks."""
+    path = make_tiny("llama", tmp_path / "model")
+    make_byte_level_tokenizer(path)
+    ways: list[dict[str, Any]] = [
+        {"n": 4, "temperature": 0.7, "logprobs": 0},
+        {"temperature": 0, "logprobs": 3, "logit_bias": {7: 2.0}},
+        {"top_k": 20, "min_tokens": 3, "stop_token_ids": list(range(30))},
+        {"n": 2, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+        {"response_format": {"type": "json_object"}},
+    ]
+    answers, sizes = [], []
+    for most in (None, 3 * VOCAB_SIZE + 1):
+        if most is not None:
+            monkeypatch.setattr("onestem.engine.step.runner.SAMPLED_LOGITS", most)
+        with LLM(path, device="cpu", dtype="float32", kv_memory="4MiB", seed=1) as llm:
+            launch, seen = llm.engine._sampler.launch, []
+            llm.engine._sampler.launch = lambda logits, step, launch=launch, seen=seen: (
+                seen.append(len(logits)) or launch(logits, step)
+            )
+            prompts = [[5, 6, 7, i] for i in range(2 * len(ways))]
+            params = [SamplingParams(max_tokens=12, seed=i, **ways[i % 5]) for i in range(10)]
+            answers.append(llm.generate(prompts, params))
+            sizes.append(max(seen))
+    assert sizes[1] == 3 < sizes[0]
+    for whole, parts in zip(*answers, strict=True):
+        for one, other in zip(whole.outputs, parts.outputs, strict=True):
+            assert one.token_ids == other.token_ids
+            for before, after in zip(one.logprobs or (), other.logprobs or (), strict=True):
+                assert before.keys() == after.keys()
+                for token in before:
+                    assert before[token].logprob == pytest.approx(after[token].logprob, abs=1e-5)

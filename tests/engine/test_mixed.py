@@ -504,7 +504,7 @@ def test_ctrl_c_waits_until_the_books_are_written(moment):
 def test_sequences_that_have_not_parted_fail_together():
     engine = make_symbolic()
     engine.add_request(request("a", [1, 2], max_tokens=3, n=3))
-    damaged = Logits(torch.full((3, VOCAB), float("nan")))
+    damaged = Logits([torch.full((3, VOCAB), float("nan"))])
     engine.launcher.runner.compute = lambda inputs, ids: damaged
     output = drain(engine)["a"]
     assert [one.finish_reason for one in output.outputs] == ["error"] * 3

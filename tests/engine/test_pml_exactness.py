@@ -26,6 +26,7 @@ from tests.engine.pml_harness import (
 FAMILIES = ["llama", "llama_linear_rope", "mistral", "qwen2_windows", "qwen3"]
 FAMILIES += ["phi", "falcon", "falcon_40b", "falcon_rw", "mpt", "gpt2"]
 FAMILIES += ["gemma2", "gemma3", "smollm3", "ministral3", "phi4_mini", "gpt_oss"]
+FAMILIES += ["gemma4", "gemma4_image"]
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

@@ -45,14 +45,16 @@ def same(first, second) -> bool:
 
 
 @pytest.mark.parametrize("isolation", ["anchored", "isolated"])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_restart_finds_modules_on_the_disk(tiny, tmp_path, isolation, page_size):
+@pytest.mark.parametrize(
+    ("family", "page_size"), [("llama", 1), ("llama", 16), ("gemma4_image", 16)]
+)
+def test_a_restart_finds_modules_on_the_disk(tiny, tmp_path, isolation, family, page_size):
     compiled = compiled_prompts(isolation)
-    engine = engine_with(tiny("llama"), tmp_path, page_size=page_size)
+    engine = engine_with(tiny(family), tmp_path, page_size=page_size)
     first = run(engine, compiled)
     cached = {s.key: len(s.token_ids) for c in compiled for s in c.segments if s.kind == "cached"}
     assert engine.tiers.stats.saved_tokens == sum(cached.values())
-    again = engine_with(tiny("llama"), tmp_path, page_size=page_size)
+    again = engine_with(tiny(family), tmp_path, page_size=page_size)
     second = run(again, compiled)
     assert same(first, second)
     assert again.tiers.stats.from_disk_tokens == sum(cached.values())
@@ -110,7 +112,7 @@ def other_shape(path):
     data = path.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
-    header["kv"]["shape"][2:4] = header["kv"]["shape"][3:1:-1]
+    header["kv"]["shape"] = [2, header["kv"]["shape"][0] // 2]
     text = json.dumps(header).encode().ljust(size)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
@@ -221,7 +223,7 @@ def test_host_budget_lets_the_oldest_go():
 
 
 def test_disk_budget_lets_the_oldest_go(tmp_path):
-    module = torch.zeros(1, 2, 16, 2, 4)
+    module = torch.zeros(256)
     size = 2 * module.nbytes + 1024
     store = DiskStore(tmp_path, size, "m")
     (tmp_path / "notes.txt").write_text("x" * 4096)
@@ -229,11 +231,11 @@ def test_disk_budget_lets_the_oldest_go(tmp_path):
         assert store.put(name, module)
         stamp = 1e9 - age
         os.utime(store.path(name), (stamp, stamp))
-    assert store.get("a", module.shape, module.dtype) is not None  # used: now the youngest
+    assert store.get("a", len(module), module.dtype) is not None  # used: now the youngest
     assert store.put("c", module)
     assert ("a" in store, "b" in store, "c" in store) == (True, False, True)
     assert (tmp_path / "notes.txt").exists()
-    assert not store.put("d", torch.zeros(1, 2, 999, 2, 4))
+    assert not store.put("d", torch.zeros(256 * 60))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 
-from onestem.openai.write import Chunks, ResponseFormat
-from onestem.request import CompletionOutput
+from onestem.openai.write import Chunks, ResponseFormat, answer_body
+from onestem.request import CompletionOutput, RequestOutput
 
 TEXTS = ("a", "", '"\\', "\u00e9\u2028\n", "\0", " </think>", "\U0001f600")
 
@@ -20,9 +21,47 @@ def test_a_token_is_written_as_its_piece(kind, ids, usage):
     form = ResponseFormat(
         kind=kind, model='m"\\u0000\0', logprobs=None, return_token_ids=ids, token_bytes=None
     )
-    one, other = (Chunks("id", 7, form, n=1, include_usage=usage) for _ in range(2))
+    one, other = (
+        Chunks("id", 7, form, prompts=[[5, 6]], n=1, include_usage=usage) for _ in range(2)
+    )
     for chunks in (one, other):
         chunks.events({(0, 0): CompletionOutput(index=0, text="first", token_ids=[1])})
     for token, text in enumerate(TEXTS):
         piece = CompletionOutput(index=0, text=text, token_ids=[token])
         assert one.token(token, text) == other.events({(0, 0): piece})
+
+
+@pytest.mark.parametrize(
+    ("spelled", "offsets"),
+    [
+        ([b"a", b"\xc3", b"\xa6", b"b"], [0, 1, 1, 2]),
+        ([b"\xf0\x9f", b"\x98", b"\x80x", b"y"], [0, 0, 0, 2]),
+        ([b"\xc3", b"a", b"b"], [0, 1, 2]),  # a character that is never finished is U+FFFD
+        ([b"\xe2\x82", b"\xc3", b"\xa6"], [0, 1, 1]),
+        ([b"\x80", b"", b"a"], [0, 1, 1]),
+        ([b"\xc3\xa6\xc3", b"\xa6b", b"c"], [0, 1, 3]),
+    ],
+)
+def test_offsets_count_characters_of_the_text(spelled, offsets):
+    """Not those of the names that tokens without a text of their own have (`bytes:...`)."""
+    form = ResponseFormat(
+        kind="completion", model="m", logprobs=0, return_token_ids=False,
+        token_bytes=spelled.__getitem__,
+    )  # fmt: skip
+    ids, text = list(range(len(spelled))), b"".join(spelled).decode(errors="replace")
+    whole = CompletionOutput(
+        index=0, text=text, token_ids=ids, logprobs=[{token: -1.0} for token in ids]
+    )
+    for at, piece in zip(offsets, spelled, strict=True):
+        assert not piece.isascii() or text[at:].startswith(piece.decode())
+    output = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=[], outputs=[whole], finished=True
+    )
+    (choice,) = answer_body("r", output, form)["choices"]
+    assert choice["logprobs"]["text_offset"] == offsets
+    chunks, streamed = Chunks("id", 7, form, n=1, include_usage=False), []
+    for token in ids:
+        piece = CompletionOutput(index=0, text="", token_ids=[token], logprobs=[{token: -1.0}])
+        event = json.loads(chunks.events({(0, 0): piece}).decode().removeprefix("data: "))
+        streamed += event["choices"][0]["logprobs"]["text_offset"]
+    assert streamed == offsets

@@ -20,6 +20,8 @@ STAND_IN = """
 import json, os
 from types import SimpleNamespace
 
+__version__ = "0"
+
 class SamplingParams(SimpleNamespace):
     pass
 
@@ -40,7 +42,8 @@ class LLM:
             raise SystemExit(3)
         return [
             SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=[1] * one.max_tokens)], num_cached_tokens=2
+                outputs=[SimpleNamespace(token_ids=[1] * one.max_tokens)] * getattr(one, "n", 1),
+                num_cached_tokens=2,
             )
             for one in params
         ]

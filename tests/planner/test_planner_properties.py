@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from tempfile import gettempdir
 from typing import get_args
 from unittest import mock
 
@@ -273,17 +275,27 @@ def test_permuting_the_input_keeps_the_report(
     assert plan_job(sorted(prompts), levels=levels).report == report
 
 
+class Stored(list[Prompt]):
+    """As a job's prompts are: on a disk."""
+
+    folder = Path(gettempdir())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(prompt) for prompt in self], np.int64)
+
+
 @timeless
-@given(jobs, st.integers(1, 5), st.integers(1, 200))
-def test_reading_in_chunks_changes_nothing(
-    prompts: list[Prompt], min_chunk: int, key_bytes: int
+@given(jobs, st.sampled_from([list, Stored]), st.integers(1, 3000))
+def test_sorting_in_buckets_changes_nothing(
+    prompts: list[Prompt], kind: Callable[[list[Prompt]], list[Prompt]], key_bytes: int
 ) -> None:
     whole = plan_job(prompts)
-    with mock.patch.multiple(sort, MIN_CHUNK=min_chunk, KEY_BYTES=key_bytes):
-        in_chunks = plan_job(prompts)
-        ranked = sort_prompts(prompts)
-    assert in_chunks.order.tolist() == whole.order.tolist()
-    assert in_chunks.report == whole.report
+    with mock.patch.multiple(sort, KEY_BYTES=key_bytes, SAMPLES=2):
+        in_buckets = plan_job(kind(prompts))
+        ranked = sort_prompts(kind(prompts))
+    assert in_buckets.order.tolist() == whole.order.tolist()
+    assert in_buckets.report == whole.report
     neighbours = [prompts[i][:-1] for i in ranked.order]
     expected = [0][: len(prompts)] + [common_tokens([a, b]) for a, b in pairwise(neighbours)]
     assert ranked.shared.tolist() == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import groupby
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def test_all_who_are_left_run_once_and_group_by_group(prompts, levels, order, bu
     begun: list[int] = []
 
     def run() -> list[int]:
-        running_order, ran = RunningOrder(plan, lengths), []
+        running_order, ran = RunningOrder(plan, *known(lengths)), []
         for request in running_order:
             ran.append(request)
             if request % 3 == 0:
@@ -66,9 +67,15 @@ def test_expected_lengths_are_shares_drawn_towards_those_of_larger_prefixes(prom
         weight = running.SHRINKAGE
         return (len(known) * own + weight * above) / (len(known) + weight)
 
-    order = RunningOrder(plan, sampled)
+    order = RunningOrder(plan, *known(sampled))
     for i, expected in enumerate(order.expected_tokens().tolist()):
         assert abs(expected - asked[i] * share(path(int(tree.home[i])))) <= Fraction(501, 1000)
+
+
+def known(lengths: dict[int, int | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Requests that have finished, and their sampled tokens; -1: not known."""
+    sampled = [-1 if tokens is None else tokens for tokens in lengths.values()]
+    return np.array([*lengths], np.int64), np.array(sampled, np.int64)
 
 
 def kinds(header: int) -> list[list[int]]:

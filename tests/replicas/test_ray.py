@@ -45,6 +45,8 @@ def told():
 def replicas(cluster, told):
     with Replicas(2, OPTIONS, address=cluster, tell=told.append) as made:
         yield made
+    with pytest.raises(ConfigError, match="the replicas of embedded are closed"):
+        made.generate(["a"])
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +88,16 @@ def test_generate_answers_as_one_engine_does(replicas):
     assert [output.prompt for output in found] == prompts
     with pytest.raises(RequestError, match="prompt 1: prompt has"):
         replicas.generate(["a", "long " * 20_000])
-    with pytest.raises(RequestError, match="prompt 0: replicas give no log-probabilities"):
+    with pytest.raises(RequestError, match="replicas give no log-probabilities"):
         replicas.generate(["a"], SamplingParams(logprobs=2))
     with pytest.raises(RequestError, match="1 sampling parameters for 2 prompts"):
         replicas.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(RequestError, match="sampling_params is 'hot', expected SamplingParams"):
+        replicas.generate(["a"], "hot")
+    with pytest.raises(RequestError, match="prompt 1: prompt is NoneType"):
+        replicas.generate(["a", None])
+    one = replicas.generate({"prompt": prompts[0]}, params[0])
+    assert one[0].outputs[0].token_ids == expected[0]
 
 
 def test_killed_replicas_lose_nothing(replicas, told, job, tmp_path):

@@ -122,21 +122,34 @@ def test_lists_of_prompts(client, llm):
     expected = [o.text for answer in llm.generate(texts, params) for o in answer.outputs]
     for prompt in (texts, ids):
         made = client.completions.create(
-            model="embedded", prompt=prompt, temperature=0, max_tokens=4, n=2
-        )
+            model="embedded", prompt=prompt, temperature=0, max_tokens=4, n=2,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
         assert [choice.text for choice in made.choices] == expected
+        assert [choice.prompt_token_ids for choice in made.choices] == [
+            ids[i // 2] for i in range(6)
+        ]
         assert [choice.index for choice in made.choices] == list(range(6))
         assert made.usage.prompt_tokens == sum(map(len, ids))
     one = client.completions.create(model="embedded", prompt=ids[0], temperature=0, max_tokens=4)
     assert one.choices[0].text == expected[0]
     stream = client.completions.create(
-        model="embedded", prompt=texts, temperature=0, max_tokens=4, n=2, stream=True
-    )
-    streamed = [""] * 6
+        model="embedded", prompt=texts, temperature=0, max_tokens=4, n=2, stream=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    streamed, told = [""] * 6, [[] for _ in range(6)]
     for chunk in stream:
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
+            told[choice.index] += getattr(choice, "prompt_token_ids", [])
     assert streamed == expected
+    assert told == [ids[i // 2] for i in range(6)]
+    first, *others = client.chat.completions.create(
+        model="embedded", messages=CHAT, max_tokens=4, stream=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert first.prompt_token_ids == llm.tokenizer.apply_chat_template(CHAT)
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in others)
 
 
 def test_json_schema(client):

@@ -7,7 +7,7 @@ computed them, the next step waits for those in. Files are read and written by a
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -46,7 +46,7 @@ class ModuleTiers:
     """Host memory and disk for the modules of one engine.
 
     Args:
-        pages: K and V pages of each layer.
+        pages: K and V pages of each layer that has its own.
         host, disk: None: there is no such tier.
     """
 
@@ -112,8 +112,18 @@ class ModuleTiers:
 
     @property
     def _bytes_per_token(self) -> int:
-        k_pages = self._pages[0][0]
-        return 2 * len(self._pages) * k_pages[0, 0].numel() * k_pages.element_size()
+        return self._num_values(1) * self._dtype.itemsize
+
+    def _num_values(self, num_tokens: int) -> int:
+        return num_tokens * sum(pages[0, 0].numel() for pair in self._pages for pages in pair)
+
+    def _parts(self, module: Tensor, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each pages tensor with what a module holds of it, `[num_tokens, num_kv_heads,
+        head_dim]`."""
+        every = [pages for pair in self._pages for pages in pair]
+        sizes = [num_tokens * pages[0, 0].numel() for pages in every]
+        for pages, values in zip(every, module.split(sizes), strict=True):
+            yield pages, values.view(num_tokens, *pages.shape[2:])
 
     def prefetch(self, modules: Iterable[tuple[Name, int]]) -> None:
         """Begin to read modules (name, tokens) from the disk that will be wanted."""
@@ -135,16 +145,13 @@ class ModuleTiers:
     def _timed_read(self, name: Name, num_tokens: int) -> Tensor | None:
         assert self.disk is not None
         started = time.perf_counter()
-        module = self.disk.get(name, self._shape(num_tokens), self._dtype)
+        module = self.disk.get(name, self._num_values(num_tokens), self._dtype)
         if module is not None:
             module = module.pin_memory() if self._stream is not None else module
             self._bytes_per_second = module.nbytes / (time.perf_counter() - started)
             if self.host is not None and self.host.put(name, module):
                 self._reading.pop(name, None)
         return module
-
-    def _shape(self, num_tokens: int) -> tuple[int, ...]:
-        return len(self._pages), 2, num_tokens, *self._pages[0][0].shape[2:]
 
     def load(self, run: ModuleRun) -> bool:
         """Copy a module to its run's pages before the next step; False if no tier has it whole."""
@@ -176,9 +183,8 @@ class ModuleTiers:
         slots = run.slots(0, len(run.tokens))
         if self._stream is None:
             where = slot_index(slots, self._device)
-            for pair, values in zip(self._pages, module, strict=True):
-                for pages, value in zip(pair, values, strict=True):
-                    write_kv(pages, where, value)
+            for pages, values in self._parts(module, len(slots)):
+                write_kv(pages, where, values)
             return
         self._copy_in_aside(slots, module)
 
@@ -188,21 +194,20 @@ class ModuleTiers:
         assert self._stream is not None
         main = torch.cuda.current_stream(self._device)
         cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-        in_order = self._pages[0][0].is_contiguous()
+        in_order = all(pages.is_contiguous() for pair in self._pages for pages in pair)
         scattered = len(cuts) - 1 > FEW_STRETCHES or not in_order
         where = torch.from_numpy(slots).pin_memory() if scattered else None
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             index = None if where is None else where.to(self._device, non_blocking=True)
-            for pair, values in zip(self._pages, module, strict=True):
-                for pages, value in zip(pair, values, strict=True):
-                    if index is not None:
-                        write_kv(pages, index, value.to(self._device, non_blocking=True))
-                        continue
-                    flat = pages.view(-1, *pages.shape[2:])
-                    for a, b in pairwise(cuts):
-                        first = int(slots[a])
-                        flat[first : first + b - a].copy_(value[a:b], non_blocking=True)
+            for pages, values in self._parts(module, len(slots)):
+                if index is not None:
+                    write_kv(pages, index, values.to(self._device, non_blocking=True))
+                    continue
+                flat = pages.view(-1, *pages.shape[2:])
+                for a, b in pairwise(cuts):
+                    first = int(slots[a])
+                    flat[first : first + b - a].copy_(values[a:b], non_blocking=True)
         main.wait_stream(self._stream)
 
     # ----------------------------------------------------------------------------- out
@@ -227,11 +232,10 @@ class ModuleTiers:
     def _copy_out(self, run: ModuleRun) -> tuple[Tensor, torch.cuda.Event | None]:
         num_tokens = len(run.tokens)
         aside = self._stream is not None
-        module = torch.empty(self._shape(num_tokens), dtype=self._dtype, pin_memory=aside)
+        module = torch.empty(self._num_values(num_tokens), dtype=self._dtype, pin_memory=aside)
         slots = torch.from_numpy(run.slots(0, num_tokens)).to(self._device)
-        for pair, values in zip(self._pages, module, strict=True):
-            for pages, value in zip(pair, values, strict=True):
-                self._copy_layer_out(read_kv(pages, slots), value)
+        for pages, values in self._parts(module, num_tokens):
+            self._copy_layer_out(read_kv(pages, slots), values)
         if self._stream is None:
             return module, None
         copied = torch.cuda.Event()

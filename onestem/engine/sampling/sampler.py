@@ -27,6 +27,7 @@ from onestem.request import RankedLogprobs, SamplingParams, TokenLogprobs
 __all__ = [
     "Chosen",
     "Pending",
+    "PendingBlocks",
     "PendingLogprobs",
     "Sampled",
     "Sampler",
@@ -221,6 +222,25 @@ class Pending:
             made = chosen.entries(ids[self._told].tolist(), self._counts.tolist())
             entries = dict(zip(self._told.tolist(), made, strict=True))
         return Sampled(ids, status.astype(np.int32), entries)
+
+
+class PendingBlocks:
+    """The same of rows whose logits were not all there at a time."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+        self.ids = parts[0].ids if len(parts) == 1 else torch.cat([part.ids for part in parts])
+
+    def take(self) -> Sampled:
+        """Wait for the tokens."""
+        taken = [part.take() for part in self._parts]
+        entries: dict[int, TokenLogprobs] = {}
+        first = 0
+        for part in taken:
+            entries |= {first + i: entry for i, entry in part.entries.items()}
+            first += len(part.ids)
+        ids, status = (np.concatenate([part[i] for part in taken]) for i in range(2))
+        return Sampled(ids, status, entries)
 
 
 class PendingLogprobs:

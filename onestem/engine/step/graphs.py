@@ -42,6 +42,9 @@ STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less
 # lengths of that time, and own runs grow.
 LIST_STEPS = 16
 
+# Layers that one work list serves: their window, KV heads and size of heads.
+_Kind = tuple[int | None, int, int]
+
 
 @dataclass(eq=False)
 class _Staging:
@@ -97,20 +100,25 @@ class GraphRunner(Runner):
         self._listed = False  # whether they are those of the step before
         self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
         self._inputs[2] = self.scratch_slot
+        self._kinds: list[_Kind] = [
+            (window, heads.num_kv_heads, heads.head_dim)
+            for window, heads in zip(self.windows, decoder.config.heads, strict=True)
+        ]
         self._workspaces = self._make_workspaces(num_pages, page_size)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _Graph] = {}
 
-    def _make_workspaces(self, num_pages: int, page_size: int) -> dict[int | None, Workspace]:
+    def _make_workspaces(self, num_pages: int, page_size: int) -> dict[_Kind, Workspace]:
         config, device = self.decoder.config, self.decoder.device
         max_states = STATES_PER_ROW * BATCH_SIZES[-1]
-        states = States.empty(max_states, config.num_q_heads, config.head_dim, device)
+        widest = max(heads.head_dim for heads in config.heads)
+        states = States.empty(max_states, config.num_q_heads, widest, device)
         return {
-            window: Workspace(
+            (window, num_kv_heads, head_dim): Workspace(
                 max_rows=BATCH_SIZES[-1],
                 num_q_heads=config.num_q_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
                 page_size=page_size,
                 dtype=self.decoder.dtype,
                 device=device,
@@ -118,11 +126,11 @@ class GraphRunner(Runner):
                 # with its decodes again), and each row's items, spans and slack beside: about
                 # twelve words for each run that it sees. A list that takes more runs without graph.
                 max_words=2 * num_pages + WORDS_PER_ROW * BATCH_SIZES[-1] + (1 << 17),
-                states=states,
+                states=states.of_size(head_dim),
                 share=self.share != "storage",
                 windowed=window is not None,
             )
-            for window in set(self.windows)
+            for window, num_kv_heads, head_dim in set(self._kinds)
         }
 
     def warm_up(self) -> None:
@@ -164,7 +172,7 @@ class GraphRunner(Runner):
         if self.share == "no-attention":
             return True
         try:
-            for window, workspace in self._workspaces.items():
+            for (window, *_), workspace in self._workspaces.items():
                 workspace.write(inputs.plans[window], num_rows=size)
         except ListTooLong:
             return False
@@ -226,7 +234,7 @@ class GraphRunner(Runner):
             if self.share == "no-attention":
                 return q
             out = torch.empty_like(q)
-            workspace = self._workspaces[self.windows[layer]]
+            workspace = self._workspaces[self._kinds[layer]]
             workspace.launch(q, k_pages, v_pages, out, scores=scores, num_rows=len(q))
             if heads.sinks is not None:
                 ops.share_sinks(out, workspace.lse, heads.sinks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.engine.sampling.sampler import Pending, PendingLogprobs, Sampler, Step
+from onestem.engine.sampling.sampler import (
+    Pending,
+    PendingBlocks,
+    PendingLogprobs,
+    Sampler,
+    Step,
+)
 from onestem.engine.sequence import Edits, ScoreSpan
 from onestem.engine.step.order import Order
 from onestem.engine.step.runner import Logits, Runner
@@ -45,7 +52,7 @@ class Flight:
     last: NDArray[np.bool_]
     is_plain: bool
     num_decodes: int
-    sampled: Pending | None
+    sampled: PendingBlocks | None
     scores: list[ScoreSpan]
     scored: PendingLogprobs | None
     began: float
@@ -64,7 +71,7 @@ class Launcher:
         self.runner = runner
         self.flights: list[Flight] = []
         self._sampler = sampler
-        self._step: Step | None = None  # how rows sample, while they stay the same
+        self._steps: list[Step] = []  # how rows sample, while they stay the same: of each block
         self._is_watched = True  # some of them, as their tokens come
         self.began = 0.0
 
@@ -119,22 +126,33 @@ class Launcher:
         self.flights.append(flight)
         return flight
 
-    def _sample(self, order: Order, logits: Tensor) -> Pending:
+    def _sample(self, order: Order, blocks: Iterable[Tensor]) -> PendingBlocks:
         masked = self._masked(order)
-        if order.change is None or masked or self._step is None:
-            records = order.slots.records[order.sampled].copy()
-            records["token"] = (order.slots.computed - order.slots.num_prompt)[order.sampled]
-            rows = order.sampled.tolist()
-            self._step = Step(
-                records,
-                lambda i: order.slots.sampling_row(rows[i]),
-                self._sampler,
-                masked=masked,
-            )
-        pending = self._sampler.launch(logits, self._step)
+        if order.change is None or masked:
+            self._steps = []
+        parts: list[Pending] = []
+        first = 0
+        for logits in blocks:
+            if len(parts) == len(self._steps):
+                rows = order.sampled[first : first + len(logits)]
+                self._steps.append(self._step(order, rows, [row - first for row in masked]))
+            parts.append(self._sampler.launch(logits, self._steps[len(parts)]))
+            first += len(logits)
+            del logits  # before the next block is made
         if masked:
-            self._step = None
-        return pending
+            self._steps = []
+        return PendingBlocks(parts)
+
+    def _step(self, order: Order, slots: NDArray[np.int64], masked: list[int]) -> Step:
+        """How these slots sample. `masked`: counted from the first of them; others may be told."""
+        records, listed = order.slots.records[slots].copy(), slots.tolist()
+        records["token"] = (order.slots.computed - order.slots.num_prompt)[slots]
+        return Step(
+            records,
+            lambda i: order.slots.sampling_row(listed[i]),
+            self._sampler,
+            masked=[row for row in masked if 0 <= row < len(listed)],
+        )
 
     def _masked(self, order: Order) -> list[int]:
         """Samples that a grammar masks; the host has seen all their tokens."""
@@ -157,7 +175,7 @@ class Launcher:
     def abandon(self) -> None:
         """What is in flight is computed again."""
         self.flights.clear()
-        self._step = None
+        self._steps = []
 
 
 def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:

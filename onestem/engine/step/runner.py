@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.engine.step.inputs import Change, StepInputs
+from onestem.models.config import LayerHeads
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
@@ -22,6 +23,8 @@ __all__ = ["Logits", "Prepared", "Runner"]
 
 # Rows that score are many, and their logits large: so many values are there at a time (128 MiB).
 BLOCK_LOGITS = 1 << 25
+# Of rows that are sampled from (4 GiB): about as many as memory is left for.
+SAMPLED_LOGITS = 1 << 30
 
 # By window; empty where nothing is attended.
 Prepared = dict[int | None, PreparedAttention]
@@ -32,12 +35,12 @@ class Logits:
     """Of a step's rows, float32.
 
     Attributes:
-        samples: `[num_logits, vocab_size]`, of those that are sampled from.
-        scored: `[n_i, vocab_size]` each, of those that score given tokens; a block is made when it
+        samples: `[n_i, vocab_size]` each, of those that are sampled from. A block is made when it
             is asked for, before the next step.
+        scored: the same of those that score given tokens.
     """
 
-    samples: Tensor
+    samples: Iterable[Tensor]
     scored: Iterable[Tensor] = ()
 
 
@@ -47,6 +50,8 @@ class Runner:
     Attributes:
         depth: steps that may be in flight: 1, they end before they return.
         scratch_slot: a slot that nobody reads.
+        kv_pages: K and V pages, of each layer that has its own.
+        pages: those that each layer reads.
 
     Args:
         decoder: the model.
@@ -71,15 +76,26 @@ class Runner:
         self.windows = config.sliding_windows
         # One page more than the pool knows of: rows that stand for nobody write there.
         self.scratch_slot = num_pages * page_size
-        shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        own = {
+            layer: self._allocate(num_pages + 1, page_size, heads)
+            for layer, heads in enumerate(config.heads)
+            if heads.kv_layer is None
+        }
+        self.kv_pages = list(own.values())
+        self.pages = [own[layer] for layer in config.kv_layers]
+
+    def _allocate(self, num_pages: int, page_size: int, heads: LayerHeads) -> tuple[Tensor, Tensor]:
         allocate = partial(
             allocate_pages,
-            *shape,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            head_major=impl.head_major(config.head_dim, decoder.dtype),
+            num_pages,
+            page_size,
+            heads.num_kv_heads,
+            heads.head_dim,
+            dtype=self.decoder.dtype,
+            device=self.decoder.device,
+            head_major=self.impl.head_major(heads.head_dim, self.decoder.dtype),
         )
-        self.pages = [(allocate(), allocate()) for _ in range(config.num_layers)]
+        return allocate(), allocate()
 
     def warm_up(self) -> None:
         """Make what would else be made in the first steps."""
@@ -95,7 +111,7 @@ class Runner:
             pages.untyped_storage().resize_(pages.numel() * pages.element_size())
 
     def _page_tensors(self) -> list[Tensor]:
-        return [tensor for pair in self.pages for tensor in pair]
+        return [tensor for pair in self.kv_pages for tensor in pair]
 
     def prepare(self, inputs: StepInputs, change: Change | None) -> Any:
         """Make the step's plans ready, the same for all layers: what `run` takes. `change` is what
@@ -139,12 +155,11 @@ class Runner:
         block = max(1, BLOCK_LOGITS // self.decoder.config.vocab_size)
         blocks = [scoring[first : first + block] for first in range(0, len(scoring), block)]
         scored: Iterator[Tensor] = (self._logits_of(rows, hidden) for rows in blocks)
-        if not len(wanted):
-            empty = hidden.new_zeros((0, self.decoder.config.vocab_size), dtype=torch.float32)
-            return Logits(empty, scored)
-        if np.array_equal(wanted, np.arange(len(inputs.positions))):
-            return Logits(self.decoder.logits(hidden)[: len(wanted)], scored)
-        return Logits(self._logits_of(wanted, hidden), scored)
+        count = -(-len(wanted) * self.decoder.config.vocab_size // SAMPLED_LOGITS)
+        if count == 1 and np.array_equal(wanted, np.arange(len(inputs.positions))):
+            return Logits((self.decoder.logits(hidden)[: len(wanted)],), scored)
+        parts = np.array_split(wanted, count) if count else []
+        return Logits((self._logits_of(rows, hidden) for rows in parts), scored)
 
     def _logits_of(self, rows: np.ndarray, hidden: Tensor) -> Tensor:
         spare = self.decoder.padded_rows(len(rows)) - len(rows)

@@ -326,6 +326,7 @@ async def _events(
         call.id,
         call.created,
         _form(service, call),
+        prompts=[request.prompt_token_ids for request in call.requests],
         n=call.requests[0].params.n,
         include_usage=call.include_usage,
     )
@@ -422,6 +423,10 @@ def whole_body(
             prompt_logprobs=prompt_logprobs,
         )
         bodies.append(_spelled(lambda output=output: answer_body(call.id, output, form)))
+        if form.return_token_ids and len(call.requests) > 1:
+            ids = bodies[-1].pop("prompt_token_ids")
+            for choice in bodies[-1]["choices"]:
+                choice["prompt_token_ids"] = ids
     body: dict[str, Any] = bodies[0]
     body["choices"] = [choice for one in bodies for choice in one["choices"]]
     for index, choice in enumerate(body["choices"]):

@@ -120,6 +120,20 @@ class PendingAborts:
     def add(self, request_id: str, on_end: OnEnd) -> None:
         self._waiting[request_id] = on_end
 
+    async def gone(self, request_id: str) -> None:
+        """When the engine is done with a request, if it was aborted: its name is free then."""
+        if request_id not in self._waiting:
+            return
+        before, gone = self._waiting[request_id], asyncio.get_running_loop().create_future()
+
+        def end(metrics: RequestMetrics | None) -> None:
+            before(metrics)
+            if not gone.done():
+                gone.set_result(None)
+
+        self._waiting[request_id] = end
+        await gone
+
     def take(self, request_id: str, metrics: RequestMetrics | None) -> None:
         """The engine is done with a request, whether it was aborted or ended by itself."""
         self._waiting.pop(request_id, nobody)(metrics)
@@ -303,6 +317,12 @@ class EngineClient:
         self._leaving.give_up()
         self.fail_all(EngineDownError("the server is stopping: try again later"))
 
+    def kill(self) -> None:
+        """End the engine at once; its event loop is closed."""
+        if self._link is not None:
+            with contextlib.suppress(RuntimeError):  # of the loop, behind the engine's end
+                self._link.kill()
+
     def fail_all(self, error: ApiError) -> None:
         """Tell all listeners of an error; they end their requests (`abort`)."""
         for entry in list(self._entries.values()):
@@ -453,6 +473,10 @@ class EngineClient:
             self._send(Abort(request_id))
             return
         on_end(None)
+
+    async def gone(self, request_id: str) -> None:
+        """When the engine knows nothing any more of a request that was aborted."""
+        await self._leaving.gone(request_id)
 
     def by_key(self) -> Mapping[str, tuple[int, int]]:
         """Key -> (requests that wait, requests that the engine has begun)."""

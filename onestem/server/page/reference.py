@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from onestem.checked import EXPECTED, words
 
-__all__ = ["api_page"]
+__all__ = ["api_page", "body_name", "kind_of", "objects_of"]
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
@@ -33,14 +33,14 @@ def api_page(document: Json) -> tuple[str, dict[str, str]]:
         "form-action 'none'; frame-ancestors 'none'"
     )
     environment = Environment(autoescape=True, loader=FileSystemLoader(HERE))
-    environment.filters |= {"prose": _prose, "kind": _kind, "body": _body, "anchor": _anchor}
-    schemas = dict(_objects(document["components"]["schemas"]))
+    environment.filters |= {"prose": _prose, "kind": kind_of, "body": body_name, "anchor": _anchor}
+    schemas = dict(objects_of(document["components"]["schemas"]))
     operations = [
         (method.upper(), path, operation)
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]
-    bodies = {_body(operation) for _, _, operation in operations}
+    bodies = {body_name(operation) for _, _, operation in operations}
     html = environment.get_template("reference.html").render(
         document=document,
         operations=operations,
@@ -52,7 +52,7 @@ def api_page(document: Json) -> tuple[str, dict[str, str]]:
     return html, {"Content-Security-Policy": policy}
 
 
-def _objects(schemas: Json) -> Iterator[tuple[str, Json]]:
+def objects_of(schemas: Json) -> Iterator[tuple[str, Json]]:
     """Schemas of objects by their names, with those that stand inside others."""
     yield from schemas.items()
     inside: list[Any] = list(schemas.values())
@@ -74,7 +74,7 @@ def _anchor(operation: Json) -> str:
     return str(operation["operationId"])
 
 
-def _body(operation: Json) -> str | None:
+def body_name(operation: Json) -> str | None:
     """Name of the schema of an operation's body."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         return str(content["schema"]["$ref"]).removeprefix(REF)
@@ -87,7 +87,7 @@ def _prose(text: str) -> Markup:
     return Markup("".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(parts)))
 
 
-def _kind(schema: Json) -> Markup:
+def kind_of(schema: Json) -> Markup:
     """Type and range of a value; objects are links."""
     if "$ref" in schema or _is_object(schema):
         name = schema["title"] if "title" in schema else schema["$ref"].removeprefix(REF)
@@ -96,13 +96,13 @@ def _kind(schema: Json) -> Markup:
         return escape(schema[EXPECTED])
     options = schema.get("anyOf", schema.get("oneOf", ()))
     if options:
-        kinds = [_kind(one) for one in options if one.get("type") != "null"]
+        kinds = [kind_of(one) for one in options if one.get("type") != "null"]
         return Markup(" or ").join(dict.fromkeys(kinds))
     if schema.get("items") and schema.get("maxItems") != 0:
         count = _limits(schema, "minItems", "maxItems", "")
-        return Markup("list of {}{}").format(_kind(schema["items"]), count)
+        return Markup("list of {}{}").format(kind_of(schema["items"]), count)
     if isinstance(schema.get("additionalProperties"), dict):
-        return Markup("object of {}").format(_kind(schema["additionalProperties"]))
+        return Markup("object of {}").format(kind_of(schema["additionalProperties"]))
     told = words(schema) or "any value"
     if "const" in schema:
         told = f"only {told}"

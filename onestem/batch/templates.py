@@ -1,0 +1,309 @@
+"""Rows of a table -> batch lines: `{column}` in a template stands for a row's value."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from onestem.batch.format import KIND_OF_URL, LineError
+from onestem.checked import read_json, show
+from onestem.errors import ConfigError
+from onestem.openai.schema import Kind
+from onestem.options import InputOptions
+
+__all__ = ["Field", "Recipe", "Template", "expected_columns"]
+
+Row = Mapping[str, Any]
+
+MARK = re.compile(r"(\{\{|\}\})|\{([^{}]*)\}|([{}])")
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+URL_OF_KIND = {kind: url for url, kind in KIND_OF_URL.items()}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column's place in a template."""
+
+    column: str
+
+
+@dataclass(frozen=True)
+class Template:
+    """A text with fields; `parts` are what it is made of."""
+
+    parts: Sequence[str | Field]
+
+    @staticmethod
+    def of(text: str, option: str) -> Template:
+        """Read a template; raises `ConfigError`, which names the option that it came from."""
+        parts: list[str | Field] = []
+        literal, end = "", 0
+        for mark in MARK.finditer(text):
+            brace, column, odd = mark.groups()
+            if odd or column == "":
+                raise ConfigError(
+                    f"{option} has {mark.group()!r} at character {mark.start() + 1}, which is no "
+                    "field: write {{ and }} for braces"
+                )
+            literal += text[end : mark.start()] + (brace[0] if brace else "")
+            end = mark.end()
+            if column is not None:
+                parts += [literal, Field(column)] if literal else [Field(column)]
+                literal = ""
+        literal += text[end:]
+        return Template([*parts, literal] if literal else parts)
+
+    @property
+    def columns(self) -> list[str]:
+        return [part.column for part in self.parts if isinstance(part, Field)]
+
+    @property
+    def source(self) -> str:
+        """As it is written."""
+        return "".join(
+            f"{{{part.column}}}"
+            if isinstance(part, Field)
+            else re.sub(r"[{}]", r"\g<0>\g<0>", part)
+            for part in self.parts
+        )
+
+    def value(self, row: Row) -> Any:
+        """The text that a row makes; where the template is one field alone, a list or an object
+        stays what it is."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], Field):
+            value = _value(row, self.parts[0].column)
+            if isinstance(value, (list, dict)):
+                return value
+        return "".join(
+            part if isinstance(part, str) else text_of(_value(row, part.column), part.column)
+            for part in self.parts
+        )
+
+
+def _value(row: Row, column: str) -> Any:
+    if column not in row:
+        raise LineError("invalid_row", _no_column(column, row))
+    value = row[column]
+    if value is None:
+        raise LineError("invalid_row", f"column {show(column)} is null: fill it, or drop the row")
+    return _json_value(value, column)
+
+
+def text_of(value: Any, column: str) -> str:
+    """A value as it stands in a prompt: text as it is, all else as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes that were no text are read as halves of pairs
+        raise LineError(
+            "invalid_row", f"column {show(column)} is not UTF-8: save the file as UTF-8"
+        ) from error
+    return text
+
+
+def _json_value(value: Any, column: str) -> Any:
+    """What Parquet and Arrow have beyond JSON, as JSON; nulls inside of objects are left out."""
+    if isinstance(value, dict):
+        each = {name: one for name, one in value.items() if one is not None}
+        return {name: _json_value(one, column) for name, one in each.items()}
+    if isinstance(value, list):
+        return [_json_value(one, column) for one in value]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (Decimal, datetime.timedelta)):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise LineError(
+        "invalid_row",
+        f"column {show(column)} is {type(value).__name__}: a prompt is made of text, numbers, "
+        "lists and objects",
+    )
+
+
+def _no_column(column: str, there: Collection[str]) -> str:
+    near = difflib.get_close_matches(column, there, 1)
+    hint = f" (did you mean {show(near[0])}?)" if near else ""
+    return f"there is no column {show(column)}{hint}, there are {_listed(there)}"
+
+
+def _listed(columns: Collection[str]) -> str:
+    names = [" ".join(name.split())[:60] for name in [*columns][:20]]
+    return ", ".join(names) + (f" and {len(columns) - 20} more" if len(columns) > 20 else "")
+
+
+def expected_columns(name: str, recipe: Recipe | None, there: Sequence[str]) -> None:
+    """Refuse, with a `ConfigError`, a table without the columns that are asked for."""
+    if recipe is None:
+        raise ConfigError(
+            f"{name} is a table with the columns {_listed(there)}: say what a prompt is made of, "
+            f"like --prompt '{{{_listed(there[:1])}}}'"
+        )
+    for option, column in recipe.asked():
+        if column not in there:
+            raise ConfigError(f"{name}: {_no_column(column, there)}: correct --{option}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a row becomes a batch line.
+
+    Attributes:
+        kind: what is asked.
+        fields: templates by the body's field: a `Template`, or lists and objects of them.
+        body: what else each body says.
+        id_column: names the results; None: the row's number.
+    """
+
+    kind: Kind
+    fields: Mapping[str, Any]
+    body: Mapping[str, Any]
+    id_column: str | None
+
+    @staticmethod
+    def of(options: InputOptions) -> Recipe | None:
+        """None: there is no template, and lines are batch lines.
+
+        Raises:
+            ConfigError: the options do not fit together, or a template is none.
+        """
+        given = {"prompt": options.prompt, "messages": options.messages,
+                 "completions": options.completions, "text": options.text}  # fmt: skip
+        named = {name: text for name, text in given.items() if text is not None}
+        if not named:
+            for name in ("body", "id"):
+                if getattr(options, name) is not None:
+                    raise ConfigError(f"--{name} is for rows: give --prompt or --messages too")
+            return None
+        kinds: dict[tuple[str, ...], Kind] = {
+            ("prompt",): "completion",
+            ("messages",): "chat",
+            ("prompt", "completions"): "score",
+            ("text",): "score",
+        }
+        kind = kinds.get(tuple(named))
+        if kind is None:
+            both = " and ".join(f"--{name}" for name in named)
+            raise ConfigError(
+                f"{both}: give --prompt, --messages, --text, or --prompt with --completions"
+            )
+        fields = {name: _read(name, text) for name, text in named.items()}
+        if not any(template.columns for _, template in _templates(fields)):
+            raise ConfigError(
+                f"--{next(iter(named))} has no field, so all rows would be alike: name a column "
+                "like {question}"
+            )
+        return Recipe(kind, fields, _read_body(options.body, fields), options.id)
+
+    def asked(self) -> Iterator[tuple[str, str]]:
+        """Option and column of each place where a column is named."""
+        for name, template in _templates(self.fields):
+            yield from ((name, column) for column in template.columns)
+        if self.id_column is not None:
+            yield "id", self.id_column
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that are read, each once."""
+        return list(dict.fromkeys(column for _, column in self.asked()))
+
+    def line(self, number: int, row: Row) -> bytes:
+        """The batch line of a row; raises `LineError`."""
+        custom_id = str(number)
+        if self.id_column is not None:
+            custom_id = text_of(_value(row, self.id_column), self.id_column)
+        try:
+            body = dict(self.body) | {
+                name: _rendered(template, row) for name, template in self.fields.items()
+            }
+        except LineError as error:
+            error.custom_id = custom_id
+            raise
+        for name, shape in (("messages", _messages), ("completions", _texts)):
+            if name in body:
+                body[name] = shape(body[name])
+        line = {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": URL_OF_KIND[self.kind],
+            "body": body,
+        }
+        return json.dumps(line, ensure_ascii=False).encode()
+
+
+def _read(name: str, text: str) -> Any:
+    """A template of an option: JSON where the option takes JSON and it is a list, else text."""
+    option = f"--{name}"
+    if name in ("messages", "completions") and text.lstrip().startswith("["):
+        try:
+            value = read_json(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{option} begins like a JSON list and is none: {error}: correct it"
+            ) from error
+        return _mapped(value, lambda one: Template.of(one, option))
+    plain = re.sub(r"\\[nt\\]", lambda escape: ESCAPES[escape.group()], text)
+    return Template.of(plain, option)
+
+
+def _read_body(text: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        body = read_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ConfigError(f"--body is {show(body)}, expected an object")
+    for name in fields:
+        if name in body:
+            raise ConfigError(f"--body has {name}, which --{name} makes: leave one of them out")
+    return body
+
+
+def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
+    """`value` with `of` of each text in it."""
+    if isinstance(value, dict):
+        return {name: _mapped(one, of) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_mapped(one, of) for one in value]
+    return of(value) if isinstance(value, str) else value
+
+
+def _templates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Template]]:
+    for name, value in fields.items():
+        for template in _leaves(value):
+            yield name, template
+
+
+def _leaves(value: Any) -> Iterator[Template]:
+    if isinstance(value, Template):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+
+
+def _rendered(value: Any, row: Row) -> Any:
+    if isinstance(value, Template):
+        return value.value(row)
+    if isinstance(value, dict):
+        return {name: _rendered(one, row) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_rendered(one, row) for one in value]
+    return value
+
+
+def _messages(value: Any) -> Any:
+    """Of a text one user's message: a text never says what its role is."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _texts(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value

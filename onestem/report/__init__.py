@@ -1,0 +1,6 @@
+"""The report of a plan: one page of HTML that needs nothing else."""
+
+from onestem.report.page import MODES, Price, check_page, write_page
+from onestem.report.tree import DrawnTree, savings_by_level
+
+__all__ = ["MODES", "DrawnTree", "Price", "check_page", "savings_by_level", "write_page"]

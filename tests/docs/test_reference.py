@@ -1,0 +1,116 @@
+"""Pages that speak of the code: its messages, the names that it declares, pictures as drawn."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from onestem.options import EngineOptions
+from onestem.request import SamplingParams
+from onestem.server.api.app import api, open_routes, tokens
+from onestem.server.api.control import control_routes
+from tests.docs.blocks import DOCS
+
+PACKAGE = DOCS.parent / "onestem"
+ANY = "\0"  # what a message fills in
+
+
+def loaded(path: str) -> ModuleType:
+    """A script of the repository, without running it."""
+    name = path.rpartition("/")[2].removesuffix(".py")
+    loader = importlib.machinery.SourceFileLoader(name, str(DOCS.parent / path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = module  # for dataclasses
+    try:
+        loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def texts() -> Iterator[str]:
+    """All texts in the package's code; `ANY` stands for what is filled in."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else ANY
+                    for part in node.values
+                )
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Slow")[0]
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.M)
+    assert len(messages) > 25
+    known = "\n".join(text.replace("\n", " ") for text in texts())
+    for message in messages:
+        parts = [re.escape(part) for part in message.split("...")]
+        # A blank may stand for ANY, and no part may: each filled-in place is one of the message's.
+        pattern = r"[^\n]*".join(parts)
+        found = re.search(rf"^{pattern}$", known, re.M)
+        assert found, message
+        assert found[0].count(ANY) <= 2 * message.count("..."), message
+
+
+@pytest.fixture(scope="module")
+def vllm() -> ModuleType:
+    return loaded("docs/site/vllm_names.py")
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"), [("SAMPLING", SamplingParams), ("ENGINE", EngineOptions)]
+)
+def test_names_beside_vllm_are_declared(vllm, table, kind):
+    fields = kind.model_fields
+    for name, told in getattr(vllm, table).items():
+        assert (told.ours in fields) if told.ours else (name not in fields), name
+
+
+def test_routes_beside_vllm_are_served(vllm):
+    served = {
+        f"{method} {route.path}"
+        for router in (api, tokens, open_routes, control_routes)
+        for route in router.routes
+        for method in route.methods
+        if not (route.endpoint.__doc__ or "").startswith("Refused")
+    }
+    for name, told in vllm.ROUTES.items():
+        assert (name in served) == (told.ours is not None), name
+
+
+def test_pictures_are_as_they_are_drawn():
+    drawn = dict(loaded("docs/site/pictures.py").pictures())
+    assert set(drawn) == {path.stem for path in (DOCS / "pictures").glob("*.svg")}
+    for name, picture in drawn.items():
+        assert picture == (DOCS / "pictures" / f"{name}.svg").read_text(), (
+            f"{name}: run scripts/docs"
+        )
+
+
+def test_the_linter_of_prose_sees_what_it_is_to_see():
+    prose = loaded("scripts/prose")
+    words = list(prose.words_of(prose.STYLE.read_text()))
+    assert len(words) > 10
+    text = (
+        "Stands behind it. `a. B` is X.\n\n```sh\nbehind it\n```\n\n* One\n  two.\n* "
+        + "w " * 41
+        + "\n"
+    )
+    found = list(prose.sentences(text))
+    assert [one.words for one in found] == [3, 3, 2, 41]
+    faults = list(prose.check(found, words))
+    assert len(faults) == 2
+    assert "'behind'" in faults[0]
+    assert "41 words" in faults[1]
+    many = [prose.Sentence(1, "word " * size) for size in (5,) * 8 + (28, 28)]
+    assert any("a tenth" in fault for fault in prose.check(many, []))
