@@ -360,6 +360,10 @@ class _Reordered(SpooledPrompts):
         super().__init__(spool, indices)
         self._ids, self._at, self._sizes = ids, place[indices], sizes[indices]
 
+    @property
+    def lengths(self) -> IntArray:
+        return np.where(self._at < 0, super().lengths, self._sizes)
+
     def __getitem__(self, i: int, /) -> npt.NDArray[np.int32]:
         first = self._at[i]
         return super().__getitem__(i) if first < 0 else self._ids[first : first + self._sizes[i]]

@@ -163,7 +163,9 @@ def test_models_tells_what_a_format_adds(model, tmp_path):
     assert all(0.01 < one["weights"] < 0.2 for one in found["errors"])
     lines = onestem("models", model, "--quantization", "int8", "--check").stdout.splitlines()
     assert "quantised: int8" in lines
-    assert sum("int8 per channel" in line and "weights off by 0." in line for line in lines) == 14
+    told = [line for line in lines if "int8 per channel" in line and "weights off by 0." in line]
+    assert len(told) == 7 * 2 + 1  # two layers, and the head
+    assert told[-1].startswith("lm_head:")
     done = onestem("models", path, "--quantization", "int8", "--check", code=1)
     assert "problem: quantization is int8, and the weights" in done.stdout
     assert "are not quantised" in onestem("models", model, "--check", code=2).stderr

@@ -271,9 +271,9 @@ def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
             assert torch.equal(tiled(x[:rows]), y[:rows])
 
 
-@pytest.mark.skipif(not products._sums_int8_exactly(), reason="a CPU without VNNI")
 def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a GPU do: the same bits, and products round what attention gives alone."""
+    """As they do on a GPU: the same bits, and products round what attention gives alone."""
+    monkeypatch.setattr(products._Int8Gpu, "takes", lambda *_: True)
     config = ModelConfig.from_directory(find_shape("0.1b")).first_layers(2)
     config = replace(config, vocab_size=32, intermediate_size=192)
     decoder = random_decoder(config, dtype=torch.float32, device=CPU, quantization="int8")
@@ -286,13 +286,16 @@ def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.Mon
 
     for layer in decoder.layers:
         for product in _products(layer):
-            assert isinstance(product, products._Int8Cpu)
+            assert isinstance(product, products._Int8Gpu)
+            monkeypatch.setattr(product, "rounds", None)
             monkeypatch.setattr(product, "round_rows", _noting(rounded, product.out_features))
     apart = forward()
     in_order = [one.out_features for layer in decoder.layers for one in _products(layer)]
     assert rounded == in_order
     rounded.clear()
-    monkeypatch.setattr(products._Int8Cpu, "rounds", torch.int8)
+    for layer in decoder.layers:
+        for product in _products(layer):
+            monkeypatch.setattr(product, "rounds", torch.int8)
     assert torch.equal(forward(), apart)
     assert rounded == [layer.output.out_features for layer in decoder.layers]
 

@@ -59,7 +59,7 @@ def test_offsets_count_characters_of_the_text(spelled, offsets):
     )
     (choice,) = answer_body("r", output, form)["choices"]
     assert choice["logprobs"]["text_offset"] == offsets
-    chunks, streamed = Chunks("id", 7, form, n=1, include_usage=False), []
+    chunks, streamed = Chunks("id", 7, form, prompts=[[5]], n=1, include_usage=False), []
     for token in ids:
         piece = CompletionOutput(index=0, text="", token_ids=[token], logprobs=[{token: -1.0}])
         event = json.loads(chunks.events({(0, 0): piece}).decode().removeprefix("data: "))
