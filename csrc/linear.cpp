@@ -13,8 +13,8 @@ thread_local Arena t_rows, t_scratch;
 // Bytes of codes from which other threads are worth waking.
 constexpr int64_t kThreadBytes = 128 << 10;
 
-// Pieces of a weight for each thread, at least: whoever is free takes the next.
-constexpr int32_t kPieces = 4;
+// A thread takes this part of its share of what is left.
+constexpr int32_t kShare = 2;
 
 const LinearPath& path_for(const LinearKernels& kernels, int64_t rows, Dtype x) {
   return rows <= kernels.most_few[x] ? kernels.few : kernels.many;
@@ -29,18 +29,27 @@ void multiply(const Kernels& kernels, LinearCall call, Dtype x, Dtype y, int32_t
   const int64_t panels = (call.rows + path.panel - 1) / path.panel;
   const size_t scratch = path.scratch_bytes(call);
   call.packed = t_rows.take(static_cast<size_t>(panels) * path.panel_bytes(call.weight));
-  if (call.rows * call.weight.chunks * kCodeBytes * 32 < kThreadBytes) threads = 1;
+  const int64_t bytes = int64_t{call.weight.pairs} * call.weight.chunks * kCodeBytes * 32;
+  if (call.rows * bytes < kThreadBytes) threads = 1;
   over_rows(panels, panels * path.panel * call.weight.depth * 2, threads,
             [&](int64_t begin, int64_t end) {
               path.pack[x](call, begin, end, t_scratch.take(scratch));
             });
   const int32_t pairs = call.weight.pairs;
-  const int32_t wanted = std::max(1, pairs / (threads * kPieces));
-  const int32_t step = threads == 1 ? path.pairs(call) : std::min(path.pairs(call), wanted);
+  const int32_t step = path.pairs(call);
+  // Whoever is free takes a part of what is left, smaller ones towards the end: long pieces are read
+  // in order of memory, and all threads end together.
   std::atomic<int32_t> next{0};
   run_on_threads(threads, [&] {
-    for (int32_t at; (at = next.fetch_add(step, std::memory_order_relaxed)) < pairs;) {
-      path.multiply[y](call, at, std::min(pairs, at + step), t_scratch.take(scratch));
+    int32_t at = next.load(std::memory_order_relaxed);
+    for (;;) {
+      if (at >= pairs) break;
+      const int32_t end = threads == 1 ? pairs : at + std::max(1, (pairs - at) / (threads * kShare));
+      if (!next.compare_exchange_weak(at, end, std::memory_order_relaxed)) continue;
+      for (; at < end; at += step) {
+        path.multiply[y](call, at, std::min(end, at + step), t_scratch.take(scratch));
+      }
+      at = next.load(std::memory_order_relaxed);
     }
   });
 }

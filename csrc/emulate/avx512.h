@@ -14,6 +14,7 @@ namespace emulated {
 typedef int32_t v16si __attribute__((vector_size(64)));
 typedef uint32_t v16su __attribute__((vector_size(64)));
 typedef uint16_t v16hu __attribute__((vector_size(32)));
+typedef uint8_t v16qu __attribute__((vector_size(16)));
 typedef uint64_t v8lu __attribute__((vector_size(64)));
 typedef uint16_t v32hu __attribute__((vector_size(64)));
 typedef uint8_t v16qu __attribute__((vector_size(16)));
@@ -226,6 +227,10 @@ inline __m512i _mm512_cvtepu16_epi32(__m256i x) {
 inline __m256i _mm512_cvtepi32_epi16(__m512i x) {
   return __builtin_bit_cast(__m256i,
                             __builtin_convertvector(emulated::words(x), emulated::v16hu));
+}
+inline __m128i _mm512_cvtepi32_epi8(__m512i x) {
+  return __builtin_bit_cast(__m128i,
+                            __builtin_convertvector(emulated::words(x), emulated::v16qu));
 }
 inline __m512 _mm512_cvtph_ps(__m256i x) {
   return emulated::whole(_mm256_cvtph_ps(_mm256_castsi256_si128(x)),

@@ -28,7 +28,7 @@ inline vi plane_of(vi words) {
 }
 
 // Asks for codes that are multiplied some time later, in order of memory.
-inline void ask_for(const uint8_t* codes) { __builtin_prefetch(codes + kAhead, 0, 3); }
+inline void ask_for(const uint8_t* codes) { __builtin_prefetch(codes + kAhead, 0, 2); }
 
 // The nearest whole number, halves to even, of |x| <= 2^22.
 inline vi nearest(vf x) { return truncate((x + all(12582912.0f)) - all(12582912.0f)); }
@@ -46,19 +46,27 @@ inline float scale_of(const T* x, int32_t count, float largest) {
   return most == 0 ? 1.0f : most / largest;
 }
 
-// Whole numbers x / scale; gives their sum.
-template <class T, class Store>
-inline int32_t round_codes(const T* x, int32_t count, float scale, Store store_code) {
-  int32_t total = 0;
+// Whole numbers x / scale, handed to `visit` with their place and number; gives their sum.
+template <class T, class Visit>
+inline int32_t round_codes(const T* x, int32_t count, float scale, Visit visit) {
+  vi taken = all(0);
   for_vectors(count, [&](int64_t d, int32_t n) {
-    int32_t lanes[kLanes];
-    store(lanes, nearest(get(x + d, n) / all(scale)));
-    for (int32_t i = 0; i < n; ++i) {
-      store_code(d + i, lanes[i]);
-      total += lanes[i];
-    }
+    const vi codes = nearest(get(x + d, n) / all(scale));
+    taken = subtract(taken, codes);
+    visit(d, codes, n);
   });
-  return total;
+  return -sum(taken);
+}
+
+// The same, one after the other at `to`.
+template <class T, class Code>
+inline int32_t round_codes_to(Code* to, const T* x, int32_t count, float scale) {
+  return round_codes(x, count, scale, [&](int64_t d, vi codes, int32_t n) {
+    if (n == kLanes) return store_codes(to + d, codes);
+    int32_t lanes[kLanes];
+    store(lanes, codes);
+    for (int32_t i = 0; i < n; ++i) to[d + i] = static_cast<Code>(lanes[i]);
+  });
 }
 
 // A packed row: its codes, then a scale and what a zero of 1 takes off, for each group.
@@ -102,6 +110,17 @@ struct WordDots8 {
   static constexpr int kOuts = 4;
   // Inputs 64c + 2j + p stand at 64c + 32p + j, as the planes of words do.
   static int64_t place(int64_t i) { return (i & ~int64_t{63}) + (i & 1) * 32 + (i & 63) / 2; }
+  template <class T>
+  static int32_t round(Code* to, const T* x, int32_t count, float scale) {
+    return round_codes(x, count, scale, [&](int64_t d, vi codes, int32_t n) {
+      int32_t lanes[kLanes];
+      store(lanes, codes);
+      for (int32_t i = 0; i < n; ++i) to[place(d + i)] = static_cast<Code>(lanes[i]);
+    });
+  }
+  static void clear(Code* codes, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) codes[place(at)] = 0;
+  }
   static vi dot(const uint8_t* w, const Code* a, vi sums) {
     for (int h = 0; h < kChunkVecs; ++h) {
       const vi words = load_bytes(w + h * sizeof(vi));
@@ -128,10 +147,8 @@ struct Linear8 {
       const T* x = static_cast<const T*>(call.x) + i * call.in;
       const Row row(call.packed + i * panel_bytes(call.weight), call.weight, 1);
       row.scales[0] = scale_of(x, call.in, Codes<8>::kLargest);
-      const int32_t total = round_codes(x, call.in, row.scales[0], [&](int64_t at, int32_t code) {
-        row.codes[Dots::place(at)] = static_cast<Code>(code);
-      });
-      for (int64_t at = call.in; at < call.weight.depth; ++at) row.codes[Dots::place(at)] = 0;
+      const int32_t total = Dots::round(row.codes, x, call.in, row.scales[0]);
+      Dots::clear(row.codes, call.in, call.weight.depth);
       reinterpret_cast<int32_t&>(row.offsets[0]) = 128 * total;
     }
   }
@@ -207,10 +224,7 @@ struct Linear4 {
         const int32_t from = g * w.group, count = clamp(call.in - from, 0, w.group);
         int16_t* codes = row.codes + from;
         row.scales[g] = scale_of(x + from, count, Codes<4>::kLargest);
-        const int32_t total =
-            round_codes(x + from, count, row.scales[g], [&](int64_t at, int32_t code) {
-              codes[at] = static_cast<int16_t>(code);
-            });
+        const int32_t total = round_codes_to(codes, x + from, count, row.scales[g]);
         for (int32_t at = count; at < w.group; ++at) codes[at] = 0;
         row.offsets[g] = row.scales[g] * static_cast<float>(total);
       }

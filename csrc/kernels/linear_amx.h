@@ -184,9 +184,7 @@ struct AmxCodes8 : LinearAmx<AmxCodes8> {
         if (panel * 16 + i >= call.rows) continue;
         const T* x = static_cast<const T*>(call.x) + (panel * 16 + i) * call.in;
         scales[i] = scale_of(x, call.in, Codes<8>::kLargest);
-        offsets[i] = 128 * round_codes(x, call.in, scales[i], [&](int64_t at, int32_t code) {
-                       to[at] = static_cast<int8_t>(code);
-                     });
+        offsets[i] = 128 * round_codes_to(to, x, call.in, scales[i]);
       }
       pack_columns(reinterpret_cast<const uint32_t*>(codes), depth / 4, depth / 4,
                    panel_at(call, static_cast<int32_t>(panel)));

@@ -134,6 +134,13 @@ inline vi multiply_pairs(vi a, vi b, vi sums) {
 inline vf load_codes(const uint8_t* p) {
   return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
+// Their low 8 or 16 bits.
+template <class Code>
+inline void store_codes(Code* p, vi x) {
+  int32_t lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<Code>(lanes[i]);
+}
 // As it is: the compiler may not round it together with what is done to it next.
 inline vf apart(vf x) {
   __asm__("" : "+x"(x));

@@ -133,6 +133,13 @@ inline vi multiply_pairs(vi a, vi b, vi sums) {
 inline vf load_codes(const uint8_t* p) {
   return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+// Their low 8 or 16 bits.
+inline void store_codes(int8_t* p, vi x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+inline void store_codes(int16_t* p, vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+}
 // As it is: the compiler may not round it together with what is done to it next.
 inline vf apart(vf x) {
 #ifdef ONESTEM_EMULATED

@@ -179,6 +179,11 @@ inline vf load_codes(const uint8_t* p) {
   for (int i = 0; i < kLanes; ++i) x[i] = p[i];
   return x;
 }
+// Their low 8 or 16 bits.
+template <class Code>
+inline void store_codes(Code* p, vi x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<Code>(x[i]);
+}
 // As it is: the compiler may not round it together with what is done to it next.
 inline vf apart(vf x) {
   __asm__("" : "+m"(x));
