@@ -35,7 +35,7 @@ struct LinearAmx {
   // Rows that do not fit the cache are read once for several pairs.
   static int32_t pairs(const LinearCall& call) {
     const int64_t panels = num_panels(call);
-    if (panels * static_cast<int64_t>(panel_bytes(call.weight)) <= kRowsFit) return 1;
+    if (panels * static_cast<int64_t>(panel_bytes(call.weight)) <= kRowsFit) return 4;
     return larger(1, smaller(16, static_cast<int32_t>(kSumsFit / (panels * 2 * kTileBytes))));
   }
   static size_t sums_bytes(const LinearCall& call) {
@@ -73,9 +73,10 @@ struct LinearAmx {
       }
     }
     _tile_release();
-    for (int32_t pair = begin; pair < end; ++pair) {
-      const char* sums = scratch + int64_t{pair - begin} * 2 * kTileBytes * (panels + 1);
-      for (int32_t p = 0; p < panels; ++p) {
+    // Row by row, so that few pages are written at a time.
+    for (int32_t p = 0; p < panels; ++p) {
+      for (int32_t pair = begin; pair < end; ++pair) {
+        const char* sums = scratch + int64_t{pair - begin} * 2 * kTileBytes * (panels + 1);
         for (int32_t b = 0; b < 2; ++b) {
           const char* at = sums + (p / 2 * 4 + b * 2 + p % 2) * kTileBytes;
           Way::template finish<T>(call, 2 * pair + b, p, at);

@@ -41,6 +41,9 @@ def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
     where they have not one of the layouts of `allocate_pages`."""
     _, page_size, num_heads, head_dim = k_pages.shape
     page = page_size * num_heads * head_dim
+    strides = k_pages.stride()
+    if strides == (page, head_dim, page_size * head_dim, 1) == v_pages.stride():
+        return strides[:3]
     if k_pages.is_contiguous() and v_pages.is_contiguous():
         return page, num_heads * head_dim, head_dim
     if all(pages.transpose(1, 2).is_contiguous() for pages in (k_pages, v_pages)):

@@ -78,6 +78,24 @@ def test_packed_float32_copy_keeps_the_bits_of_logits() -> None:
     torch.testing.assert_close(y.double(), _exact(x, weight, None), atol=1e-5, rtol=0)
 
 
+def test_logits_that_somebody_holds_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is used again when a view of them is gone, too."""
+    monkeypatch.setattr(linear, "MAPPED_BYTES", 0)
+    weight, _ = _weights(torch.bfloat16, False)
+    head = Head(weight, Layout.PLAIN)
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    first = head(x)
+    row, address, values = first[1], first.data_ptr(), first.clone()
+    del first
+    other = head(-x)
+    assert other.data_ptr() != address
+    assert torch.equal(row, values[1])
+    del row
+    for rows in (3, 2):
+        assert head(x[:rows]).data_ptr() == address
+        assert torch.equal(head(x[:rows]), values[:rows])
+
+
 @pytest.mark.skipif(
     choose_layout(torch.float32, CPU) is Layout.PLAIN, reason="torch without oneDNN"
 )

@@ -53,7 +53,8 @@ def test_8_bits_are_exact(isa: Isa, out: int, size: int) -> None:
             rounded, by = rounded_rows(x, torch.int8)
             sums = (rounded.double() @ codes.double().t()).float()
             assert torch.equal(weight.product(x, bias), (sums * by * scales + bias).to(dtype))
-    assert torch.equal(weight.product(x, None, torch.float32), sums * by * scales)
+    wide = torch.full_like(sums, torch.nan, dtype=torch.float32)
+    assert torch.equal(weight.product(x, None, wide), sums * by * scales)
 
 
 @every_isa
@@ -122,3 +123,6 @@ def test_other_rows_are_refused() -> None:
     for x in (torch.ones(2, 63), torch.ones(2, 64, dtype=torch.float64), torch.ones(64)):
         with pytest.raises(ConfigError, match="expected rows of 64 in"):
             weight.product(x, None)
+    for out in (torch.empty(1, 32), torch.empty(2, 32).double(), torch.empty(32, 2).t()):
+        with pytest.raises(ConfigError, match=r"got room .*, expected .2, 32., contiguous"):
+            weight.product(torch.ones(2, 64), None, out)

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
 from onestem.models.formats.rounding import rounded_weight
-from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout
+from onestem.models.linear import (
+    Head,
+    Layout,
+    Linear,
+    LogitsMemory,
+    Projection,
+    choose_layout,
+)
 from onestem.models.quantization import Scheme
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
 from onestem.ops.dispatch import resolve_rounding
@@ -382,6 +389,7 @@ class RoundedHead(Head):
         held = rounded_weight(weight, "int8")
         assert isinstance(held, Channels)
         self.rounded = CpuCodes.of8(held.codes, held.scales)
+        self.memory = LogitsMemory()
 
     @staticmethod
     def takes(size: int, target: Target) -> bool:
@@ -390,7 +398,8 @@ class RoundedHead(Head):
         return here and CpuCodes.takes8(size)
 
     def _product(self, x: Tensor) -> Tensor:
-        return self.rounded.product(x, None, torch.float32)
+        out = self.memory.empty(x.shape[0], self.rounded.out_features)
+        return self.rounded.product(x, None, out)
 
     def tensors(self) -> list[Tensor]:
         return self.rounded.tensors() + ([] if self.bias is None else [self.bias])

@@ -112,8 +112,8 @@ class PreparedCpu:
         check_scores(q, scale, alibi_slopes, softcap)
         strides = page_strides(k_pages, v_pages)
         num_rows, num_heads, head_dim = q.shape
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q.device)
+        out = q.new_empty(num_rows, num_heads, head_dim)
+        lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
         q = q.contiguous()
         slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         self._native.attend(
@@ -146,9 +146,8 @@ class PreparedCpu:
 
     def _check(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         """What the C++ code relies on, lest it read what is not there."""
-        devices = {x.device.type for x in (q, k_pages, v_pages)}
-        if devices != {"cpu"}:
-            names = ", ".join(sorted(devices))
+        if not (q.is_cpu and k_pages.is_cpu and v_pages.is_cpu):
+            names = ", ".join(sorted({x.device.type for x in (q, k_pages, v_pages)}))
             raise ConfigError(f"attention implementation 'cpu' got tensors on {names}")
         if q.dtype not in DTYPES or not q.dtype == k_pages.dtype == v_pages.dtype:
             raise UnsupportedError(

@@ -60,9 +60,9 @@ class CpuLayers(RoundsApart):
         v_pages: Tensor,
     ) -> Tensor:
         """See `LayerOps`."""
-        rows, head_dim = len(qkv), heads.head_dim
+        rows, head_dim = qkv.shape[0], heads.head_dim
         _check_rope(qkv, heads, angles, slots, k_pages, v_pages)
-        q = torch.empty(rows, heads.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        q = qkv.new_empty(rows, heads.num_q_heads, head_dim)
         written = native().rope_write(
             self._isa(),
             DTYPES[qkv.dtype],
@@ -97,7 +97,7 @@ class CpuLayers(RoundsApart):
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         check_halves("the width of gate and up", gate_up.shape[1])
         _check_same(gate_up, gate_up, (rows, 2 * width))
-        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+        out = gate_up.new_empty(rows, width)
         native().silu_mul(
             self._isa(),
             DTYPES[gate_up.dtype],
@@ -134,8 +134,7 @@ def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_kind(x: Tensor, other: Tensor) -> None:
-    on_cpu = x.device.type == other.device.type == "cpu"
-    if x.dtype not in DTYPES or x.dtype != other.dtype or not on_cpu:
+    if x.dtype not in DTYPES or x.dtype != other.dtype or not (x.is_cpu and other.is_cpu):
         raise UnsupportedError(
             f"layer operations 'cpu' got {x.dtype} on {x.device} and {other.dtype} on "
             f"{other.device}, expected one of float32, bfloat16 and float16, on the CPU"
@@ -146,7 +145,8 @@ def _check_rope(
     qkv: Tensor, heads: Heads, angles: Angles, slots: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> None:
     check_halves("head_dim", heads.head_dim)
-    _check_same(qkv, qkv, (len(qkv), heads.num_projected * heads.head_dim))
+    rows = qkv.shape[0]
+    _check_same(qkv, qkv, (rows, heads.num_projected * heads.head_dim))
     page_shape = (*k_pages.shape[:2], heads.num_kv_heads, heads.head_dim)
     for pages in (k_pages, v_pages):
         _check_kind(qkv, pages)
@@ -158,12 +158,12 @@ def _check_rope(
         if norm.dtype != norms[0].dtype:
             raise ConfigError(f"norms over heads are {norms[0].dtype} and {norm.dtype}, not alike")
     for name, values in (("cosines", angles.cos), ("sines", angles.sin)):
-        _check_values(name, values, torch.float32, (len(qkv), heads.head_dim // 2))
-    _check_values("slots", slots, torch.int64, (len(qkv),))
+        _check_values(name, values, torch.float32, (rows, heads.head_dim // 2))
+    _check_values("slots", slots, torch.int64, (rows,))
 
 
 def _check_values(name: str, values: Tensor, kind: torch.dtype, shape: tuple[int, ...]) -> None:
-    here = values.device.type == "cpu" and values.is_contiguous()
+    here = values.is_cpu and values.is_contiguous()
     if values.dtype != kind or values.shape != shape or not here:
         raise ConfigError(
             f"{name} are {values.dtype} {tuple(values.shape)} on {values.device}, expected {kind} "

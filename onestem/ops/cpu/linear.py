@@ -87,28 +87,36 @@ class CpuCodes:
         held = None if same else zeros.to(torch.uint8)
         return CpuCodes(packed, scales, held, 4, cut, out, size, isa)
 
-    def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x `[n, in]` times the weight turned, plus the bias: `[n, out]`.
 
         Args:
             bias: float32 `[out]`.
-            dtype: of the result, default x's.
+            out: where the result is written, of any of the dtypes; default: x's.
         """
         x = x.contiguous()
-        dtype = dtype or x.dtype
-        here = x.device.type == "cpu" and x.dtype in DTYPES and dtype in DTYPES
+        here = x.is_cpu and x.dtype in DTYPES
         if not here or x.dim() != 2 or x.shape[1] != self.in_features:
             raise ConfigError(
                 f"got {x.dtype} {list(x.shape)} on {x.device}, expected rows of "
                 f"{self.in_features} in {', '.join(map(str, DTYPES))} on the CPU"
             )
-        y = torch.empty(len(x), self.out_features, dtype=dtype, device=x.device)
+        rows, chunks = x.shape[0], self.codes.shape
+        y = x.new_empty(rows, self.out_features) if out is None else out
+        if out is not None and (
+            not (out.is_cpu and out.is_contiguous() and out.dtype in DTYPES)
+            or out.shape != (rows, self.out_features)
+        ):
+            raise ConfigError(
+                f"got room {out.dtype} {list(out.shape)} on {out.device}, expected "
+                f"[{rows}, {self.out_features}], contiguous, on the CPU"
+            )
         native().multiply_codes(
             chosen_isa() if self.isa is None else checked_isa(self.isa),
-            (DTYPES[x.dtype], DTYPES[dtype]),
+            (DTYPES[x.dtype], DTYPES[y.dtype]),
             x.data_ptr(),
             y.data_ptr(),
-            len(x),
+            rows,
             self.in_features,
             self.out_features,
             self.codes.data_ptr(),
@@ -117,8 +125,8 @@ class CpuCodes:
             0 if bias is None else bias.data_ptr(),
             self.bits,
             self.group,
-            self.codes.shape[0] // 2,
-            self.codes.shape[1],
+            chunks[0] // 2,
+            chunks[1],
             torch.get_num_threads(),
         )
         return y
