@@ -25,7 +25,7 @@ namespace amx_bf16 {
 Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
-                                          {0.06f, 0.035f, 0.15f, 0.005f, 0.4f, 0.1f});
+                                          {0.06f, 0.035f, 0.06f, 0.004f, 3.0f, 0.1f});
   kernels.linear8 = {path<Linear8<ByteDots8>>(1), path<AmxCodes8>(16), {1, 1, 1}};
   kernels.linear4 = {path<Linear4>(1), path<AmxCodes4>(16), {INT32_MAX, 2, INT32_MAX}};
   return kernels;
