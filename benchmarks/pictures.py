@@ -1,6 +1,6 @@
-"""The job of docs/plan-report.md and the pictures of its report.
+"""Pictures of the site and of a plan's report, light and dark, and the job of docs/plan-report.md.
 
-    python -m benchmarks.plan_report            # writes docs/plan-report.png and -dark.png
+    make site && python -m benchmarks.pictures  # writes docs/site*.png and docs/plan-report*.png
 
 Needs selenium, Pillow, chromium and chromedriver (Debian: chromium-driver). The tickets are made
 up, the times are predictions for one H200.
@@ -15,7 +15,10 @@ import io
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from onestem.batch import JobInput
 from onestem.jobs import plan_file
@@ -23,6 +26,7 @@ from onestem.options import EngineOptions, InputOptions
 from onestem.report import Price
 
 DOCS = Path(__file__).parent.parent / "docs"
+SITE_HEIGHT = 900
 TEMPLATE = (
     r"Ticket {ticket}, {time}\nProduct: {product}\n\nManual:\n{manual}\n\n"
     r"Question: {question}\nAnswer:"
@@ -45,7 +49,8 @@ QUESTIONS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", type=Path, help="folder for the job and the page")
+    parser.add_argument("--keep", type=Path, help="folder for the job and its report")
+    parser.add_argument("--site", type=Path, default=DOCS.parent / "out" / "site")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
@@ -60,7 +65,15 @@ def main() -> None:
             price=Price.read("$3.50"),
             html=page,
         )
-        take_pictures(page)
+        with opened() as browser:
+            for suffix, scheme in (("", "light"), ("-dark", "dark")):
+                features = [{"name": "prefers-color-scheme", "value": scheme}]
+                browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+                _size(browser, SITE_HEIGHT)
+                browser.get((options.site / "index.html").resolve().as_uri())
+                save(browser, DOCS / f"site{suffix}.png")
+                show_report(browser, page)
+                save(browser, DOCS / f"plan-report{suffix}.png")
 
 
 def written(path: Path, count: int = 2000) -> Path:
@@ -85,38 +98,45 @@ def written(path: Path, count: int = 2000) -> Path:
     return path
 
 
-def take_pictures(page: Path) -> None:
-    """The whole page in the light; the tree of the better order in the dark."""
-    from PIL import Image
+@contextmanager
+def opened() -> Iterator[Any]:
+    """A browser without a window."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(argument)
     options.binary_location = shutil.which("chromium")
-    service = webdriver.ChromeService(shutil.which("chromedriver"))
-    browser = webdriver.Chrome(options=options, service=service)
+    browser = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     try:
-        for name, scheme in (("plan-report", "light"), ("plan-report-dark", "dark")):
-            features = [{"name": "prefers-color-scheme", "value": scheme}]
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-            _size(browser, 900)
-            browser.get(page.resolve().as_uri())
-            browser.execute_script(
-                "document.querySelector('[data-tree=reordered]').click();"
-                "document.querySelector('#tree .block[aria-label*=\"manual 1 \" i]')"
-                "?.dispatchEvent(new MouseEvent('mouseenter'))"
-            )
-            script = "return document.documentElement.scrollHeight"
-            _size(browser, browser.execute_script(script))
-            picture = browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"]
-            image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
-            image.quantize(48, dither=Image.Dither.NONE).save(DOCS / f"{name}.png", optimize=True)
+        yield browser
     finally:
         browser.quit()
 
 
-def _size(browser: object, height: int) -> None:
+def show_report(browser: Any, page: Path) -> None:
+    """The whole page, with the tree of the better order and a manual pointed at."""
+    _size(browser, SITE_HEIGHT)
+    browser.get(page.resolve().as_uri())
+    browser.execute_script(
+        "document.querySelector('[data-tree=reordered]').click();"
+        "document.querySelector('#tree .block[aria-label*=\"manual 1 \" i]')"
+        "?.dispatchEvent(new MouseEvent('mouseenter'))"
+    )
+    _size(browser, browser.execute_script("return document.documentElement.scrollHeight"))
+
+
+def save(browser: Any, path: Path) -> None:
+    from PIL import Image
+
+    picture = browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"]
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    image.quantize(48, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def _size(browser: Any, height: int) -> None:
     size = {"width": 1040, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
