@@ -1,0 +1,58 @@
+"""Ranks that hold one model together, each a part of it, and what they say to each other.
+
+A collective gives every rank the same bits. None waits for a device, so that a CUDA graph can hold
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup, all_gather_into_tensor, all_reduce
+
+__all__ = ["ALONE", "Ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of `size` ranks.
+
+    Attributes:
+        rank: 0 to size - 1.
+        group: of their processes (NCCL; gloo on CPUs); None where size is 1.
+    """
+
+    rank: int
+    size: int
+    group: ProcessGroup | None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all ranks, in place: x of one shape and dtype on each, contiguous."""
+        if self.size > 1:
+            all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x `[n, part]`, of one shape on each rank -> `[n, size * part]`, parts in the order of
+        ranks."""
+        if self.size == 1:
+            return x
+        parts = x.new_empty(self.size * len(x), x.shape[1])
+        all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        return parts.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows `ids` (int64 `[n]`) of a table of which each rank holds as many rows, `[part,
+        width]`, in the order of ranks: `[n, width]`."""
+        if self.size == 1:
+            return F.embedding(ids, table)
+        rows = ids - self.rank * len(table)
+        here = (rows >= 0) & (rows < len(table))
+        found = F.embedding(rows.clamp_(0, len(table) - 1), table)
+        return self.sum(torch.where(here[:, None], found, 0))
+
+
+ALONE = Ranks(0, 1, None)
