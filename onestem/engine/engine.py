@@ -129,7 +129,7 @@ class Engine:
         self.max_model_len = model_len(
             decoder.config.max_position_embeddings, num_pages * page_size, max_model_len
         )
-        self.impl = resolve(impl, decoder.device, heads=decoder.config.head_shapes)
+        self.impl = resolve(impl, decoder.device, heads=decoder.part.head_shapes)
         self.stats = EngineStats()
         runner: StepRunner = (runners or make_runner)(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share

@@ -21,6 +21,7 @@ import torch
 
 from onestem.engine.step.launch import make_runner
 from onestem.engine.step.runner import Runner
+from onestem.errors import OnestemError
 from onestem.models.decoder import Decoder
 from onestem.models.ranks import Ranks
 from onestem.models.weights import load_decoder
@@ -88,7 +89,11 @@ class Follower:
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         options = {**options, "device": self._device, "ranks": self._ranks}
-        self._decoder = load_decoder(path, **options)
+        try:
+            self._decoder = load_decoder(path, **options)
+        except OnestemError as error:  # a caller's mistake, as all ranks see it
+            self._socket.send(("loaded", error))
+            return
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
         self._socket.send(("loaded", free))
 
@@ -110,6 +115,12 @@ class Follower:
 
     def _restore_weights(self) -> None:
         self._runner.restore_weights()
+
+    def _write_weights(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        assert self._ranks.group is not None
+        self._ranks.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+        self._runner.write_weights({name: tensor})
 
 
 def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:

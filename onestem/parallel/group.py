@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed import Backend, FileStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import FileStore, ProcessGroup, ProcessGroupGloo
 
 from onestem.models.ranks import Ranks
 
@@ -41,14 +42,17 @@ def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
     return Ranks(rank, size, group)
 
 
-def _gloo(store: FileStore, rank: int, size: int) -> Backend:
-    options = ProcessGroupGloo._Options()
+# Types of torch's backends do not know what both of ours have.
+
+
+def _gloo(store: FileStore, rank: int, size: int) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=JOIN_SECONDS)
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: FileStore, rank: int, size: int) -> Backend:
+def _nccl(store: FileStore, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # only where torch was built with it
 
     options = ProcessGroupNCCL.Options()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from onestem.engine.step.inputs import Change, StepInputs
@@ -112,6 +113,16 @@ class LeadRunner:
     def restore_weights(self) -> None:
         with self._told("restore_weights"):
             self._runner.restore_weights()
+
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """One tensor after the other, whole: each rank takes its part of it."""
+        group = self._team.ranks.group
+        assert group is not None
+        for name, tensor in tensors.items():
+            here = tensor.to(self.decoder.device).contiguous()
+            with self._told("write_weights", name, here.dtype, tuple(here.shape)):
+                group.broadcast(here.reshape(-1).view(torch.uint8), 0).wait()
+                self._runner.write_weights({name: here})
 
     def _told(self, name: str, *arguments: object) -> AbstractContextManager[None]:
         """All call one of their runner's methods, or take what comes to the same."""

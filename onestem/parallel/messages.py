@@ -101,7 +101,7 @@ class Reader:
 
         def take(size: int, dtype: type) -> np.ndarray:
             nonlocal at
-            array = np.frombuffer(body, dtype, size, at)
+            array: np.ndarray = np.frombuffer(body, dtype, size, at)
             at += array.nbytes
             return array
 

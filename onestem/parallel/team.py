@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from onestem.engine.step.launch import make_runner
-from onestem.errors import ConfigError, RankError
+from onestem.errors import ConfigError, OnestemError, RankError
 from onestem.interrupts import uninterrupted
 from onestem.models.decoder import Decoder
 from onestem.models.weights import load_decoder
@@ -162,32 +163,34 @@ class Team:
         decoder: Decoder = self._meanwhile(
             lambda: load_decoder(path, ranks=self.ranks, **options)
         )
-        free = self._wait("loaded").values()
-        self.free_bytes = None if None in free else min(free)
+        told = self._wait("loaded").values()
+        for error in told:
+            if isinstance(error, OnestemError):
+                raise error
+        self.free_bytes = None if None in told else min(told)
         return decoder
 
     def _meanwhile(self, work: Callable[[], Any]) -> Any:
         """Something that may take minutes, and is given up where a rank ends."""
-        crew, done = self._crew, list[Any]()
+        crew, future = self._crew, Future[Any]()
 
         def run() -> None:
             try:
-                result = work(), None
+                future.set_result(work())
             except BaseException as error:
-                result = None, error
+                future.set_exception(error)
             with crew.changed:
-                done.append(result)
                 crew.changed.notify_all()
 
         threading.Thread(target=run, name="onestem-load", daemon=True).start()
         with crew.changed:
-            crew.changed.wait_for(lambda: done or crew.death is not None)
-        if not done:
+            crew.changed.wait_for(lambda: future.done() or crew.death is not None)
+        if not future.done():
             self.check()
-        result, error = done[0]
-        if error is not None:
-            raise error
-        return result
+        error = future.exception()
+        if error is not None and not isinstance(error, OnestemError):
+            raise self._failed(error) from error
+        return future.result()
 
     def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> LeadRunner:
         """`onestem.engine.step.launch.make_runner`, on each rank."""
@@ -228,7 +231,7 @@ class Team:
         except Exception as error:
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> RankError:
+    def _failed(self, error: BaseException) -> RankError:
         """Why a collective, or a message, has failed: mostly because a rank has ended."""
         crew = self._crew
         with crew.changed:

@@ -149,7 +149,11 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
         vocab_size=VOCAB, max_position_embeddings=100_000,
     )  # fmt: skip
     decoder = SimpleNamespace(
-        config=config, dtype=torch.float32, device=torch.device("cpu"), kv_bytes_per_token=8
+        config=config,
+        part=config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kv_bytes_per_token=8,
     )
     engine = Engine(
         decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options

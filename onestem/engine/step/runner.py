@@ -49,11 +49,13 @@ class StepRunner(Protocol):
     """What an engine needs of a `Runner`, which may be one of many that run as one.
 
     Attributes:
+        decoder: the model, or this rank's part of it.
         depth: steps that may be in flight: 1, they end before they return.
         windows: of the layers.
         kv_pages: K and V pages, of each layer that has its own.
     """
 
+    decoder: Decoder
     depth: int
     windows: tuple[int | None, ...]
     kv_pages: list[tuple[Tensor, Tensor]]
@@ -92,7 +94,7 @@ class Runner:
         page_size: int,
         share: ShareMode,
     ) -> None:
-        config = decoder.config
+        config = decoder.part
         self.decoder = decoder
         self.impl = impl
         self.share = share
