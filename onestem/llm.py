@@ -228,9 +228,12 @@ class LLM:
 
         Raises:
             ConfigError: after `close`.
+            RankError: a process that holds a part of the model has ended.
         """
         if self._engine is None:
             raise ConfigError(f"the LLM of {self.name} is closed: make another")
+        if self.team is not None:
+            self.team.check()
         return self._engine
 
     def close(self) -> None:

@@ -186,8 +186,8 @@ class EngineOptions(Options):
     (default: as the checkpoint has them)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Devices that hold the model together, a part of it each, with a process for each of them: GPUs
-    from the device on, or processes on the CPU."""
+    """Devices that hold the model together, each a part of it, with a process for each: GPUs from
+    the device on, or processes on the CPU (docs/tensor-parallel.md)."""
 
     kv_memory: Memory = "auto"
     """KV memory: auto, bytes, or like 2GiB, of each of the devices that hold a model together.

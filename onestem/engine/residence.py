@@ -44,8 +44,7 @@ class Residence:
         return not self.asleep and not self._missing
 
     def check_ready(self) -> None:
-        """Raise `RequestError` unless a step can be computed, `RankError` where none ever can."""
-        self._runner.check()
+        """Raise `RequestError` unless a step can be computed."""
         if self.asleep:
             parts = " and ".join(tag for tag in TAGS if tag in self.asleep)
             raise RequestError(

@@ -6,6 +6,7 @@ rank 0 is gone, however it ended and whatever is going on here, so is this proce
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -29,7 +30,7 @@ from onestem.ops import resolve
 from onestem.parallel.group import join
 from onestem.parallel.messages import Reader, ToldCall, ToldStep
 
-__all__ = ["Follower", "main"]
+__all__ = ["Follower", "follow"]
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +136,12 @@ def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """See above."""
+def follow(end: Connection, rank: int) -> None:
+    """Be that rank, until the socket closes; ends the process."""
     # Rank 0 says when to end, also where a signal goes to the whole group of processes.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    parent, end = os.getppid(), Connection(int(sys.argv[1]))
-    follower = Follower(int(sys.argv[2]), end)
+    follower, parent = Follower(rank, end), os.getppid()
     leave = threading.Thread(
         target=_leave_with, args=(follower, end.fileno(), parent), name="leave", daemon=True
     )
@@ -152,10 +152,11 @@ def main() -> None:
         pass
     except Exception as error:
         # Ends with rank 0, which asks first whether another rank has ended: then this is no cause.
-        log.debug("rank %d failed", follower.rank, exc_info=error)
-        end.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
+        log.debug("rank %d failed", rank, exc_info=error)
+        with contextlib.suppress(OSError):
+            end.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
     leave.join()
 
 
 if __name__ == "__main__":
-    main()
+    follow(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -89,10 +89,6 @@ class LeadRunner:
 
     # ----------------------------------------------------------------------------- memory
 
-    def check(self) -> None:
-        """Raise `RankError` where a rank has ended."""
-        self._team.check()
-
     def warm_up(self) -> None:
         """See `Runner`, as for all below."""
         with self._told("warm_up"):

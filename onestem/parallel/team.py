@@ -160,9 +160,13 @@ class Team:
     def load_decoder(self, path: str | Path, **options: Any) -> Decoder:
         """`onestem.models.weights.load_decoder`, of each rank's part at the same time."""
         self.tell(call("load", str(path), {**options, "device": None}))  # each has its own
-        decoder: Decoder = self._meanwhile(
-            lambda: load_decoder(path, ranks=self.ranks, **options)
-        )
+        try:
+            decoder: Decoder = self._meanwhile(
+                lambda: load_decoder(path, ranks=self.ranks, **options)
+            )
+        except OnestemError:
+            self._wait("loaded")
+            raise
         told = self._wait("loaded").values()
         for error in told:
             if isinstance(error, OnestemError):
@@ -247,8 +251,9 @@ class Team:
         crew = self._crew
         with crew.changed:
             crew.changed.wait_for(
-                lambda: crew.death is not None
-                or len(crew.reports.get(kind, ())) == len(crew.members)
+                lambda: (
+                    crew.death is not None or len(crew.reports.get(kind, ())) == len(crew.members)
+                )
             )
             self.check()
             return crew.reports.pop(kind)

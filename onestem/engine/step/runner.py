@@ -69,7 +69,6 @@ class StepRunner(Protocol):
     def release_weights(self, *, keep: bool) -> None: ...
     def restore_weights(self) -> None: ...
     def write_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
-    def check(self) -> None: ...
 
 
 class Runner:
@@ -147,9 +146,6 @@ class Runner:
     def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """See `write_tensors`."""
         write_tensors(self.decoder, tensors)
-
-    def check(self) -> None:
-        """Raise an error where nothing can be run any more."""
 
     def _page_tensors(self) -> list[Tensor]:
         return [tensor for pair in self.kv_pages for tensor in pair]
