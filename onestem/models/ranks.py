@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_gather_into_tensor, all_reduce
+from torch.distributed import ProcessGroup
 
 __all__ = ["ALONE", "Ranks"]
 
@@ -32,7 +32,8 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Over all ranks, in place: x of one shape and dtype on each, contiguous."""
         if self.size > 1:
-            all_reduce(x, group=self.group)
+            assert self.group is not None
+            self.group.allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -41,7 +42,8 @@ class Ranks:
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * len(x), x.shape[1])
-        all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        assert self.group is not None
+        self.group._allgather_base(parts, x.contiguous()).wait()
         return parts.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
