@@ -8,7 +8,7 @@ Attention's heads divide evenly. KV heads that are fewer than the ranks are held
 of MLPs and experts divide by units, lest groups that share a scale are cut, and may differ by one
 between ranks. Rows of the vocabulary are as many on each rank; the last ones' may be zeros. Norms,
 routers, learned positions and what is done with vectors of tokens are whole on each rank; biases
-that are added behind a sum are rank 0's.
+that are added after a sum are rank 0's.
 """
 
 from __future__ import annotations
@@ -272,6 +272,6 @@ class _Cuts:
         yield from self.once(f"{module}.bias", 0, out)
 
     def once(self, name: str, dim: int, size: int) -> Named:
-        """What is added behind a sum: on every rank but the first it is zeros."""
+        """What is added after a sum: on every rank but the first it is zeros."""
         if self.ranks.rank:
             yield name, Cut(dim, ((size, 2 * size),))
