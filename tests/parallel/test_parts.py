@@ -106,6 +106,10 @@ def test_parts_of_every_family(tiny: Tiny, family: str) -> None:
             kv = decoder.kv_bytes_per_token / whole.kv_bytes_per_token
             assert 1 / size <= kv <= 1
             assert kv == 1 / size or min(h.num_kv_heads for h in whole.config.heads) < size
+            plain = [tensor for tensor in decoder._tensors() if not tensor.is_mkldnn]
+            for storage in {tensor.untyped_storage() for tensor in plain}:
+                held = [one.nbytes for one in plain if one.untyped_storage() == storage]
+                assert storage.nbytes() <= sum(held)  # no view of a whole
         # Norms, routers and what there is of other kinds are whole on each.
         assert sum(decoder.weight_bytes for decoder in decoders) < 1.5 * whole.weight_bytes
 

@@ -220,7 +220,7 @@ class _Reader:
 
     def of_rows(self, values: Tensor) -> Tensor:
         """Of each row's scales or zero points, those that are wanted."""
-        return values if self.cut is None or self.cut.dim == 1 else self.cut.of(values)
+        return values if self.cut is None or self.cut.dim == 1 else self.cut.of(values).clone()
 
     def groups(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, at: Tensor | None = None
@@ -274,7 +274,6 @@ class _Reader:
         else:
             group = math.gcd(start, stop, whole, PART)
         at = torch.arange(start, stop, group, device=weight.codes.device) // whole
-
         zeros = None if weight.zeros is None else weight.zeros[:, at]
         return replace(weight, scales=weight.scales[:, at], zeros=zeros, group=group)
 
