@@ -130,8 +130,8 @@ class Checkpoint:
             return self(f"{module}.weight")
         scheme, out, size = self.schemes[module]
 
-        def get(part: str, cut: Cut | None = None) -> Tensor | None:
-            name = f"{module}.{part}"
+        def get(name: str, cut: Cut | None = None) -> Tensor | None:
+            name = f"{module}.{name}"
             return self._stored(name, cut).to(self._device) if name in self._held else None
 
         cut = self._cuts.get(f"{module}.weight")

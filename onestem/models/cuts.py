@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["Cut", "Slices", "Span", "covering"]
 
-# The first, and the one behind the last.
+# The first, and the one after the last.
 Span = tuple[int, int]
 
 

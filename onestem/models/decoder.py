@@ -287,7 +287,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take here, packed copies included and shared tensors counted once."""
+        """Memory that the weights take here, with packed copies; shared tensors count once."""
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:

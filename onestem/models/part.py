@@ -8,7 +8,7 @@ Attention's heads divide evenly. KV heads that are fewer than the ranks are held
 of MLPs and experts divide by units, lest groups that share a scale are cut, and may differ by one
 between ranks. Rows of the vocabulary are as many on each rank; the last ones' may be zeros. Norms,
 routers, learned positions and what is done with vectors of tokens are whole on each rank; biases
-that are added behind a sum are rank 0's.
+that are added after a sum are rank 0's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onestem.ops.experts import MX_BLOCK
 
 __all__ = ["cuts_of", "part_of", "sizes_of"]
 
-UNIT = 16  # products of 8 bits take multiples of it
+UNITS = (32, 16)  # of columns: int4's products take multiples of the first, fp8's of the second
 MANY = 64  # ranks that an error speaks of
 
 
@@ -132,14 +132,17 @@ def _shared_span(config: ModelConfig, ranks: Ranks) -> Span:
 
 
 def _stored_unit(config: ModelConfig) -> int:
-    """Columns that share a scale in the files, with `UNIT`."""
+    """Columns that share a scale in the files."""
     schemes = () if config.quantization is None else config.quantization.schemes
-    return math.lcm(UNIT, *(scheme.columns for _, scheme in schemes if scheme.columns))
+    return math.lcm(*(scheme.columns for _, scheme in schemes if scheme.columns))
 
 
-def _columns(size: int, unit: int, ranks: Ranks) -> Span:
-    """By units as far as there are enough, else by smaller ones: a group is cut then."""
-    unit = next((one for one in (unit, UNIT) if size >= one * ranks.size), 1)
+def _columns(size: int, stored: int, ranks: Ranks) -> Span:
+    """By units: those by which all ranks have as many, else those of which each has some. Only
+    where they are too few is what shares a scale in the files (`stored`) divided."""
+    whole = [math.lcm(stored, unit) for unit in UNITS]
+    even = [unit for unit in whole if size % (unit * ranks.size) == 0]
+    unit = next((unit for unit in (*even, *whole, *UNITS) if size >= unit * ranks.size), 1)
     units = -(-size // unit)
     first, last = (units * rank // ranks.size * unit for rank in (ranks.rank, ranks.rank + 1))
     return min(first, size), min(last, size)
@@ -269,6 +272,6 @@ class _Cuts:
         yield from self.once(f"{module}.bias", 0, out)
 
     def once(self, name: str, dim: int, size: int) -> Named:
-        """What is added behind a sum: on every rank but the first it is zeros."""
+        """What is added after a sum: on every rank but the first it is zeros."""
         if self.ranks.rank:
             yield name, Cut(dim, ((size, 2 * size),))

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+)
 
 __all__ = ["ALONE", "Ranks"]
+
+# On a GPU: in the stream that computes, without events for another one.
+_SUM, _GATHER, _FIRST = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
+_SUM.asyncOp = _GATHER.asyncOp = _FIRST.asyncOp = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Ranks:
         """Over all ranks, in place: x of one shape and dtype on each, contiguous."""
         if self.size > 1:
             assert self.group is not None
-            self.group.allreduce([x]).wait()
+            _ended(self.group.allreduce([x], _SUM))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -43,8 +52,14 @@ class Ranks:
             return x
         parts = x.new_empty(self.size * len(x), x.shape[1])
         assert self.group is not None
-        self.group._allgather_base(parts, x.contiguous()).wait()
+        _ended(self.group._allgather_base(parts, x.contiguous(), _GATHER))
         return parts.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
+
+    def take_first(self, x: Tensor) -> None:
+        """Have rank 0's x on all ranks, in place: of one shape and dtype, contiguous."""
+        if self.size > 1:
+            assert self.group is not None
+            _ended(self.group.broadcast([x], _FIRST))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows `ids` (int64 `[n]`) of a table of which each rank holds as many rows, `[part,
@@ -55,6 +70,12 @@ class Ranks:
         here = (rows >= 0) & (rows < len(table))
         found = F.embedding(rows.clamp_(0, len(table) - 1), table)
         return self.sum(torch.where(here[:, None], found, 0))
+
+
+def _ended(work: Work | None) -> None:
+    """A collective in the computing stream has no work to wait for."""
+    if work is not None:
+        work.wait()
 
 
 ALONE = Ranks(0, 1, None)

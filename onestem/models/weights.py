@@ -902,7 +902,10 @@ class _RandomSource:
 
     def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
         whole = self._whole(name, as_dtype)
-        return self.cuts[name].of(whole).contiguous() if name in self.cuts else whole
+        if name not in self.cuts:
+            return whole
+        part = self.cuts[name].of(whole)  # a view would hold all of it
+        return part.clone(memory_format=torch.contiguous_format)
 
     def _whole(self, name: str, as_dtype: torch.dtype | None) -> Tensor:
         shape, kind = self.shapes[name], as_dtype or self.dtype

@@ -69,8 +69,7 @@ class Follower:
         runner, ids = self._runner, None
         if told.num_device_ids:
             ids = torch.empty(told.num_device_ids, dtype=torch.int64, device=self._device)
-            assert self._ranks.group is not None
-            self._ranks.group.broadcast(ids, 0).wait()
+            self._ranks.take_first(ids)
         logits = runner.run(told.inputs, runner.prepare(told.inputs, told.change), ids)
         for blocks in (logits.samples, logits.scored):
             for _ in blocks:  # each rank has a part of every logit
@@ -119,8 +118,7 @@ class Follower:
 
     def _write_weights(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        assert self._ranks.group is not None
-        self._ranks.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+        self._ranks.take_first(tensor.view(-1).view(torch.uint8))
         self._runner.write_weights({name: tensor})
 
 

@@ -49,7 +49,7 @@ class LeadRunner:
             RankError: a rank has ended.
         """
         self._finish()
-        runner, group = self._runner, self._team.ranks.group
+        runner = self._runner
         on_host = ids is None or ids.device.type == "cpu"
         if ids is not None and on_host:
             inputs.token_ids[: len(ids)] = ids.numpy()
@@ -57,8 +57,7 @@ class LeadRunner:
         told = whole(inputs, there) if prepared is None else advance(inputs, prepared, there)
         with self._team.together(told):
             if there is not None:
-                assert group is not None
-                group.broadcast(there, 0).wait()
+                self._team.ranks.take_first(there)
             logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
         samples, scored = self._blocks = [
             self._each(logits.samples),
@@ -112,12 +111,10 @@ class LeadRunner:
 
     def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """One tensor after the other, whole: each rank takes its part of it."""
-        group = self._team.ranks.group
-        assert group is not None
         for name, tensor in tensors.items():
             here = tensor.to(self.decoder.device).contiguous()
             with self._told("write_weights", name, here.dtype, tuple(here.shape)):
-                group.broadcast(here.reshape(-1).view(torch.uint8), 0).wait()
+                self._team.ranks.take_first(here.view(-1).view(torch.uint8))
                 self._runner.write_weights({name: here})
 
     def _told(self, name: str, *arguments: object) -> AbstractContextManager[None]:

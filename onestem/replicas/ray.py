@@ -137,9 +137,7 @@ def _share(
     if options.trace is not None:
         raise ConfigError("trace is a file of one engine: leave it out with replicas")
     if ":" in options.device:
-        raise ConfigError(
-            f"device is {options.device!r}: with replicas say cuda, each has its own"
-        )
+        raise ConfigError(f"device is {options.device!r}: with replicas say cuda, each has its own")
     if os.path.isdir(options.model):
         options = options.replace(model=os.path.abspath(options.model))
     options = options.replace(random_weights=options.makes_weights_up)

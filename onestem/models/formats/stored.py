@@ -33,6 +33,9 @@ SCALES = (*FLOATS, "F8_E8M0")
 # Places of eight columns in an int32 of AWQ, lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
+# The smallest groups that products take, and two of them.
+PART, PAIR = 32, 64
+
 Shape = tuple[int, ...]
 
 
@@ -108,8 +111,8 @@ def stored_weight(
     Args:
         cut: the part of the weight `[out, size]` that is wanted: spans of rows, or one of columns.
             Of codes no other words are read; scales and zero points, which are few, are read whole.
-            Where a cut divides groups they become smaller ones. Columns of groups that stand in
-            another order ("act-order") are given as numbers: a part has not as many of each group.
+            Where a cut divides groups they become smaller ones; where columns of a group stand
+            apart ("act-order"), smaller ones that are filled up.
 
     Raises:
         WeightsError: names the module and what cannot be.
@@ -217,7 +220,7 @@ class _Reader:
 
     def of_rows(self, values: Tensor) -> Tensor:
         """Of each row's scales or zero points, those that are wanted."""
-        return values if self.cut is None or self.cut.dim == 1 else self.cut.of(values)
+        return values if self.cut is None or self.cut.dim == 1 else self.cut.of(values).clone()
 
     def groups(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, at: Tensor | None = None
@@ -236,27 +239,43 @@ class _Reader:
             raise WeightsError(f"{self.module}: groups of inputs are not of {group} each")
         if self.cut is not None and self.cut.dim == 1:
             assert zeros is not None
-            taken = self.cut.of(at.long()[None])[0]
-            return (codes.float() - zeros[:, taken]) * scales[:, taken]
+            return self.some_of_each(codes, scales, zeros, self.cut.of(at.long()[None])[0])
         return Groups(codes[:, order].contiguous(), scales, zeros, group, bits, order)
+
+    def some_of_each(self, codes: Tensor, scales: Tensor, zeros: Tensor, at: Tensor) -> Weight:
+        """Columns of which each group has another number, in groups of `PART`: what lacks is filled
+        with columns of weight 0, for input 0. As numbers where no code is 0."""
+        if self.group % PART or int(zeros.max()) >= 1 << self.scheme.bits:
+            return (codes.float() - zeros[:, at]) * scales[:, at]
+        counts = at.bincount(minlength=scales.shape[1])
+        wanted = -(-counts // PART) * PART
+        wanted[0] += int(wanted.sum()) % PAIR  # products of 4 bits take groups in pairs
+        groups = torch.arange(len(wanted), device=at.device).repeat_interleave(wanted)
+        order = at.argsort(stable=True)
+        # How far each group is moved by what those before it are filled with.
+        moved = (wanted.cumsum(0) - wanted) - (counts.cumsum(0) - counts)
+        places = torch.arange(len(at), device=at.device) + moved[at[order]]
+        filled = zeros[:, groups].to(torch.uint8).index_copy_(1, places, codes[:, order])
+        inputs = torch.zeros_like(groups).index_copy_(0, places, order)
+        parts = groups[::PART]
+        held = scales[:, parts].contiguous(), zeros[:, parts].contiguous()
+        return Groups(filled, *held, PART, self.scheme.bits, inputs)
 
     def of_columns(self, weight: Groups) -> Groups:
         """With the scales and zero points of the columns that are wanted, whose codes it has."""
         if self.cut is None or self.cut.dim == 0:
             return weight
         ((start, stop),) = self.cut.spans
-        first, last = start // weight.group, -(-stop // weight.group)
-        # All of one group, or of as many as it takes to begin with a whole one.
-        group = stop - start if last - first == 1 else math.gcd(start, weight.group)
-        times = 1 if last - first == 1 else weight.group // group
-        begin = start // group - first * times if times > 1 else 0
-
-        def refined(values: Tensor) -> Tensor:
-            several = values[:, first:last].repeat_interleave(times, 1)
-            return several[:, begin : begin - (-(stop - start) // group)].contiguous()
-
-        zeros = None if weight.zeros is None else refined(weight.zeros)
-        return replace(weight, scales=refined(weight.scales), zeros=zeros, group=group)
+        whole = weight.group
+        if start // whole == (stop - 1) // whole:
+            group = stop - start  # all have one scale
+        elif start % whole == 0 and (stop % whole == 0 or stop == self.size):
+            group = whole
+        else:
+            group = math.gcd(start, stop, whole, PART)
+        at = torch.arange(start, stop, group, device=weight.codes.device) // whole
+        zeros = None if weight.zeros is None else weight.zeros[:, at]
+        return replace(weight, scales=weight.scales[:, at], zeros=zeros, group=group)
 
 
 def _parts(size: int, part: int | None) -> int:
