@@ -242,10 +242,10 @@ class LLM:
             return
         self._engine.close()
         self._engine = None
-        if self.team is not None:
-            self.team.close()
         del self.decoder
         gc.collect()
+        if self.team is not None:  # graphs, which hold its collectives, are gone
+            self.team.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

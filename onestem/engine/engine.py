@@ -557,6 +557,7 @@ class Engine:
             began = time.perf_counter()
             flight = self.launcher.flights[0]
             self._results.commit(flight)
+            self.launcher.runner.check()
             self.launcher.flights.pop(0)
             self._note_time(flight)
             self.stats.sample_seconds += time.perf_counter() - began
@@ -660,6 +661,7 @@ class Engine:
             assert error.__cause__ is not None
             raise error.__cause__
         if _is_fatal(error):
+            self.launcher.runner.check()
             raise error
         found = self._suspects.failed(involved)
         log.error(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onestem.engine.step.inputs import Change, StepInputs
 from onestem.engine.step.runner import Logits, Runner
+from onestem.interrupts import uninterrupted
 from onestem.parallel.messages import advance, call, whole
 
 if TYPE_CHECKING:
@@ -59,11 +60,8 @@ class LeadRunner:
             if there is not None:
                 self._team.ranks.take_first(there)
             logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
-        samples, scored = self._blocks = [
-            self._each(logits.samples),
-            self._each(logits.scored),
-        ]
-        return Logits(samples, scored)
+            blocks = self._blocks = [self._each(logits.samples), self._each(logits.scored)]
+        return Logits(*blocks)
 
     def _each(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Blocks of logits, as they are asked for."""
@@ -77,14 +75,19 @@ class LeadRunner:
 
     def _finish(self) -> None:
         """Make the logits that nobody has asked for: the step came to nothing here."""
-        blocks, self._blocks = self._blocks, []
-        for each in blocks:
-            for _ in each:
-                pass
+        with uninterrupted():
+            blocks, self._blocks = self._blocks, []
+            for each in blocks:
+                for _ in each:
+                    pass
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """See `Runner`."""
         return self._runner.on_device(values)
+
+    def check(self) -> None:
+        """See `Runner`."""
+        self._team.check()
 
     # ----------------------------------------------------------------------------- memory
 

@@ -222,8 +222,8 @@ class Team:
     def together(self, message: bytes) -> Iterator[None]:
         """Tell all to do what the block does. Its collectives need every rank, so an error inside,
         of whatever kind, is the end of all."""
-        self.tell(message)
         with self.in_step():
+            self.tell(message)
             yield
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from onestem.errors import RankError
 from onestem.jobs import run_file
 from onestem.models.find import find_model
 from onestem.parallel import Team
+from onestem.parallel.messages import call
 from tests.batch.fakes import completion, write_lines
 from tests.engine.harness import answer, requests_for
 from tests.parallel.teams import CPU, engine_of
@@ -178,6 +181,40 @@ def test_who_of_four_is_named(tiny, seed):
     assert time.monotonic() - at[0] < SECONDS
     wait_until(lambda: not any(map(is_running, pids)))
     team.close()
+
+
+def test_an_error_of_another_rank():
+    """It says so itself, and rank 0 waits for it no longer."""
+    with LLM(**OPTIONS) as llm:
+        (pid,) = llm.team.process_ids
+        llm.team.tell(call("nothing"))
+        line = rf"rank 1 of 2 \(process {pid}\) failed: AttributeError: .* '_nothing': make another"
+        with pytest.raises(RankError, match=line):
+            llm.generate("a")
+
+
+def test_interrupts_cost_the_call_alone():
+    """Ctrl-C at any moment: all ranks are in the same step after it."""
+    with LLM(**OPTIONS) as llm:
+        short = SamplingParams(max_tokens=9, temperature=0, logprobs=1)
+        before = llm.generate(["a", "b"], short)
+        for i in range(12):
+            signal.setitimer(signal.ITIMER_REAL, 0.005 + 0.013 * i)
+            with pytest.raises(KeyboardInterrupt), interrupted_by(signal.SIGALRM):
+                llm.generate(["b", "a", "ab"], LONG)
+                time.sleep(SECONDS)
+        after = llm.generate(["a", "b"], short)
+        assert [a.outputs[0].token_ids for a in after] == [b.outputs[0].token_ids for b in before]
+
+
+@contextlib.contextmanager
+def interrupted_by(number: int) -> Iterator[None]:
+    """What comes as that signal is sent on as Ctrl-C."""
+    before = signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def test_an_error_of_rank_0_inside_a_step(monkeypatch):

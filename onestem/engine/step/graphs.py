@@ -217,7 +217,12 @@ class GraphRunner(Runner):
             self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _without_collector(), torch.cuda.graph(graph, pool=self._pool):
+        # Of several ranks a thread of their group looks after collectives meanwhile.
+        mode = "global" if self.decoder.ranks.size == 1 else "thread_local"
+        with (
+            _without_collector(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
+        ):
             hidden = self._fixed_forward(size)
         return _Graph(graph, hidden)
 
