@@ -9,6 +9,7 @@ __all__ = [
     "ConfigError",
     "JobError",
     "OnestemError",
+    "RankError",
     "RequestError",
     "UnsupportedError",
     "WeightsError",
@@ -41,3 +42,7 @@ class JobError(OnestemError):
 
 class CacheError(OnestemError):
     """KV memory that cannot hold what is asked, or whose books do not balance."""
+
+
+class RankError(OnestemError):
+    """One of the processes that hold a model together has ended, and so have the others."""

@@ -29,6 +29,8 @@ from onestem.cost.measure import known_rates, rates_here
 from onestem.errors import ConfigError
 from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.config import ModelConfig
+from onestem.models.part import part_of
+from onestem.models.ranks import Ranks
 from onestem.models.weights import formats_of, weight_bytes
 from onestem.options import EngineOptions, Quantize, ShareMode, parse_memory
 from onestem.planner import Deal, JobPlan
@@ -74,11 +76,19 @@ class Target:
         """Of the engine that options describe; its device may be one of `named_devices`.
 
         Raises:
-            ConfigError: there is no such device, or the model does not fit.
+            ConfigError: there is no such device, the model does not fit, or rates are asked for of
+                several devices that hold it together.
         """
+        ranks = options.tensor_parallel_size
+        if predicts and ranks > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {ranks}, and rates are known of one device alone: give "
+                "--no-predict"
+            )
+        config = part_of(config, Ranks(0, ranks, None))
         if options.device in named_devices():
             return _named(options, config, predicts)
-        set_threads(options.threads)
+        set_threads(options.threads, ranks)
         try:
             device = pick_device(options.device)
         except ConfigError as error:
@@ -89,7 +99,7 @@ class Target:
         config, form = _formed(options, config)
         formats = formats_of(config, options.quantization, dtype, device)
         loading = weight_bytes(config, dtype, device, formats)
-        memory = kv_memory_bytes(options.kv_memory, device, loading=loading)
+        memory = kv_memory_bytes(options.kv_memory, device, loading=loading, ranks=ranks)
         find = partial(rates_here, config, dtype, device, form) if predicts else lambda: None
         return _target(options, shape, memory, find)
 
@@ -99,7 +109,11 @@ class Target:
         on_gpu = llm.device.type == "cuda"
         shape = ModelShape.of(llm.config, llm.dtype.itemsize, on_gpu=on_gpu)
         _, form = _formed(llm.options, llm.config)
-        find = partial(known_rates, llm.config, llm.dtype, llm.device, form)
+        find: Callable[[], Rates | None] = partial(
+            known_rates, llm.config, llm.dtype, llm.device, form
+        )
+        if llm.team is not None:  # rates are those of one device
+            find = _Known(None)
         most, size = llm.engine.scheduler.budget.most, llm.options.page_size
         return Target(shape, llm.kv_tokens, find, size, most)
 

@@ -25,7 +25,7 @@ from onestem.batch.first_lines import FirstLines
 from onestem.batch.interface import Run
 from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
-from onestem.errors import ConfigError, JobError, OnestemError
+from onestem.errors import ConfigError, JobError, OnestemError, RankError
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library, to_markup
@@ -110,6 +110,8 @@ def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         for output in llm.engine.run(noted()):
             there.discard(output.request_id)
             yield output
+    except RankError as error:
+        raise EngineDiedError(str(error), there) from error
     except OnestemError:
         raise
     except Exception as error:

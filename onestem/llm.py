@@ -27,11 +27,14 @@ from onestem.engine.trace import StepTrace
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
+from onestem.models.part import part_of
+from onestem.models.ranks import Ranks
 from onestem.models.weights import load_decoder
 from onestem.openai.read import calls_fields, read_chat
 from onestem.openai.tools import Tools
 from onestem.openai.write import message_of
 from onestem.options import EngineOptions, parse_memory, takes
+from onestem.parallel import Team
 from onestem.planner import JobPlan, Prompts, RunningOrder, default_order, planner_of
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
@@ -132,17 +135,21 @@ class LLM:
 
     def _load(self, options: EngineOptions) -> None:
         trace = None if options.trace is None else StepTrace(options.trace)
+        self.team: Team | None = None
         try:
             self._load_traced(options, trace)
         except BaseException:
             if trace is not None:
                 trace.close()
+            if self.team is not None:
+                self.team.close()
             raise
         if trace is not None:
             trace.restart()
 
     def _load_traced(self, options: EngineOptions, trace: StepTrace | None) -> None:
-        set_threads(options.threads)
+        size = options.tensor_parallel_size
+        set_threads(options.threads, size)
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.random_weights = options.makes_weights_up
@@ -150,7 +157,12 @@ class LLM:
         self.config = ModelConfig.from_directory(self.path)
         self.device = pick_device(options.device)
         self.dtype = pick_dtype(options.dtype, self.config, self.device)
-        self.decoder = load_decoder(
+        if size > 1:
+            refuse_modules_kept(options)
+            part_of(self.config, Ranks(0, size, None))
+            self.team = Team(size, self.device)
+        load = load_decoder if self.team is None else self.team.load_decoder
+        self.decoder = load(
             self.path,
             dtype=self.dtype,
             device=self.device,
@@ -161,7 +173,13 @@ class LLM:
         max_step_tokens = options.max_step_tokens or self.decoder.step_rows
         beside = activation_bytes(self.config, self.dtype, max_step_tokens, self.device)
         beside += self.decoder.scratch_bytes
-        memory = kv_memory_bytes(options.kv_memory, self.device, beside)
+        memory = kv_memory_bytes(
+            options.kv_memory,
+            self.device,
+            beside,
+            ranks=size,
+            most=None if self.team is None else self.team.free_bytes,
+        )
         page_bytes = self.decoder.kv_bytes_per_token * options.page_size
         num_pages = pages_of(memory, options.page_size, page_bytes)
         self._engine: Engine | None = Engine(
@@ -180,6 +198,7 @@ class LLM:
             logprobs_mode=options.logprobs_mode,
             seed=options.seed,
             trace=trace,
+            runners=None if self.team is None else self.team.make_runner,
         )
         self._count = 0
         self._schemas: Library | None = None
@@ -209,9 +228,12 @@ class LLM:
 
         Raises:
             ConfigError: after `close`.
+            RankError: a process that holds a part of the model has ended.
         """
         if self._engine is None:
             raise ConfigError(f"the LLM of {self.name} is closed: make another")
+        if self.team is not None:
+            self.team.check()
         return self._engine
 
     def close(self) -> None:
@@ -222,6 +244,8 @@ class LLM:
         self._engine = None
         del self.decoder
         gc.collect()
+        if self.team is not None:  # graphs, which hold its collectives, are gone
+            self.team.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -1008,12 +1032,23 @@ def largest_decode(vocab_size: int, device_memory: int) -> int:
     return 4096 if 16 * 2 * 4096 * 4 * vocab_size <= device_memory else 2048
 
 
-def set_threads(threads: int | None) -> None:
-    """Settle how many threads compute on a CPU (see `EngineOptions`)."""
+def set_threads(threads: int | None, ranks: int = 1) -> None:
+    """Settle how many threads compute on a CPU (see `EngineOptions`), in each of so many ranks."""
+    share = max(1, usable_cores() // ranks)
     if threads is not None:
         torch.set_num_threads(threads)
-    elif "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
-        torch.set_num_threads(usable_cores())
+    elif "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+
+
+def refuse_modules_kept(options: EngineOptions) -> None:
+    """Raise `ConfigError` for tiers of modules where each device has a part of every module."""
+    for name in ("module_host_memory", "module_disk"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name} is {getattr(options, name)}, and tensor_parallel_size is "
+                f"{options.tensor_parallel_size}: modules stay in KV memory then, leave it out"
+            )
 
 
 def pages_of(memory: int, page_size: int, page_bytes: int) -> int:
@@ -1027,16 +1062,24 @@ def pages_of(memory: int, page_size: int, page_bytes: int) -> int:
 
 
 def kv_memory_bytes(
-    size: str | int, device: torch.device, beside: int = 0, *, loading: int = 0
+    size: str | int,
+    device: torch.device,
+    beside: int = 0,
+    *,
+    loading: int = 0,
+    ranks: int = 1,
+    most: int | None = None,
 ) -> int:
     """Bytes of KV memory to take on a device; `beside`: what must stay free at least; `loading`:
-    bytes of weights that are not there yet.
+    bytes of weights that are not there yet; `ranks`: that share the memory of a CPU; `most`: what
+    is free on another GPU that is to have as much.
 
     Raises:
         ConfigError: there is not so much.
     """
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram
+    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram // ranks
+    there = there if most is None else min(there, most)
     if loading > there:
         have = f"{device} has {there / GIB:.1f} GiB"
         raise ConfigError(f"the weights take {loading / GIB:.1f} GiB, {have}: take a smaller model")
@@ -1048,4 +1091,4 @@ def kv_memory_bytes(
         return wanted
     if device.type == "cuda":
         return max(0, min(int(GPU_SHARE * there), there - int(1.25 * beside)))
-    return min(4 * GIB, there // 4)
+    return min(4 * GIB // ranks, there // 4)

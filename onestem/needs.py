@@ -1,4 +1,5 @@
-"""What a model's directory needs on a device, read off its files before anything is loaded."""
+"""What a model's directory needs on a device, read off its files before anything is loaded. Of
+several devices that hold it together, the first one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
+from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
+from onestem.models.ranks import Ranks
 from onestem.models.weights import (
     checked_config,
     expected_shapes,
@@ -70,7 +73,8 @@ def needs_of(options: EngineOptions) -> Needs:
     Raises:
         ConfigError: there is no such model, or its family is not supported.
     """
-    set_threads(options.threads)
+    ranks = options.tensor_parallel_size
+    set_threads(options.threads, ranks)
     path, problem = find_model(options.model), None
     config = ModelConfig.from_directory(path)
     formats: dict[str, Scheme | Quantize] = {}
@@ -87,11 +91,12 @@ def needs_of(options: EngineOptions) -> Needs:
     dtype = pick_dtype(options.dtype, config, device)
     if options.quantization is not None:
         formats = formats_of(config, options.quantization, dtype, device)
-    weights = weight_bytes(config, dtype, device, formats)
-    token = config.kv_values_per_token * dtype.itemsize
+    part = part_of(config, Ranks(0, ranks, None))
+    weights = weight_bytes(part, dtype, device, formats)
+    token = part.kv_values_per_token * dtype.itemsize
     kv_tokens = longest = 0
     try:
-        memory = kv_memory_bytes(options.kv_memory, device, loading=weights)
+        memory = kv_memory_bytes(options.kv_memory, device, loading=weights, ranks=ranks)
         kv_tokens = pages_of(memory, options.page_size, token * options.page_size)
         kv_tokens *= options.page_size
         longest = model_len(config.max_position_embeddings, kv_tokens, options.max_model_len)

@@ -185,9 +185,14 @@ class EngineOptions(Options):
     rows likewise), int4 in groups of 128; on a CPU int8 and int4 round the head too, to int8
     (default: as the checkpoint has them)."""
 
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Devices that hold the model together, each a part of it, with a process for each: GPUs from
+    the device on, or processes on the CPU (docs/tensor-parallel.md)."""
+
     kv_memory: Memory = "auto"
-    """KV memory: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU (less where a step
-    needs more than the rest), the lesser of 4 GiB and a quarter of the RAM on a CPU."""
+    """KV memory: auto, bytes, or like 2GiB, of each of the devices that hold a model together.
+    auto: 90% of what is free on a GPU (less where a step needs more than the rest), on a CPU the
+    lesser of 4 GiB and a quarter of the RAM, for all of them."""
 
     max_model_len: int | None = Field(default=None, ge=1, json_schema_extra={"identity": True})
     """Maximum tokens of prompt and answer (default: the model's, or what fits)."""
@@ -227,8 +232,8 @@ class EngineOptions(Options):
     """Attention implementation: auto (the fastest there is), or its name."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
-    """Threads on a CPU, for all of the process (default: the cores that affinity and cgroups
-    leave)."""
+    """Threads on a CPU, for all of the process, or of each that holds a part of a model (default:
+    the cores that affinity and cgroups leave, shared out)."""
 
     random_weights: bool | None = Field(default=None, json_schema_extra={"identity": True})
     """Make weights up: a config is enough (default: for shapes alone)."""

@@ -30,7 +30,7 @@ LAYERS = [
     ("ops",),
     ("cache", "planner", "models"),
     ("engine",),
-    ("batch", "cost"),
+    ("batch", "cost", "parallel"),
     ("llm",),
     ("advice", "forecasts", "needs"),
     ("replicas", "report"),

@@ -28,7 +28,7 @@ from onestem.cost.step import ModelShape
 from onestem.engine.engine import Engine
 from onestem.engine.step.inputs import StepInputs
 from onestem.engine.step.launch import make_runner
-from onestem.engine.step.runner import Runner
+from onestem.engine.step.runner import Runner, StepRunner
 from onestem.errors import ConfigError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.decoder import Decoder
@@ -243,7 +243,7 @@ def _linear(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clo
     return _curve(measured, 2.0 * shape.layer_parameters, shape.layer_parameters * shape.itemsize)
 
 
-def _runs(runner: Runner, rows: int, sampled: int) -> Callable[[], object]:
+def _runs(runner: StepRunner, rows: int, sampled: int) -> Callable[[], object]:
     """A step of so many rows that see nothing."""
     # Products of equal rows take less power, so a GPU's clock stays higher.
     ids = np.random.default_rng(0).integers(0, runner.decoder.config.vocab_size, rows)

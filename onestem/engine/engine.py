@@ -41,11 +41,11 @@ from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
 from onestem.engine.step.results import Results, Suspects
-from onestem.engine.step.runner import Logits
+from onestem.engine.step.runner import Logits, StepRunner
 from onestem.engine.step.slots import Slots
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
-from onestem.errors import ConfigError, RequestError
+from onestem.errors import ConfigError, RankError, RequestError
 from onestem.interrupts import uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
@@ -85,6 +85,8 @@ class Engine:
             those that they are drawn with (`processed_logprobs`).
         seed: source of seeds for requests that have none; None draws from the system.
         trace: where each step is told; the engine closes it.
+        runners: makes what runs the steps, with the arguments of `make_runner`, which is the
+            default.
 
     Attributes:
         on_begin: told of interactive requests whose turn it is, before the step that they are in.
@@ -110,6 +112,7 @@ class Engine:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         seed: int | None = None,
         trace: StepTrace | None = None,
+        runners: Callable[..., StepRunner] | None = None,
     ) -> None:
         if share not in ("full", "storage", "off", "no-attention"):
             raise ConfigError(f"share is {share!r}, expected full, storage, off or no-attention")
@@ -126,9 +129,9 @@ class Engine:
         self.max_model_len = model_len(
             decoder.config.max_position_embeddings, num_pages * page_size, max_model_len
         )
-        self.impl = resolve(impl, decoder.device, heads=decoder.config.head_shapes)
+        self.impl = resolve(impl, decoder.device, heads=decoder.part.head_shapes)
         self.stats = EngineStats()
-        runner = make_runner(
+        runner: StepRunner = (runners or make_runner)(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.residence = Residence(decoder, runner)
@@ -554,6 +557,7 @@ class Engine:
             began = time.perf_counter()
             flight = self.launcher.flights[0]
             self._results.commit(flight)
+            self.launcher.runner.check()
             self.launcher.flights.pop(0)
             self._note_time(flight)
             self.stats.sample_seconds += time.perf_counter() - began
@@ -657,6 +661,7 @@ class Engine:
             assert error.__cause__ is not None
             raise error.__cause__
         if _is_fatal(error):
+            self.launcher.runner.check()
             raise error
         found = self._suspects.failed(involved)
         log.error(
@@ -735,4 +740,4 @@ def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 def _is_fatal(error: Exception) -> bool:
     """Whether a device has failed, and nothing can be computed any more."""
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+    return isinstance(error, (torch.AcceleratorError, RankError)) or "CUDA error" in str(error)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from onestem.checked import show
-from onestem.engine.step.runner import Runner
+from onestem.engine.step.runner import StepRunner
 from onestem.errors import RequestError
 from onestem.models.checkpoint import listed
 from onestem.models.decoder import Decoder
-from onestem.models.weights import checked_tensors, write_tensors
+from onestem.models.weights import checked_tensors
 
 __all__ = ["TAGS", "Residence"]
 
@@ -30,7 +30,7 @@ class Residence:
         asleep: tags that were not woken yet.
     """
 
-    def __init__(self, decoder: Decoder, runner: Runner) -> None:
+    def __init__(self, decoder: Decoder, runner: StepRunner) -> None:
         self.version = 0
         self.level = 0
         self.asleep: set[str] = set()
@@ -70,7 +70,7 @@ class Residence:
             return
         if "kv_cache" not in self.asleep:
             self._runner.release_pages()
-        self._decoder.release(keep=level == 1)
+        self._runner.release_weights(keep=level == 1)
         self.level, self.asleep = max(level, self.level), set(TAGS)
         if level == 2:
             self.drop_weights()
@@ -84,7 +84,7 @@ class Residence:
             raise RequestError(f"wake_up tags are {show(tags)}, expected some of {list(TAGS)}")
         wanted = self.asleep & set(TAGS if tags is None else tags)
         if "weights" in wanted:
-            self._decoder.restore()
+            self._runner.restore_weights()
             self.asleep.discard("weights")
         if "kv_cache" in wanted:
             self._runner.restore_pages()
@@ -112,7 +112,7 @@ class Residence:
     def update(self, tensors: Mapping[str, Tensor], version: int | None) -> None:
         """Write weights. They are of no use after an error."""
         try:
-            write_tensors(self._decoder, tensors)
+            self._runner.write_weights(tensors)
         except BaseException:
             self.drop_weights()
             raise

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.config import ModelConfig
+from onestem.models.cuts import Cut
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.stored import (
     FLOATS,
@@ -88,8 +89,11 @@ class Held(Header):
 class Checkpoint:
     """The `Source` of a directory.
 
+    With `cuts`, of a tensor that they name its part is given, and nothing else of it is read.
+
     Attributes:
-        schemes: how each quantised module is stored, with its out_features and in_features.
+        schemes: how each quantised module is stored, with its out_features and in_features; they
+            are the whole module's.
     """
 
     def __init__(
@@ -99,8 +103,10 @@ class Checkpoint:
         parts: Parts,
         dtype: torch.dtype,
         device: torch.device,
+        cuts: Mapping[str, Cut],
     ) -> None:
         self._held = held
+        self._cuts = cuts
         self.schemes = schemes
         self._parts = parts
         # One file is open at a time: the pages of a shard that is done with can be dropped.
@@ -114,23 +120,29 @@ class Checkpoint:
             return torch.stack([torch.cat(expert) for expert in experts])
         kind, module = as_dtype or self._dtype, name.removesuffix(".weight")
         if module in self.schemes:  # of a table or an expert: not multiplied as it is stored
-            return dense(self.weight(module), kind)
-        return self._stored(name).to(device=self._device, dtype=kind, copy=True)
+            whole = dense(self.weight(module), kind)
+            return self._cuts[name].filled(whole) if name in self._cuts else whole
+        stored = self._stored(name, self._cuts.get(name))
+        return stored.to(device=self._device, dtype=kind, copy=True)
 
     def weight(self, module: str) -> Weight:
         if module not in self.schemes:
             return self(f"{module}.weight")
         scheme, out, size = self.schemes[module]
 
-        def get(part: str) -> Tensor | None:
-            name = f"{module}.{part}"
-            return self._stored(name).to(self._device) if name in self._held else None
+        def get(name: str, cut: Cut | None = None) -> Tensor | None:
+            name = f"{module}.{name}"
+            return self._stored(name, cut).to(self._device) if name in self._held else None
 
-        return stored_weight(scheme, module, get, out, size)
+        cut = self._cuts.get(f"{module}.weight")
+        weight = stored_weight(scheme, module, get, out, size, cut)
+        return weight.to(self._dtype) if isinstance(weight, Tensor) else weight
 
-    def _stored(self, name: str) -> Tensor:
+    def _stored(self, name: str, cut: Cut | None) -> Tensor:
         held = self._held[name]
-        tensor: Tensor = self._opened(held.file).get_tensor(held.name)
+        file = self._opened(held.file)
+        tensor: Tensor
+        tensor = file.get_tensor(held.name) if cut is None else cut.of(file.get_slice(held.name))
         return tensor
 
 
@@ -141,9 +153,11 @@ def checkpoint_source(
     parts: Parts,
     dtype: torch.dtype,
     device: torch.device,
+    cuts: Mapping[str, Cut],
 ) -> Checkpoint:
     """Reads tensors of a directory that holds those of `shapes`, or their `parts`, and no others. A
-    quantised module has what its format stores instead of its `weight`.
+    quantised module has what its format stores instead of its `weight`. `cuts`: parts of tensors
+    that are read.
 
     Raises:
         UnsupportedError: modules of this family are not read quantised.
@@ -158,7 +172,7 @@ def checkpoint_source(
     expected = _expected(shapes, schemes)
     _check_names(directory, config, expected, held)
     check_shapes(directory, config, expected, held)
-    return Checkpoint(held, schemes, parts, dtype, device)
+    return Checkpoint(held, schemes, parts, dtype, device, cuts)
 
 
 def _schemes(

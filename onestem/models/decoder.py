@@ -6,7 +6,7 @@ caller hands in `attend`, which writes the rows' keys and values and attends ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, overload
 
@@ -15,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
+from onestem.models.cuts import Cut
 from onestem.models.linear import Head, Projection, padded_rows, step_rows
 from onestem.models.mlp import Activation, ExpertLayer, ExpertsBeside, Mlp
+from onestem.models.part import part_of
 from onestem.models.places import Place
+from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import Rope
 from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
@@ -108,8 +111,12 @@ class Decoder:
     """A decoder-only transformer whose attention is the caller's.
 
     Attributes:
-        scores: what attention does to scores.
+        config: the whole model's.
+        part: of what is held here: heads of attention and of the KV cache, columns of MLPs, rows
+            of the vocabulary. Of a decoder alone it is `config`.
+        scores: what attention does to scores, of the part's heads.
         places: name of a tensor in a checkpoint -> what it became.
+        cuts: name of one of which a part is held -> which.
         normed: adds to the residual and gives a norm of it.
         quantised: format of its weights, which cannot be written again; None: they can.
     """
@@ -127,15 +134,22 @@ class Decoder:
         vectors: TokenVectors | None = None,
         ops: LayerOps | None = None,
         places: Iterable[Place] = (),
+        cuts: Mapping[str, Cut] | None = None,
         quantised: str | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """embedding [vocab_size, hidden_size] gives dtype and device.
+
+        Where several `ranks` hold the model together, all tensors are those of this rank's part,
+        and what is computed and handed on is the whole model's, on each of them.
 
         `positions` [max_position_embeddings, hidden_size] are learned ones, `vectors` those that
         layers have for tokens. `ops` is what runs
         between the products; None: the fastest that the device has.
         """
         self.config = config
+        self.ranks = ranks
+        self.part = part_of(config, ranks)
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.num_parameters = num_parameters
@@ -149,6 +163,7 @@ class Decoder:
         for place in places:
             for name in place.names:
                 self.places.setdefault(name, []).append(place)
+        self.cuts = cuts or {}
         self.quantised = quantised
         self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)
@@ -156,7 +171,7 @@ class Decoder:
         self.scores: Scores = {
             "scale": config.score_scale or config.head_dim**-0.5,
             "softcap": config.score_softcap,
-            "alibi_slopes": _alibi_slopes(config, embedding.device),
+            "alibi_slopes": _alibi_slopes(self.part, embedding.device),
         }
         # As transformers rounds it; a Python number would stay float32 inside the product.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
@@ -181,13 +196,14 @@ class Decoder:
                 hidden, delta, layer.input_norm, layer.qkv.rounds if sequential else None
             )
             out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
-            delta = self._given(layer.output(out.flatten(1)), layer.output_norm)
+            delta = layer.output(out.flatten(1))
             if sequential:
+                delta = self._given(self.ranks.sum(delta), layer.output_norm)
                 normed = add_norm(hidden, delta, layer.post_norm, layer.mlp.rounds)
                 delta = self._given(self.mlp(layer, normed, hidden), layer.down_norm)
             else:
                 beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
-                delta += self.mlp(layer, beside, hidden)
+                delta = self.ranks.sum(delta.add_(self._own_mlp(layer, beside)))
             if layer.vectors is not None and vectors is not None:
                 delta = layer.vectors(hidden.add_(delta), vectors[:, index])
                 delta = self._rms_norm(delta, layer.vectors.norm)
@@ -207,7 +223,7 @@ class Decoder:
         return step_rows(self.head.layout, self.dtype)
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self.ranks.embedding(token_ids, self.embedding)
         if self._embedding_scale != 1:
             hidden *= self._embedding_scale
         return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
@@ -217,20 +233,36 @@ class Decoder:
         if layer.qk_norms is not None:
             sizes = [len(weight) for weight in layer.qk_norms]
             parts = qkv.split([*sizes, qkv.shape[1] - sum(sizes)], dim=1)
-            for part, weight in zip(parts, layer.qk_norms, strict=False):
-                norm = self.ops.add_rms_norm(part.contiguous(), None, weight, self.config.norm_eps)
-                part.copy_(norm)
+            self._norm_heads(parts[:2], layer.qk_norms)
         if growth is not None:
             qkv[:, : layer.heads.num_q_heads * layer.heads.head_dim] *= growth
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
+    def _norm_heads(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """RMSNorm over all query heads, and over all key heads, in place."""
+        eps = self.config.norm_eps
+        if self.ranks.size == 1:
+            for part, weight in zip(parts, weights, strict=True):
+                part.copy_(self.ops.add_rms_norm(part.contiguous(), None, weight, eps))
+            return
+        squares = [part.float().square().sum(1, keepdim=True) for part in parts]
+        # Heads that several ranks hold count several times, in the sum and in the width.
+        means = self.ranks.sum(torch.cat(squares, 1)).split(1, dim=1)
+        for part, weight, mean in zip(parts, weights, means, strict=True):
+            root = (mean / (self.ranks.size * len(weight))).add_(eps).rsqrt_()
+            part.copy_(part.float() * root * weight)
+
     def mlp(self, layer: Layer, normed: Rows, hidden: Tensor) -> Tensor:
         """A layer's MLP or experts, or both: [num_rows, hidden_size] -> the same. `hidden`: the
         residual."""
-        out = layer.mlp(normed, self._activation, self._rounded_activation)
+        out = self.ranks.sum(self._own_mlp(layer, normed))
         if layer.beside is None:
             return out
-        return layer.beside.added(out, hidden, self._rms_norm, self._activation)
+        return layer.beside.added(out, hidden, self._rms_norm, self._activation, self.ranks)
+
+    def _own_mlp(self, layer: Layer, normed: Rows) -> Tensor:
+        """This rank's share of what a layer's MLP gives, or its experts instead."""
+        return layer.mlp(normed, self._activation, self._rounded_activation)
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return self.ops.add_rms_norm(rows, None, weight, self.config.norm_eps)
@@ -245,7 +277,9 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> [n, vocab_size] float32."""
-        logits, config = self.head(hidden), self.config
+        logits, config = self.ranks.gather(self.head(hidden)), self.config
+        if logits.shape[1] > config.vocab_size:
+            logits = logits[:, : config.vocab_size].contiguous()
         if config.logit_scale != 1:
             logits *= config.logit_scale
         cap = config.logit_softcap
@@ -253,7 +287,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take, packed copies included and shared tensors counted once."""
+        """Memory that the weights take here, with packed copies; shared tensors count once."""
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -300,8 +334,8 @@ class Decoder:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Memory of one token's keys and values over all layers."""
-        return self.config.kv_values_per_token * self.dtype.itemsize
+        """Memory of one token's keys and values here, over all layers."""
+        return self.part.kv_values_per_token * self.dtype.itemsize
 
 
 class AddNorm(Protocol):

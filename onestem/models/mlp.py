@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onestem.models.description import Experts
 from onestem.models.linear import Head, Layout, Projection, padded_rows
+from onestem.models.ranks import Ranks
 from onestem.ops.rounding import RoundedRows, Rows
 
 __all__ = [
@@ -154,16 +155,23 @@ class ExpertsBeside:
     mlp_norm: Tensor
 
     def added(
-        self, out: Tensor, hidden: Tensor, norm: Callable[[Tensor, Tensor], Tensor], up: Activation
+        self,
+        out: Tensor,
+        hidden: Tensor,
+        norm: Callable[[Tensor, Tensor], Tensor],
+        up: Activation,
+        ranks: Ranks,
     ) -> Tensor:
         """The MLP's result `out` and the experts' of the residual `hidden`, both normed, together.
 
         Args:
             norm: rows and weights -> RMSNorm.
             up: the activation.
+            ranks: that hold the experts together.
         """
         x, routed_by = norm(hidden, self.input_norm), norm(hidden, self.router_norm)
-        routed = norm(self.experts(x, up, routed_by=routed_by), self.output_norm)
+        routed = ranks.sum(self.experts(x, up, routed_by=routed_by))
+        routed = norm(routed, self.output_norm)
         return routed.add_(norm(out, self.mlp_norm))
 
     def tensors(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.linear import Projection
+from onestem.models.ranks import ALONE, Ranks
 from onestem.ops import LayerOps
 
 __all__ = ["LayerVectors", "TokenVectors"]
@@ -23,6 +24,7 @@ class TokenVectors:
         norm: `[size]`, over each layer's part of the projection.
         eps: of that norm.
         scale: of the table's vectors, rounded to their dtype.
+        ranks: that hold the table together; all else is whole on each.
     """
 
     table: Tensor
@@ -30,11 +32,12 @@ class TokenVectors:
     norm: Tensor
     eps: float
     scale: float
+    ranks: Ranks = ALONE
 
     def __call__(self, token_ids: Tensor, embeddings: Tensor, ops: LayerOps) -> Tensor:
         """token_ids `[num_rows]`, embeddings `[num_rows, hidden_size]` ->
         `[num_rows, num_layers, size]`."""
-        own = F.embedding(token_ids, self.table).mul_(self.scale)
+        own = self.ranks.embedding(token_ids, self.table).mul_(self.scale)
         projected = self.projection(embeddings).mul_(embeddings.shape[1] ** -0.5)
         projected = projected.view(-1, len(self.norm))
         normed = ops.add_rms_norm(projected, None, self.norm, self.eps).view(own.shape)

@@ -31,6 +31,7 @@ from onestem.models.checkpoint import (
     our_name,
 )
 from onestem.models.config import ModelConfig
+from onestem.models.cuts import Cut
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.description import ExpertNames, Experts
 from onestem.models.formats import products as formats
@@ -50,8 +51,10 @@ from onestem.models.mlp import (
     route,
     route_on_gpu,
 )
+from onestem.models.part import cuts_of, part_of
 from onestem.models.places import Place, ProductPlace, TensorPlace, bias_of
 from onestem.models.quantization import Scheme
+from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import rotary_order
 from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Heads, resolve_layers
@@ -92,35 +95,43 @@ def load_decoder(
     random_weights: bool = False,
     seed: int = 0,
     quantization: Quantize | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Read a Hugging Face model directory; with `random_weights`, only its `config.json`.
+    """Read a Hugging Face model directory; with `random_weights`, only its `config.json`. Where
+    several `ranks` hold the model together, this one's part of it is read.
 
     Random weights are normal with the configuration's `initializer_range`, biases 0 and norms 1.
     Each tensor depends on (seed, its name, device) alone. With `quantization` weights of layers are
-    rounded to a format (see `onestem.models.formats.rounding`).
+    rounded to a format (see `onestem.models.formats.rounding`), those of a part as they are there.
 
     Raises:
-        ConfigError: `quantization` of weights that are quantised already.
+        ConfigError: `quantization` of weights that are quantised already; or the model does not
+            divide over so many ranks.
     """
     config = ModelConfig.from_directory(path)
     target = torch.device(device)
     if random_weights:
         return random_decoder(
-            config, dtype=dtype, device=target, seed=seed, quantization=quantization
+            config, dtype=dtype, device=target, seed=seed, quantization=quantization, ranks=ranks
         )
     refuse_rounding_twice(path, config, quantization)
     config = with_own_head(Path(path), config)
-    source = open_checkpoint(path, config, dtype, target)
-    return _decoder(config, source, dtype, target, quantization)
+    cuts = cuts_of(config, ranks)
+    source = open_checkpoint(path, config, dtype, target, cuts)
+    return _decoder(config, source, dtype, target, quantization, ranks, cuts)
 
 
 def open_checkpoint(
-    path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> Checkpoint:
     """The tensors of a directory that holds a model's (see `checkpoint_source`)."""
     shapes, names = expected_shapes(config), config.tensor_names.experts
     parts = {} if names is not None and names.alternating else expert_parts(config)
-    return checkpoint_source(Path(path), config, shapes, parts, dtype, device)
+    return checkpoint_source(Path(path), config, shapes, parts, dtype, device, cuts or {})
 
 
 def refuse_rounding_twice(
@@ -261,10 +272,13 @@ def random_decoder(
     device: torch.device,
     seed: int = 0,
     quantization: Quantize | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """A decoder of a configuration with random weights (see `load_decoder`)."""
-    source = _RandomSource(config, expected_shapes(config), dtype, device, seed)
-    return _decoder(config, source, dtype, device, quantization)
+    """A decoder of a configuration with random weights (see `load_decoder`). Parts are those of the
+    whole model's tensors."""
+    cuts = cuts_of(config, ranks)
+    source = _RandomSource(config, expected_shapes(config), dtype, device, seed, cuts)
+    return _decoder(config, source, dtype, device, quantization, ranks, cuts)
 
 
 def _decoder(
@@ -273,10 +287,13 @@ def _decoder(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantize | None,
+    ranks: Ranks,
+    cuts: Mapping[str, Cut],
 ) -> Decoder:
     shapes = expected_shapes(config)
     target = target_of(shapes, dtype, device)
-    return _Builder(config, source, target, quantization).decoder(num_parameters(shapes))
+    builder = _Builder(part_of(config, ranks), source, target, quantization, ranks)
+    return builder.decoder(config, num_parameters(shapes), cuts)
 
 
 def quantised_as(config: ModelConfig, quantization: Quantize | None) -> str | None:
@@ -338,8 +355,11 @@ def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors that were checked over a decoder's own, in the same memory."""
 
     def given(name: str, as_dtype: torch.dtype | None = None) -> Tensor | None:
-        dtype = as_dtype or decoder.dtype
-        return tensors[name].to(decoder.device, dtype) if name in tensors else None
+        if name not in tensors:
+            return None
+        cut, tensor = decoder.cuts.get(name), tensors[name]
+        tensor = tensor if cut is None else cut.of(tensor)
+        return tensor.to(decoder.device, as_dtype or decoder.dtype)
 
     for place in dict.fromkeys(place for name in tensors for place in decoder.places[name]):
         place.write(given)
@@ -561,7 +581,10 @@ class _Builder:
         source: Source,
         target: Target,
         quantization: Quantize | None,
+        ranks: Ranks,
     ) -> None:
+        """config is of the part that this one of the ranks has."""
+        self.ranks = ranks
         self.config = config
         self.names = config.tensor_names
         self.source = source
@@ -572,7 +595,8 @@ class _Builder:
         self.places: list[Place] = []
         self.kept: list[str] = []  # modules that were not rounded
 
-    def decoder(self, parameters: int) -> Decoder:
+    def decoder(self, whole: ModelConfig, parameters: int, cuts: Mapping[str, Cut]) -> Decoder:
+        """Of the whole model's configuration and number of parameters."""
         config, names = self.config, self.names
         of_embedding = f"{names.embedding}.weight"
         embedding = self.tensor(of_embedding)
@@ -595,7 +619,7 @@ class _Builder:
                 listed(self.kept),
             )
         return Decoder(
-            config,
+            whole,
             embedding,
             layers,
             self.norm(names.norm),
@@ -604,6 +628,8 @@ class _Builder:
             positions=self.tensor(f"{names.positions}.weight") if names.positions else None,
             vectors=self.token_vectors(),
             places=self.places,
+            cuts=cuts,
+            ranks=self.ranks,
             quantised=self.quantised,
         )
 
@@ -651,6 +677,7 @@ class _Builder:
             norm=self.norm_weight(names.norm),
             eps=config.norm_eps,
             scale=scale,
+            ranks=self.ranks,
         )
 
     def layer_vectors(self, at: str) -> LayerVectors | None:
@@ -867,11 +894,20 @@ class _RandomSource:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        cuts: Mapping[str, Cut],
     ) -> None:
+        self.cuts = cuts
         self.spread, self.norm = config.initializer_range, 1 - config.norm_offset
         self.shapes, self.dtype, self.device, self.seed = shapes, dtype, device, seed
 
     def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
+        whole = self._whole(name, as_dtype)
+        if name not in self.cuts:
+            return whole
+        part = self.cuts[name].of(whole)  # a view would hold all of it
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def _whole(self, name: str, as_dtype: torch.dtype | None) -> Tensor:
         shape, kind = self.shapes[name], as_dtype or self.dtype
         if name.endswith("_scales"):
             # Values of random bits are 2.9 large in the mean square.

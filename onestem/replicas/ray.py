@@ -137,22 +137,23 @@ def _share(
     if options.trace is not None:
         raise ConfigError("trace is a file of one engine: leave it out with replicas")
     if ":" in options.device:
-        raise ConfigError(f"device is {options.device!r}: with replicas say cuda, each takes one")
+        raise ConfigError(f"device is {options.device!r}: with replicas say cuda, each has its own")
     if os.path.isdir(options.model):
         options = options.replace(model=os.path.abspath(options.model))
     options = options.replace(random_weights=options.makes_weights_up)
-    gpus = int(resources.get("GPU", 0))
+    gpus, ranks = int(resources.get("GPU", 0)), options.tensor_parallel_size
     if options.device == "cuda" or (options.device == "auto" and gpus):
-        if local and gpus < num_replicas:
+        if local and gpus < num_replicas * ranks:
+            each = f" of {ranks} each" if ranks > 1 else ""
             raise ConfigError(
-                f"replicas is {num_replicas}, there are {gpus} GPUs here: lower it, or give "
+                f"replicas is {num_replicas}{each}, there are {gpus} GPUs here: lower it, or give "
                 "--ray-address"
             )
-        return _Share(1.0, 1, options.replace(device="cuda"))
+        return _Share(float(ranks), ranks, options.replace(device="cuda"))
     cores = resources.get("CPU", 1.0) / num_replicas
-    threads = options.threads or max(1, int(cores))
+    threads = options.threads or max(1, int(cores / ranks))
     # Ray takes whole cores, or a part of one with four digits.
-    cpus = min(int(cores), threads) if cores >= 1 else int(1e4 * cores) / 1e4
+    cpus = min(int(cores), threads * ranks) if cores >= 1 else int(1e4 * cores) / 1e4
     return _Share(cpus, 0, options.replace(device="cpu", threads=threads))
 
 

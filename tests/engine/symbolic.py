@@ -45,6 +45,9 @@ class SymbolicRunner:
             token_ids[: len(ids)] = ids.numpy()
         return self.compute(inputs, token_ids)
 
+    def check(self) -> None:
+        pass
+
     def on_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)
 
@@ -149,7 +152,11 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
         vocab_size=VOCAB, max_position_embeddings=100_000,
     )  # fmt: skip
     decoder = SimpleNamespace(
-        config=config, dtype=torch.float32, device=torch.device("cpu"), kv_bytes_per_token=8
+        config=config,
+        part=config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kv_bytes_per_token=8,
     )
     engine = Engine(
         decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options

@@ -94,6 +94,9 @@ class Blank:
 
     depth = 1
 
+    def check(self) -> None:
+        pass
+
     def prepare(self, inputs, change):
         return {}
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["FORMATS", "Format", "dequantised", "quantised", "unchanged"]
+__all__ = ["FORMATS", "Format", "dequantised", "mxfp4", "quantised", "unchanged"]
 
 GROUP = 32
 
@@ -79,6 +79,27 @@ def _copy(
         for part, one in choose(*form.write(tensor.double(), index)).items():
             written[f"{module}.{part}"] = one.contiguous()
     save_file(written, target / "model.safetensors")
+
+
+def mxfp4(plain: Path, target: Path) -> Path:
+    """A tiny gpt-oss whose experts are random bytes, as it is published."""
+    shutil.copytree(plain, target)
+    held, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "down_proj"))]:
+        num, columns, rows = held.pop(name).shape
+        size = (num, rows, columns // 32)
+        for end, low, high, shape in (
+            ("_blocks", 0, 256, (*size, 16)),
+            ("_scales", 121, 124, size),
+        ):
+            held[name + end] = torch.randint(
+                low, high, shape, generator=generator, dtype=torch.uint8
+            )
+    save_file(held, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 # ------------------------------------------------------------------------------------ rounding

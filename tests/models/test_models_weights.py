@@ -17,6 +17,7 @@ from onestem.models import checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.weights import load_decoder, weight_bytes
 from tests.models.dense import log_probabilities, oracle, prompt
+from tests.models.quantised import mxfp4
 from tests.models.tiny import make_tiny
 
 IDS = prompt(12, 288)
@@ -189,34 +190,13 @@ def test_a_correction_stays_float32(tmp_path: Path) -> None:
     assert torch.equal(decoder.layers[1].mlp.correction, load_file(glm / "model.safetensors")[name])
 
 
-def _mxfp4(plain: Path, target: Path) -> Path:
-    """A tiny gpt-oss whose experts are random bytes, as it is published."""
-    shutil.copytree(plain, target)
-    held, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
-    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "down_proj"))]:
-        num, columns, rows = held.pop(name).shape
-        size = (num, rows, columns // 32)
-        for end, low, high, shape in (
-            ("_blocks", 0, 256, (*size, 16)),
-            ("_scales", 121, 124, size),
-        ):
-            held[name + end] = torch.randint(
-                low, high, shape, generator=generator, dtype=torch.uint8
-            )
-    save_file(held, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
 @pytest.mark.parametrize("kernels", [False, True])
 def test_mxfp4_is_read_as_transformers_converts_it(
     tmp_path: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU it stays in four bits."""
     monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: kernels)
-    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    path = mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32,
@@ -235,7 +215,7 @@ def test_mxfp4_is_read_as_transformers_converts_it(
 
 def test_random_weights_of_mxfp4(tmp_path: Path) -> None:
     """As large as those of other formats."""
-    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    path = mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
     options = {"dtype": torch.float32, "device": "cpu", "random_weights": True}
     experts = [load_decoder(path, **options).layers[1].mlp.products.experts for _ in range(2)]
     first, again = (one[2].down.weight for one in experts)
@@ -245,7 +225,7 @@ def test_random_weights_of_mxfp4(tmp_path: Path) -> None:
 
 
 def test_mxfp4_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
+    path = mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     scales = load_file(path / "model.safetensors")[name]
     with pytest.raises(WeightsError, match=f"{name} is I8"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch):
 def cluster():
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -76,6 +77,20 @@ def test_the_file_is_that_of_one_engine(replicas, job, tmp_path):
     assert stats.output_tokens == summary.num_output_tokens > 0
     # A group is on one replica, but for what was stolen.
     assert computed <= stats.processed_prompt_tokens < 2 * computed
+
+
+def test_replicas_of_two_processes_each(cluster, replicas):
+    """Beside others. Each actor is rank 0, and the other is its child."""
+    options = OPTIONS.replace(tensor_parallel_size=2)
+    prompts = [f"Document {i % 3} says what it says. Question {i}" for i in range(12)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    want = [output.outputs[0].token_ids for output in replicas.generate(prompts, params)]
+    with Replicas(2, options, address=cluster) as made:
+        found = made.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in found] == want
+        pid = made.replicas[0].pid
+        (rank,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert b"onestem.parallel.follower" in Path(f"/proc/{rank}/cmdline").read_bytes()
 
 
 def test_generate_answers_as_one_engine_does(replicas):

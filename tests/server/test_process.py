@@ -33,12 +33,17 @@ SECRET = "a sentence that no log may ever show"
 
 
 class Server:
-    """A running `onestem serve`."""
+    """A running `onestem serve`.
 
-    def __init__(self, state: Path, model: Path) -> None:
+    Args:
+        more: options.
+    """
+
+    def __init__(self, state: Path, model: Path, *more: object) -> None:
         self.command = Command(
             "serve", "--port", 0, "--state", state, "--model", model, "--kv-memory", "2MiB",
             "--max-model-len", 1024, "--device", "cpu", "--dtype", "float32", "--grace", 20,
+            *more,
         )  # fmt: skip
         self.url = self._wait_for("listening")["url"]
         self.http = httpx.Client(base_url=self.url, timeout=WAIT)
@@ -67,8 +72,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(state: Path, model: Path) -> Iterator[Server]:
-    server = Server(state, model)
+def served(state: Path, model: Path, *more: object) -> Iterator[Server]:
+    server = Server(state, model, *more)
     try:
         yield server
     finally:

@@ -102,14 +102,14 @@ class GraphRunner(Runner):
         self._inputs[2] = self.scratch_slot
         self._kinds: list[_Kind] = [
             (window, heads.num_kv_heads, heads.head_dim)
-            for window, heads in zip(self.windows, decoder.config.heads, strict=True)
+            for window, heads in zip(self.windows, decoder.part.heads, strict=True)
         ]
         self._workspaces = self._make_workspaces(num_pages, page_size)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _Graph] = {}
 
     def _make_workspaces(self, num_pages: int, page_size: int) -> dict[_Kind, Workspace]:
-        config, device = self.decoder.config, self.decoder.device
+        config, device = self.decoder.part, self.decoder.device
         max_states = STATES_PER_ROW * BATCH_SIZES[-1]
         widest = max(heads.head_dim for heads in config.heads)
         states = States.empty(max_states, config.num_q_heads, widest, device)
@@ -217,7 +217,12 @@ class GraphRunner(Runner):
             self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _without_collector(), torch.cuda.graph(graph, pool=self._pool):
+        # Of several ranks a thread of their group looks after collectives meanwhile.
+        mode = "global" if self.decoder.ranks.size == 1 else "thread_local"
+        with (
+            _without_collector(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
+        ):
             hidden = self._fixed_forward(size)
         return _Graph(graph, hidden)
 

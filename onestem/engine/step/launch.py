@@ -21,7 +21,7 @@ from onestem.engine.sampling.sampler import (
 )
 from onestem.engine.sequence import Edits, ScoreSpan
 from onestem.engine.step.order import Order
-from onestem.engine.step.runner import Logits, Runner
+from onestem.engine.step.runner import Logits, Runner, StepRunner
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl
 
@@ -67,7 +67,7 @@ class Launcher:
         began: when the last one was launched, in seconds.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+    def __init__(self, runner: StepRunner, sampler: Sampler) -> None:
         self.runner = runner
         self.flights: list[Flight] = []
         self._sampler = sampler

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from onestem.engine.step.inputs import Change, StepInputs
 from onestem.models.config import LayerHeads
 from onestem.models.decoder import Attend, Decoder
+from onestem.models.weights import write_tensors
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
 from onestem.options import ShareMode
 
-__all__ = ["Logits", "Prepared", "Runner"]
+__all__ = ["Logits", "Prepared", "Runner", "StepRunner"]
 
 # Rows that score are many, and their logits large: so many values are there at a time (128 MiB).
 BLOCK_LOGITS = 1 << 25
@@ -44,13 +45,38 @@ class Logits:
     scored: Iterable[Tensor] = ()
 
 
-class Runner:
-    """Holds the model and its KV pages.
+class StepRunner(Protocol):
+    """What an engine needs of a `Runner`, which may be one of many that run as one.
 
     Attributes:
+        decoder: the model, or this rank's part of it.
         depth: steps that may be in flight: 1, they end before they return.
-        scratch_slot: a slot that nobody reads.
+        windows: of the layers.
         kv_pages: K and V pages, of each layer that has its own.
+    """
+
+    decoder: Decoder
+    depth: int
+    windows: tuple[int | None, ...]
+    kv_pages: list[tuple[Tensor, Tensor]]
+
+    def prepare(self, inputs: StepInputs, change: Change | None) -> Any: ...
+    def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits: ...
+    def check(self) -> None: ...
+    def on_device(self, values: np.ndarray) -> Tensor: ...
+    def warm_up(self) -> None: ...
+    def release_pages(self) -> None: ...
+    def restore_pages(self) -> None: ...
+    def release_weights(self, *, keep: bool) -> None: ...
+    def restore_weights(self) -> None: ...
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+class Runner:
+    """Holds the model and its KV pages: a `StepRunner`.
+
+    Attributes:
+        scratch_slot: a slot that nobody reads.
         pages: those that each layer reads.
 
     Args:
@@ -68,7 +94,7 @@ class Runner:
         page_size: int,
         share: ShareMode,
     ) -> None:
-        config = decoder.config
+        config = decoder.part
         self.decoder = decoder
         self.impl = impl
         self.share = share
@@ -110,6 +136,18 @@ class Runner:
         for pages in self._page_tensors():
             pages.untyped_storage().resize_(pages.numel() * pages.element_size())
 
+    def release_weights(self, *, keep: bool) -> None:
+        """See `Decoder.release`."""
+        self.decoder.release(keep=keep)
+
+    def restore_weights(self) -> None:
+        """See `Decoder.restore`."""
+        self.decoder.restore()
+
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `write_tensors`."""
+        write_tensors(self.decoder, tensors)
+
     def _page_tensors(self) -> list[Tensor]:
         return [tensor for pair in self.kv_pages for tensor in pair]
 
@@ -132,6 +170,9 @@ class Runner:
         elif len(ids) < len(inputs.token_ids):
             ids = torch.cat((ids, self.on_device(inputs.token_ids[len(ids) :])))
         return self._forward(inputs, prepared, ids)
+
+    def check(self) -> None:
+        """Raise an error where what steps have given cannot be trusted."""
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """A copy, for which a GPU is not waited for."""

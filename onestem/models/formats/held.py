@@ -31,6 +31,10 @@ class Channels:
     def rows(self, at: Tensor) -> Channels:
         return Channels(self.codes[at], self.scales[at])
 
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1]
+
     def dense(self) -> Tensor:
         """float32 `[out_features, in_features]`."""
         return self.codes.float() * self.scales[:, None]
@@ -41,12 +45,13 @@ class Groups:
     """`weight[o, i] = (codes[o, i] - zeros[o, g]) * scales[o, g]` with `g = i // group`.
 
     Attributes:
-        codes: float8_e4m3fn, or uint8 below `2 ** bits`: `[out_features, in_features]`.
+        codes: float8_e4m3fn, or uint8 below `2 ** bits`: `[out_features, columns]`.
         scales: float32 `[out_features, num_groups]`.
         zeros: int16 `[out_features, num_groups]`; None: 0 (of float8).
         group: columns that share a scale; the last group may be shorter.
         bits: of a code.
-        order: int64 `[in_features]`: column i is for input `order[i]`; None: for input i.
+        order: int64, of each column: column i is for input `order[i]`; None: for input i. There may
+            be more columns than inputs, of weight 0.
     """
 
     codes: Tensor
@@ -60,6 +65,10 @@ class Groups:
         zeros = None if self.zeros is None else self.zeros[at]
         return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
 
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] if self.order is None else int(self.order.max()) + 1
+
     def dense(self) -> Tensor:
         """float32 `[out_features, in_features]`, columns in the order of inputs."""
         weight = self.codes.float()
@@ -68,7 +77,8 @@ class Groups:
         weight *= self._by_column(self.scales)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        inputs = weight.new_zeros(len(weight), self.in_features)
+        return inputs.index_add_(1, self.order, weight)
 
     def _by_column(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]

@@ -164,7 +164,7 @@ class _Quantized(ABC):
 
     def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
         self.dtype = target.dtype
-        self.out_features, self.in_features = weight.codes.shape
+        self.out_features, self.in_features = len(weight.codes), weight.in_features
         self.bias = bias
         self.code_dtype = weight.codes.dtype
         self.kind = _kind(weight)
@@ -316,7 +316,7 @@ class _PackedGpu(_Quantized):
         self.packed = _packing().of(
             weight.codes, weight.scales, weight.zeros, weight.group, weight.bits
         )
-        self.scratch_bytes = 2 * self.out_features * self.in_features
+        self.scratch_bytes = 2 * weight.codes.numel()
 
     @staticmethod
     def takes(weight: Groups, target: Target) -> bool:

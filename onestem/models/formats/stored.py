@@ -11,13 +11,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from onestem.errors import WeightsError
+from onestem.models.cuts import Cut, covering
 from onestem.models.formats.held import Channels, Groups, Weight
 from onestem.models.quantization import Scheme
 
@@ -29,6 +32,9 @@ SCALES = (*FLOATS, "F8_E8M0")
 
 # Places of eight columns in an int32 of AWQ, lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+# The smallest groups that products take, and two of them.
+PART, PAIR = 32, 64
 
 Shape = tuple[int, ...]
 
@@ -89,31 +95,38 @@ def stored_tensors(scheme: Scheme, out: int, size: int) -> dict[str, Expected]:
     }
 
 
+class Get(Protocol):
+    """Gives a module's tensors as they are stored, by their names behind the module's."""
+
+    def __call__(self, name: str, cut: Cut | None = None) -> Tensor | None:
+        """One, or a part of it; None: it is not there."""
+        ...
+
+
 def stored_weight(
-    scheme: Scheme, module: str, get: Callable[[str], Tensor | None], out: int, size: int
+    scheme: Scheme, module: str, get: Get, out: int, size: int, cut: Cut | None = None
 ) -> Weight:
     """The weight of a module from its tensors.
 
     Args:
-        get: gives a tensor as it is stored, by its name behind the module's; None: it is not there.
+        cut: the part of the weight `[out, size]` that is wanted: spans of rows, or one of columns.
+            Of codes no other words are read; scales and zero points, which are few, are read whole.
+            Where a cut divides groups they become smaller ones; where columns of a group stand
+            apart ("act-order"), smaller ones that are filled up.
 
     Raises:
         WeightsError: names the module and what cannot be.
     """
-    return _Reader(scheme, module, get, out, size).weight()
+    return _Reader(scheme, module, get, out, size, cut).weight()
 
 
 class _Reader:
     def __init__(
-        self,
-        scheme: Scheme,
-        module: str,
-        get: Callable[[str], Tensor | None],
-        out: int,
-        size: int,
+        self, scheme: Scheme, module: str, get: Get, out: int, size: int, cut: Cut | None
     ) -> None:
         self.scheme, self.module, self.get = scheme, module, get
         self.out, self.size = out, size
+        self.cut = None if cut is None else cut.within((out, size)[cut.dim])
 
     def weight(self) -> Weight:
         if self.scheme.storage == "packed":
@@ -124,50 +137,68 @@ class _Reader:
             return self.awq()
         return self.eight_bits()
 
-    def needed(self, name: str) -> Tensor:
-        tensor = self.get(name)
+    def needed(self, name: str, cut: Cut | None = None) -> Tensor:
+        tensor = self.get(name, cut)
         if tensor is None:
             raise WeightsError(f"{self.module} lacks {name}")
         return tensor
+
+    def codes(
+        self, name: str, unpacked: Callable[[Tensor], Tensor], packed: int, *, turned: bool = False
+    ) -> Tensor:
+        """Those that are wanted, of a tensor that `unpacked` makes `[out, size]`.
+
+        Args:
+            packed: which of the two has several codes in a word.
+            turned: the tensor's dimensions are the other way round.
+        """
+        cut = self.cut
+        if cut is None or cut.dim != packed:
+            at = None if cut is None else Cut(cut.dim ^ turned, cut.spans)
+            return unpacked(self.needed(name, at)).narrow(packed, 0, (self.out, self.size)[packed])
+        words, places = covering(cut.spans, 32 // self.scheme.bits)
+        codes = unpacked(self.needed(name, Cut(cut.dim ^ turned, words)))
+        return codes.index_select(packed, torch.tensor(places, device=codes.device))
 
     def eight_bits(self) -> Weight:
         zero = self.get("weight_zero_point")
         if zero is not None and zero.float().any():
             raise WeightsError(f"{self.module}.weight_zero_point is not 0, expected symmetric")
-        codes = self.needed("weight")
+        codes = self.needed("weight", self.cut)
         scales = self.get("weight_scale_inv")
         scales = self.needed("weight_scale") if scales is None else scales
         scales = self.by_row(scales)
         if scales.shape[1] == 1 and self.scheme.rounds_rows:
-            return Channels(codes, scales[:, 0].contiguous())
+            return Channels(codes, self.of_rows(scales)[:, 0].contiguous())
         if codes.dtype != torch.int8:
-            return Groups(codes, scales, None, self.group)
+            return self.groups(codes, scales, None)
         shifted = (codes.short() + 128).to(torch.uint8)
-        return Groups(shifted, scales, self.half(scales), self.group)
+        return self.groups(shifted, scales, self.half(scales))
 
-    def packed(self) -> Groups:
+    def packed(self) -> Weight:
         bits = self.scheme.bits
-        codes = _unpacked(self.needed("weight_packed"), bits)[:, : self.size]
+        codes = self.codes("weight_packed", lambda words: _unpacked(words, bits), packed=1)
         scales = self.by_row(self.needed("weight_scale"))
         zeros = self.half(scales)
         if not self.scheme.symmetric:
             stored = self.needed("weight_zero_point")
             zeros = _unpacked(stored.t(), bits)[:, : self.out].t().short().contiguous()
-        return self.reordered(codes, scales, zeros, self.get("weight_g_idx"))
+        return self.groups(codes, scales, zeros, self.get("weight_g_idx"))
 
-    def gptq(self) -> Groups:
+    def gptq(self) -> Weight:
         bits = self.scheme.bits
-        codes = _unpacked(self.needed("qweight").t(), bits)[:, : self.size]
+        codes = self.codes("qweight", lambda words: _unpacked(words.t(), bits), 1, turned=True)
         zeros = _unpacked(self.needed("qzeros"), bits)[:, : self.out].t()
         zeros = (zeros.short() + self.scheme.zero_offset).contiguous()
         scales = self.by_row(self.needed("scales").t())
-        return self.reordered(codes, scales, zeros, self.get("g_idx"))
+        return self.groups(codes, scales, zeros, self.get("g_idx"))
 
-    def awq(self) -> Groups:
-        codes = _in_awq_order(_unpacked(self.needed("qweight"), 4)).t().contiguous()
+    def awq(self) -> Weight:
+        in_order = lambda words: _in_awq_order(_unpacked(words, 4)).t()  # noqa: E731
+        codes = self.codes("qweight", in_order, 0, turned=True)
         zeros = _in_awq_order(_unpacked(self.needed("qzeros"), 4)).t().short().contiguous()
         scales = self.by_row(self.needed("scales").t())
-        return Groups(codes, scales, zeros, self.group, 4)
+        return self.groups(codes, scales, zeros)
 
     @property
     def group(self) -> int:
@@ -187,18 +218,64 @@ class _Reader:
         rows = by_part.repeat_interleave(self.scheme.rows or self.out, dim=0)
         return rows[: self.out].contiguous()
 
-    def reordered(
-        self, codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None
-    ) -> Groups:
-        """With the columns of each group side by side, where they stand otherwise ("act-order")."""
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Of each row's scales or zero points, those that are wanted."""
+        return values if self.cut is None or self.cut.dim == 1 else self.cut.of(values).clone()
+
+    def groups(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, at: Tensor | None = None
+    ) -> Weight:
+        """Codes that are wanted, with scales and zero points of all rows and groups. `at`: each
+        column's group; None: they stand one behind the other. Otherwise ("act-order") the columns
+        of each group are brought together."""
         group, bits = self.group, self.scheme.bits
+        scales = self.of_rows(scales)
+        zeros = None if zeros is None else self.of_rows(zeros)
         places = torch.arange(self.size, device=codes.device) // group
-        if groups is None or torch.equal(groups.long(), places):
-            return Groups(codes.contiguous(), scales, zeros, group, bits)
-        order = groups.long().argsort(stable=True)
-        if not torch.equal(groups.long()[order], places):
+        if at is None or torch.equal(at.long(), places):
+            return self.of_columns(Groups(codes.contiguous(), scales, zeros, group, bits))
+        order = at.long().argsort(stable=True)
+        if not torch.equal(at.long()[order], places):
             raise WeightsError(f"{self.module}: groups of inputs are not of {group} each")
+        if self.cut is not None and self.cut.dim == 1:
+            assert zeros is not None
+            return self.some_of_each(codes, scales, zeros, self.cut.of(at.long()[None])[0])
         return Groups(codes[:, order].contiguous(), scales, zeros, group, bits, order)
+
+    def some_of_each(self, codes: Tensor, scales: Tensor, zeros: Tensor, at: Tensor) -> Weight:
+        """Columns of which each group has another number, in groups of `PART`: what lacks is filled
+        with columns of weight 0, for input 0. As numbers where no code is 0."""
+        if self.group % PART or int(zeros.max()) >= 1 << self.scheme.bits:
+            return (codes.float() - zeros[:, at]) * scales[:, at]
+        counts = at.bincount(minlength=scales.shape[1])
+        wanted = -(-counts // PART) * PART
+        wanted[0] += int(wanted.sum()) % PAIR  # products of 4 bits take groups in pairs
+        groups = torch.arange(len(wanted), device=at.device).repeat_interleave(wanted)
+        order = at.argsort(stable=True)
+        # How far each group is moved by what those before it are filled with.
+        moved = (wanted.cumsum(0) - wanted) - (counts.cumsum(0) - counts)
+        places = torch.arange(len(at), device=at.device) + moved[at[order]]
+        filled = zeros[:, groups].to(torch.uint8).index_copy_(1, places, codes[:, order])
+        inputs = torch.zeros_like(groups).index_copy_(0, places, order)
+        parts = groups[::PART]
+        held = scales[:, parts].contiguous(), zeros[:, parts].contiguous()
+        return Groups(filled, *held, PART, self.scheme.bits, inputs)
+
+    def of_columns(self, weight: Groups) -> Groups:
+        """With the scales and zero points of the columns that are wanted, whose codes it has."""
+        if self.cut is None or self.cut.dim == 0:
+            return weight
+        ((start, stop),) = self.cut.spans
+        whole = weight.group
+        if start // whole == (stop - 1) // whole:
+            group = stop - start  # all have one scale
+        elif start % whole == 0 and (stop % whole == 0 or stop == self.size):
+            group = whole
+        else:
+            group = math.gcd(start, stop, whole, PART)
+        at = torch.arange(start, stop, group, device=weight.codes.device) // whole
+        zeros = None if weight.zeros is None else weight.zeros[:, at]
+        return replace(weight, scales=weight.scales[:, at], zeros=zeros, group=group)
 
 
 def _parts(size: int, part: int | None) -> int:

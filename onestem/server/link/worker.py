@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from onestem.engine.sequence import RequestState
-from onestem.errors import CacheError, OnestemError
+from onestem.errors import CacheError, OnestemError, RankError
 from onestem.garbage import collecting_less
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, RequestOutput
@@ -489,6 +489,14 @@ class Worker:
         }
 
 
+def _end_with_rank(channel: Channel, line: str) -> None:
+    """A rank is gone, maybe while nobody asks for anything: the server starts all again."""
+    try:
+        channel.send(Failed(line, fault=False))
+    finally:
+        os._exit(1)
+
+
 def main() -> None:
     """`python -m onestem.server.link.worker FD`: the channel is that file descriptor."""
     # The server says when to end, also where a signal goes to the whole group of processes.
@@ -500,15 +508,19 @@ def main() -> None:
     try:
         llm = getattr(importlib.import_module(module), name)(options)
     except OnestemError as error:
-        channel.send(Failed(str(error), fault=True))
+        channel.send(Failed(str(error), fault=not isinstance(error, RankError)))
         return
     except Exception as error:
         channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
         raise
     worker = Worker(llm, channel, leave=lambda: os._exit(0))
+    if llm.team is not None:
+        llm.team.on_death(partial(_end_with_rank, channel))
     try:
         with collecting_less():
             worker.run()
+    except RankError as error:
+        _end_with_rank(channel, str(error))
     except Exception as error:
         channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
         raise

@@ -1,0 +1,72 @@
+"""A part of a tensor, read without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cut", "Slices", "Span", "covering"]
+
+# The first, and the one after the last.
+Span = tuple[int, int]
+
+
+class Slices(Protocol):
+    """A tensor of a file that is read slice by slice, as safetensors gives it."""
+
+    def get_shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, at: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Spans of one dimension of a tensor, one behind the other. What a span has beyond the
+    dimension's end is zeros."""
+
+    dim: int
+    spans: tuple[Span, ...]
+
+    def of(self, held: Tensor | Slices) -> Tensor:
+        """The part: a view where it is one of a tensor."""
+        shape = held.shape if isinstance(held, Tensor) else held.get_shape()
+        return self.filled(self._inside(held, shape[self.dim]))
+
+    def within(self, size: int) -> Cut:
+        """Without what is beyond a dimension of `size`."""
+        clipped = ((min(start, size), min(stop, size)) for start, stop in self.spans)
+        return Cut(self.dim, tuple(clipped))
+
+    def filled(self, part: Tensor) -> Tensor:
+        """A part that was read `within` its tensor, with the zeros that it lacks."""
+        shape = list(part.shape)
+        shape[self.dim] = len(self) - shape[self.dim]
+        return torch.cat([part, part.new_zeros(shape)], self.dim) if shape[self.dim] else part
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def _inside(self, held: Tensor | Slices, size: int) -> Tensor:
+        before = (slice(None),) * self.dim
+        spans = [span for span in self.within(size).spans if span[0] < span[1]]
+        if not spans:  # one element tells the dtype
+            return held[(*before, slice(0, 1))].narrow(self.dim, 0, 0)
+        parts = [held[(*before, slice(*span))] for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+def covering(spans: Sequence[Span], per_word: int) -> tuple[tuple[Span, ...], list[int]]:
+    """Spans of words that hold spans of codes, `per_word` in each; and the places of the codes
+    among all that these words hold."""
+    words, places, before = [], list[int](), 0
+    for start, stop in spans:
+        first, last = start // per_word, -(-stop // per_word)
+        words.append((first, last))
+        begin = before + start - first * per_word
+        places += range(begin, begin + stop - start)
+        before += (last - first) * per_word
+    return tuple(words), places

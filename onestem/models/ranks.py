@@ -1,0 +1,81 @@
+"""Ranks that hold one model together, each a part of it, and what they say to each other.
+
+A collective gives every rank the same bits. None waits for a device, so that a CUDA graph can hold
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+)
+
+__all__ = ["ALONE", "Ranks"]
+
+# On a GPU: in the stream that computes, without events for another one.
+_SUM, _GATHER, _FIRST = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
+_SUM.asyncOp = _GATHER.asyncOp = _FIRST.asyncOp = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of `size` ranks.
+
+    Attributes:
+        rank: 0 to size - 1.
+        group: of their processes (NCCL; gloo on CPUs); None where size is 1.
+    """
+
+    rank: int
+    size: int
+    group: ProcessGroup | None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all ranks, in place: x of one shape and dtype on each, contiguous."""
+        if self.size > 1:
+            assert self.group is not None
+            _ended(self.group.allreduce([x], _SUM))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x `[n, part]`, of one shape on each rank -> `[n, size * part]`, parts in the order of
+        ranks."""
+        if self.size == 1:
+            return x
+        parts = x.new_empty(self.size * len(x), x.shape[1])
+        assert self.group is not None
+        _ended(self.group._allgather_base(parts, x.contiguous(), _GATHER))
+        return parts.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
+
+    def take_first(self, x: Tensor) -> None:
+        """Have rank 0's x on all ranks, in place: of one shape and dtype, contiguous."""
+        if self.size > 1:
+            assert self.group is not None
+            _ended(self.group.broadcast([x], _FIRST))
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows `ids` (int64 `[n]`) of a table of which each rank holds as many rows, `[part,
+        width]`, in the order of ranks: `[n, width]`."""
+        if self.size == 1:
+            return F.embedding(ids, table)
+        rows = ids - self.rank * len(table)
+        here = (rows >= 0) & (rows < len(table))
+        found = F.embedding(rows.clamp_(0, len(table) - 1), table)
+        return self.sum(torch.where(here[:, None], found, 0))
+
+
+def _ended(work: Work | None) -> None:
+    """A collective in the computing stream has no work to wait for."""
+    if work is not None:
+        work.wait()
+
+
+ALONE = Ranks(0, 1, None)

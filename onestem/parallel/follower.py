@@ -1,0 +1,160 @@
+"""A rank that is not the first: does what it is told, and knows no request.
+
+`python -m onestem.parallel.follower FD RANK`: the socket to rank 0 is that file descriptor. Where
+rank 0 is gone, however it ended and whatever is going on here, so is this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onestem.engine.step.launch import make_runner
+from onestem.engine.step.runner import Runner
+from onestem.errors import OnestemError
+from onestem.models.decoder import Decoder
+from onestem.models.ranks import Ranks
+from onestem.models.weights import load_decoder
+from onestem.ops import resolve
+from onestem.parallel.group import join
+from onestem.parallel.messages import Reader, ToldCall, ToldStep
+
+__all__ = ["Follower", "follow"]
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+
+
+class Follower:
+    """Does what rank 0 tells.
+
+    Args:
+        rank: which one this is, from 1 on.
+        end: of the socket.
+    """
+
+    def __init__(self, rank: int, end: Connection) -> None:
+        self.rank = rank
+        self.folder: Path | None = None
+        self._socket = end
+        self._reader = Reader(())
+        self._ranks: Ranks
+        self._device: torch.device
+        self._decoder: Decoder
+        self._runner: Runner
+
+    def run(self) -> None:
+        """Until the socket closes."""
+        self._socket.send(("here", None))
+        while True:
+            told = self._reader.read(self._socket.recv_bytes())
+            if isinstance(told, ToldCall):
+                getattr(self, f"_{told.name}")(*told.arguments)
+            else:
+                self._step(told)
+
+    def _step(self, told: ToldStep) -> None:
+        runner, ids = self._runner, None
+        if told.num_device_ids:
+            ids = torch.empty(told.num_device_ids, dtype=torch.int64, device=self._device)
+            self._ranks.take_first(ids)
+        logits = runner.run(told.inputs, runner.prepare(told.inputs, told.change), ids)
+        for blocks in (logits.samples, logits.scored):
+            for _ in blocks:  # each rank has a part of every logit
+                pass
+
+    def _join(self, folder: str, size: int, device: str, threads: int) -> None:
+        """`device`: of rank 0."""
+        self.folder = Path(folder)
+        first = torch.device(device)
+        self._device = first
+        if first.type == "cuda":
+            self._device = torch.device("cuda", (first.index or 0) + self.rank)
+            torch.cuda.set_device(self._device)
+        torch.set_num_threads(threads)
+        self._ranks = join(self.folder, self.rank, size, self._device)
+        self._socket.send(("joined", None))
+
+    def _load(self, path: str, options: dict[str, Any]) -> None:
+        options = {**options, "device": self._device, "ranks": self._ranks}
+        try:
+            self._decoder = load_decoder(path, **options)
+        except OnestemError as error:  # a caller's mistake, as all ranks see it
+            self._socket.send(("loaded", error))
+            return
+        free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
+        self._socket.send(("loaded", free))
+
+    def _make_runner(self, impl: str, options: dict[str, Any]) -> None:
+        self._runner = make_runner(self._decoder, resolve(impl, self._device), **options)
+        self._reader = Reader(self._runner.windows)
+
+    def _warm_up(self) -> None:
+        self._runner.warm_up()
+
+    def _release_pages(self) -> None:
+        self._runner.release_pages()
+
+    def _restore_pages(self) -> None:
+        self._runner.restore_pages()
+
+    def _release_weights(self, keep: bool) -> None:
+        self._runner.release_weights(keep=keep)
+
+    def _restore_weights(self) -> None:
+        self._runner.restore_weights()
+
+    def _write_weights(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        self._ranks.take_first(tensor.view(-1).view(torch.uint8))
+        self._runner.write_weights({name: tensor})
+
+
+def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:
+    """End this process when rank 0 is gone. Another process that rank 0 has forked may hold its end
+    of the socket open: so it is also looked for."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # told of the other end's closing alone
+    while not poll.poll(1000 * LOOK_SECONDS) and os.getppid() == parent:
+        pass
+    if follower.folder is not None:
+        shutil.rmtree(follower.folder, ignore_errors=True)
+    os._exit(0)
+
+
+def follow(end: Connection, rank: int) -> None:
+    """Be that rank, until the socket closes; ends the process."""
+    # Rank 0 says when to end, also where a signal goes to the whole group of processes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follower, parent = Follower(rank, end), os.getppid()
+    leave = threading.Thread(
+        target=_leave_with, args=(follower, end.fileno(), parent), name="leave", daemon=True
+    )
+    leave.start()
+    try:
+        follower.run()
+    except EOFError:
+        pass
+    except Exception as error:
+        # Ends with rank 0, which asks first whether another rank has ended: then this is no cause.
+        log.debug("rank %d failed", rank, exc_info=error)
+        with contextlib.suppress(OSError):
+            end.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
+    leave.join()
+
+
+if __name__ == "__main__":
+    follow(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,126 @@
+"""Rank 0's runner: what it does, the other ranks do at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.engine.step.inputs import Change, StepInputs
+from onestem.engine.step.runner import Logits, Runner
+from onestem.interrupts import uninterrupted
+from onestem.parallel.messages import advance, call, whole
+
+if TYPE_CHECKING:
+    from onestem.parallel.team import Team
+
+__all__ = ["LeadRunner"]
+
+
+class LeadRunner:
+    """A `Runner` of rank 0's part of the model, and those of the other ranks.
+
+    Attributes: see `Runner`.
+    """
+
+    def __init__(self, runner: Runner, team: Team) -> None:
+        self.depth = runner.depth
+        self.windows = runner.windows
+        self.kv_pages = runner.kv_pages
+        self.decoder = runner.decoder
+        self._runner = runner
+        self._team = team
+        # Of the step launched last: other ranks make all of its logits, so they are made here too.
+        self._blocks: list[Iterator[Tensor]] = []
+
+    # ----------------------------------------------------------------------------- a step
+
+    def prepare(self, inputs: StepInputs, change: Change | None) -> Change | None:
+        """The step is told before it is prepared: all do that at the same time."""
+        return change
+
+    def run(self, inputs: StepInputs, prepared: Change | None, ids: Tensor | None) -> Logits:
+        """See `Runner.run`.
+
+        Raises:
+            RankError: a rank has ended.
+        """
+        self._finish()
+        runner = self._runner
+        on_host = ids is None or ids.device.type == "cpu"
+        if ids is not None and on_host:
+            inputs.token_ids[: len(ids)] = ids.numpy()
+        there = None if on_host else ids
+        told = whole(inputs, there) if prepared is None else advance(inputs, prepared, there)
+        with self._team.together(told):
+            if there is not None:
+                self._team.ranks.take_first(there)
+            logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
+            blocks = self._blocks = [self._each(logits.samples), self._each(logits.scored)]
+        return Logits(*blocks)
+
+    def _each(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Blocks of logits, as they are asked for."""
+        blocks = iter(blocks)
+        while True:
+            with self._team.in_step():
+                block = next(blocks, None)
+            if block is None:
+                return
+            yield block
+
+    def _finish(self) -> None:
+        """Make the logits that nobody has asked for: the step came to nothing here."""
+        with uninterrupted():
+            blocks, self._blocks = self._blocks, []
+            for each in blocks:
+                for _ in each:
+                    pass
+
+    def on_device(self, values: np.ndarray) -> Tensor:
+        """See `Runner`."""
+        return self._runner.on_device(values)
+
+    def check(self) -> None:
+        """See `Runner`."""
+        self._team.check()
+
+    # ----------------------------------------------------------------------------- memory
+
+    def warm_up(self) -> None:
+        """See `Runner`, as for all below."""
+        with self._told("warm_up"):
+            self._runner.warm_up()
+
+    def release_pages(self) -> None:
+        with self._told("release_pages"):
+            self._runner.release_pages()
+
+    def restore_pages(self) -> None:
+        with self._told("restore_pages"):
+            self._runner.restore_pages()
+
+    def release_weights(self, *, keep: bool) -> None:
+        with self._told("release_weights", keep):
+            self._runner.release_weights(keep=keep)
+
+    def restore_weights(self) -> None:
+        with self._told("restore_weights"):
+            self._runner.restore_weights()
+
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """One tensor after the other, whole: each rank takes its part of it."""
+        for name, tensor in tensors.items():
+            here = tensor.to(self.decoder.device).contiguous()
+            with self._told("write_weights", name, here.dtype, tuple(here.shape)):
+                self._team.ranks.take_first(here.view(-1).view(torch.uint8))
+                self._runner.write_weights({name: here})
+
+    def _told(self, name: str, *arguments: object) -> AbstractContextManager[None]:
+        """All call one of their runner's methods, or take what comes to the same."""
+        self._finish()
+        return self._team.together(call(name, *arguments))

@@ -1,0 +1,140 @@
+"""What rank 0 tells the others: calls, and steps, whole or what one differs in from the one before.
+
+Who decodes on from step to step has a row that goes one token further, and now and then takes a
+page. So of most steps no more is told than these pages, and on a CPU the tokens; other ranks edit
+the same arrays in the same way. What has to do with requests is rank 0's business.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from onestem.engine.step.inputs import Change, StepInputs
+from onestem.ops import AttentionPlan, windowed
+from onestem.ops.plan import END, RUN_FIELDS, RUN_LEN, RUN_PAGES, SPAN_FIELDS
+
+__all__ = ["Reader", "ToldCall", "ToldStep", "advance", "call", "whole"]
+
+# Tokens that are on the device (-1: no step, but a call), page size (0: an advance), and the
+# lengths of the arrays, in their order.
+HEAD = struct.Struct("=11q")
+CALL = HEAD.pack(-1, *[0] * 10)
+
+
+@dataclass(frozen=True)
+class ToldCall:
+    """Something to do."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+def call(name: str, *arguments: Any) -> bytes:
+    """Something to do."""
+    return CALL + pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
+
+
+@dataclass(frozen=True, eq=False)
+class ToldStep:
+    """What a runner takes.
+
+    Attributes:
+        num_device_ids: of the first rows' tokens, those that rank 0 has on its device alone.
+    """
+
+    inputs: StepInputs
+    change: Change | None
+    num_device_ids: int
+
+
+def whole(inputs: StepInputs, ids: Tensor | None) -> bytes:
+    """A step without the one before it. `ids`: as `Runner.run` has them."""
+    plan = next(iter(inputs.plans.values()))
+    return _message(
+        ids,
+        plan.page_size,
+        [inputs.token_ids, inputs.positions, inputs.slots, inputs.logit_rows, inputs.score_rows],
+        [plan.run_pages, plan.runs, plan.spans, plan.row_position],
+    )
+
+
+def advance(inputs: StepInputs, change: Change, ids: Tensor | None) -> bytes:
+    """What a step differs in from the one before."""
+    tokens = inputs.token_ids if ids is None else inputs.token_ids[:0]
+    return _message(ids, 0, [tokens, change.runs, change.page_index, change.pages], [])
+
+
+def _message(
+    ids: Tensor | None, page_size: int, long: list[np.ndarray], short: list[np.ndarray]
+) -> bytes:
+    """Arrays of int64 come before those of int32: each stands where its type may."""
+    arrays = [*long, *short]
+    sizes = [array.size for array in arrays] + [0] * (9 - len(arrays))
+    head = HEAD.pack(0 if ids is None else len(ids), page_size, *sizes)
+    return b"".join((head, *(array.tobytes() for array in arrays)))
+
+
+class Reader:
+    """The other end: keeps the arrays of the step before.
+
+    Args:
+        windows: of the model's layers.
+    """
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self._windows = set(windows)
+        self._inputs: StepInputs
+
+    def read(self, message: bytes) -> ToldStep | ToldCall:
+        """What a message says."""
+        num_ids, page_size, *sizes = HEAD.unpack_from(message)
+        if num_ids < 0:
+            return ToldCall(*pickle.loads(message[HEAD.size :]))
+        body, at = bytearray(message), HEAD.size
+
+        def take(size: int, dtype: type) -> np.ndarray:
+            nonlocal at
+            array: np.ndarray = np.frombuffer(body, dtype, size, at)
+            at += array.nbytes
+            return array
+
+        if not page_size:
+            tokens, *grown = (take(size, np.int64) for size in sizes[:4])
+            return ToldStep(self._inputs, self._advance(tokens, *grown), num_ids)
+        ids, positions, slots, logit_rows, score_rows = (take(n, np.int64) for n in sizes[:5])
+        run_pages, runs, spans, row_position = (take(n, np.int32) for n in sizes[5:])
+        plan = AttentionPlan(
+            page_size=page_size,
+            run_pages=run_pages,
+            runs=runs.reshape(-1, len(RUN_FIELDS)),
+            spans=spans.reshape(-1, len(SPAN_FIELDS)),
+            row_position=row_position,
+        )
+        plans = {window: windowed(plan, window) for window in self._windows}
+        self._inputs = StepInputs(
+            ids, positions, slots, plans, logit_rows, [], score_rows, [], shared_read_tokens=0
+        )
+        return ToldStep(self._inputs, None, num_ids)
+
+    def _advance(
+        self, tokens: np.ndarray, runs: np.ndarray, index: np.ndarray, pages: np.ndarray
+    ) -> Change:
+        """One token further in every row, as `Order` goes."""
+        inputs = self._inputs
+        plan, count = next(iter(inputs.plans.values())), len(inputs.positions)
+        inputs.token_ids[: len(tokens)] = tokens
+        inputs.positions[:] += 1
+        inputs.slots[:] += 1
+        inputs.slots[runs] = pages * plan.page_size
+        plan.row_position[:] += 1
+        plan.run_pages[plan.runs[runs, RUN_PAGES] + index] = pages
+        plan.runs[:count, RUN_LEN] += 1
+        plan.spans[:count, END] += 1
+        return Change(np.arange(count), runs, index, pages)

@@ -1,0 +1,371 @@
+"""The processes of one model: how they are started, watched and ended.
+
+Each other rank has one socket to rank 0. What rank 0 tells comes over it in order; a thread here
+reads what comes back, and sees the end of a process as the end of its socket. Who has lost one rank
+has lost them all: a collective of the others would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onestem.engine.step.launch import make_runner
+from onestem.errors import ConfigError, OnestemError, RankError
+from onestem.interrupts import uninterrupted
+from onestem.models.decoder import Decoder
+from onestem.models.weights import load_decoder
+from onestem.ops import AttentionImpl
+from onestem.parallel.group import join
+from onestem.parallel.lead import LeadRunner
+from onestem.parallel.messages import call
+
+__all__ = ["Team", "check_size"]
+
+# Who ends because another has ended says so a moment later than this one's socket closes, or
+# before: whose fault it is, is known after so long.
+GRACE_SECONDS = 0.3
+VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
+END_SECONDS = 5.0  # for a process to end by itself
+# What people should do is the same whatever has happened.
+WAY_OUT = "make another LLM"
+
+
+def check_size(size: int, device: torch.device) -> None:
+    """Raise `ConfigError` where there are fewer GPUs than ranks."""
+    if device.type != "cuda":
+        return
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + size > there:
+        where = f" from cuda:{first} on" if first else ""
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, there are {there - first} GPUs{where}: lower it"
+        )
+
+
+@dataclass(eq=False)
+class _Member:
+    """A rank that is another process."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    socket: Connection
+
+    def name(self, size: int) -> str:
+        return f"rank {self.rank} of {size} (process {self.process.pid})"
+
+
+@dataclass(eq=False)
+class _Crew:
+    """All that outlives a `Team` until its processes have ended; the watcher holds no more.
+
+    Attributes:
+        folder: where ranks have met.
+        wake: closed to end the watcher.
+        reports: what each rank has said, by rank, of each kind.
+        death: why the team is of no use any more; None: it is well.
+        on_death: told this, once, by the watcher.
+        changed: told of each of these.
+    """
+
+    size: int
+    folder: Path
+    members: list[_Member] = field(default_factory=list)
+    wake: socket.socket = field(init=False)
+    sleeper: socket.socket = field(init=False)
+    reports: dict[str, dict[int, Any]] = field(default_factory=dict)
+    death: str | None = None
+    on_death: Callable[[str], object] = lambda line: None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    watcher: threading.Thread | None = None
+    owner: int = field(default_factory=os.getpid)
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        self.wake, self.sleeper = socket.socketpair()
+
+    def note_death(self, line: str) -> None:
+        """All end: whoever waits for one that is gone is freed by that."""
+        with self.changed:
+            if self.death is not None:
+                return
+            self.death = line
+            self.changed.notify_all()
+        for member in self.members:
+            member.process.kill()
+        if self.group is not None:
+            with contextlib.suppress(RuntimeError):
+                self.group.abort()
+        self.on_death(line)
+        for member in self.members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(END_SECONDS)
+
+
+class Team:
+    """Rank 0's side of a model over several devices.
+
+    Args:
+        size: ranks, at least 2.
+        device: of rank 0; the others take those after it, or the same CPU.
+
+    Attributes:
+        ranks: rank 0 of them.
+        free_bytes: on the fullest of the other ranks' devices, when the model is loaded; None on a
+            CPU, which they share.
+
+    Raises:
+        ConfigError: there are fewer devices.
+        RankError: a process has ended; the line names it.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        check_size(size, device)
+        self._crew = crew = _Crew(size, Path(tempfile.mkdtemp(prefix="onestem-ranks-")))
+        self._end = weakref.finalize(self, _end, crew)
+        self.free_bytes: int | None = None
+        try:
+            for rank in range(1, size):
+                crew.members.append(_start(rank))
+            crew.watcher = threading.Thread(target=_watch, args=(crew,), daemon=True)
+            crew.watcher.start()
+            self._wait("here")
+            self.tell(call("join", str(crew.folder), size, str(device), torch.get_num_threads()))
+            self.ranks = self._meanwhile(lambda: join(crew.folder, 0, size, device))
+            self._wait("joined")
+            crew.group = self.ranks.group if device.type == "cuda" else None
+        except BaseException:
+            self.close()
+            raise
+
+    # ----------------------------------------------------------------------------- the model
+
+    def load_decoder(self, path: str | Path, **options: Any) -> Decoder:
+        """`onestem.models.weights.load_decoder`, of each rank's part at the same time."""
+        self.tell(call("load", str(path), {**options, "device": None}))  # each has its own
+        try:
+            decoder: Decoder = self._meanwhile(
+                lambda: load_decoder(path, ranks=self.ranks, **options)
+            )
+        except OnestemError:
+            self._wait("loaded")
+            raise
+        told = self._wait("loaded").values()
+        for error in told:
+            if isinstance(error, OnestemError):
+                raise error
+        self.free_bytes = None if None in told else min(told)
+        return decoder
+
+    def _meanwhile(self, work: Callable[[], Any]) -> Any:
+        """Something that may take minutes, and is given up where a rank ends."""
+        crew, future = self._crew, Future[Any]()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            with crew.changed:
+                crew.changed.notify_all()
+
+        threading.Thread(target=run, name="onestem-load", daemon=True).start()
+        with crew.changed:
+            crew.changed.wait_for(lambda: future.done() or crew.death is not None)
+        if not future.done():
+            self.check()
+        error = future.exception()
+        if error is not None and not isinstance(error, OnestemError):
+            raise self._failed(error) from error
+        return future.result()
+
+    def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> LeadRunner:
+        """`onestem.engine.step.launch.make_runner`, on each rank."""
+        with self.together(call("make_runner", impl.name, options)):
+            runner = make_runner(decoder, impl, **options)
+        return LeadRunner(runner, self)
+
+    # ----------------------------------------------------------------------------- telling
+
+    def check(self) -> None:
+        """Raise `RankError` where a rank has ended."""
+        if self._crew.death is not None:
+            raise RankError(self._crew.death)
+
+    def tell(self, message: bytes) -> None:
+        """Send something to all, who do it in this order."""
+        self.check()
+        try:
+            for member in self._crew.members:
+                member.socket.send_bytes(message)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    @contextlib.contextmanager
+    def together(self, message: bytes) -> Iterator[None]:
+        """Tell all to do what the block does. Its collectives need every rank, so an error inside,
+        of whatever kind, is the end of all."""
+        with self.in_step():
+            self.tell(message)
+            yield
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """More of what `together` has told."""
+        try:
+            with uninterrupted():
+                yield
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> RankError:
+        """Why a collective, or a message, has failed: mostly because a rank has ended."""
+        crew = self._crew
+        with crew.changed:
+            crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
+        if crew.death is None:
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            crew.note_death(f"rank 0 of {crew.size} failed: {told}: {WAY_OUT}")
+        assert crew.death is not None
+        return RankError(crew.death)
+
+    def _wait(self, kind: str) -> dict[int, Any]:
+        """What all others report, by rank."""
+        crew = self._crew
+        with crew.changed:
+            crew.changed.wait_for(
+                lambda: (
+                    crew.death is not None or len(crew.reports.get(kind, ())) == len(crew.members)
+                )
+            )
+            self.check()
+            return crew.reports.pop(kind)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the other ranks, from rank 1 on."""
+        return [member.process.pid for member in self._crew.members]
+
+    def on_death(self, tell: Callable[[str], object]) -> None:
+        """Have a function told, by another thread, when a rank has ended."""
+        self._crew.on_death = tell
+        if self._crew.death is not None:
+            tell(self._crew.death)
+
+    def close(self) -> None:
+        """End the other processes. Closing twice is fine."""
+        self._end()
+
+
+def _start(rank: int) -> _Member:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "onestem.parallel.follower", str(theirs.fileno())]
+        process = subprocess.Popen(
+            [*command, str(rank)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+        )
+    return _Member(rank, process, Connection(ours.detach()))
+
+
+def _watch(crew: _Crew) -> None:
+    """Take what ranks report, until one has ended or the team is closed."""
+    sockets = {member.socket: member for member in crew.members}
+    while crew.death is None:
+        for ready in wait([*sockets, crew.sleeper]):
+            if ready is crew.sleeper:
+                return
+            assert isinstance(ready, Connection)
+            report = _report(ready)
+            if report is None or report[0] == "failed":
+                crew.note_death(_verdict(crew, sockets[ready], report))
+                return
+            kind, value = report
+            with crew.changed:
+                crew.reports.setdefault(kind, {})[sockets[ready].rank] = value
+                crew.changed.notify_all()
+
+
+def _report(end: Connection) -> tuple[str, Any] | None:
+    """None: the process has ended."""
+    try:
+        kind, value = end.recv()
+    except (EOFError, OSError):
+        return None
+    return kind, value
+
+
+def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str:
+    """Which rank the others have lost, in one line. A rank whose collective fails says so, which
+    may come before the end of the one that it has waited for is seen."""
+    ended = [first] if report is None else []
+    until = time.monotonic() + GRACE_SECONDS
+    while not ended and (left := until - time.monotonic()) > 0:
+        others = {member.socket: member for member in crew.members if member is not first}
+        if not others:
+            break
+        ended = [
+            others[ready]
+            for ready in wait([*others], left)
+            if isinstance(ready, Connection) and _report(ready) is None
+        ]
+    if ended:
+        return f"{ended[0].name(crew.size)} {_how(ended[0].process)}: {WAY_OUT}"
+    assert report is not None
+    return f"{first.name(crew.size)} failed: {report[1]}: {WAY_OUT}"
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "has closed its socket"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"ended by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"ended by signal {-code}"
+
+
+def _end(crew: _Crew) -> None:
+    """Processes end when their sockets do."""
+    if crew.owner != os.getpid():
+        return  # a fork, whose parent goes on
+    crew.wake.close()
+    if crew.watcher is not None and crew.watcher is not threading.current_thread():
+        crew.watcher.join()
+    crew.sleeper.close()
+    for member in crew.members:
+        member.socket.close()
+    for member in crew.members:
+        try:
+            member.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+            member.process.wait()
+    if crew.group is not None:
+        with contextlib.suppress(RuntimeError):
+            crew.group.abort()
+    with crew.changed:
+        crew.death = crew.death or "the ranks were ended: make another LLM"
+    shutil.rmtree(crew.folder, ignore_errors=True)

@@ -1,0 +1,26 @@
+"""A team of 2 processes that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from onestem.parallel import Team
+from tests.engine.conftest import expected, steps_that_fail, tiny
+from tests.parallel.teams import CPU, forked
+
+__all__ = ["expected", "steps_that_fail", "tiny"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked() -> Iterator[None]:
+    with forked():
+        yield
+
+
+@pytest.fixture(scope="session")
+def two(_forked: None) -> Iterator[Team]:
+    team = Team(2, CPU)
+    yield team
+    team.close()

@@ -1,0 +1,127 @@
+"""Other ranks know a step by what rank 0 tells them alone: a symbolic model that is told steps sees
+every key that the engine's own sees."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from onestem.parallel.lead import LeadRunner
+from onestem.parallel.messages import Reader, ToldCall, ToldStep, call
+from tests.engine.harness import assert_idle
+from tests.engine.symbolic import SymbolicRunner, alone, make_symbolic, request
+
+
+class ToldTeam:
+    """A rank in the same thread, which knows messages alone."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.ranks = SimpleNamespace(group=None)
+        self.runner = SymbolicRunner(num_slots)
+        self.reader = Reader(self.runner.windows)
+        self.sizes: dict[bool, list[int]] = {True: [], False: []}  # of messages: whole, or not
+        self.blocks: list[np.ndarray] = []
+
+    @contextlib.contextmanager
+    def together(self, message: bytes):
+        told = self.reader.read(message)
+        assert isinstance(told, ToldStep)
+        self.sizes[told.change is None].append(len(message))
+        assert not self.blocks, "logits that rank 0 has not made"
+        logits = self.runner.run(told.inputs, None, None)
+        self.blocks = [block.numpy() for block in [*logits.samples, *logits.scored]]
+        yield
+
+    in_step = staticmethod(contextlib.nullcontext)
+
+    def check(self) -> None:
+        pass
+
+
+class ToldRunner(LeadRunner):
+    """Compares each block of logits with that of the rank that is told."""
+
+    def _each(self, blocks):
+        for block in super()._each(blocks):
+            np.testing.assert_array_equal(block.numpy(), self._team.blocks.pop(0))
+            yield block
+
+
+def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
+    num_pages, page_size = rng.choice([40, 150]), page_size or rng.choice([1, 2, 4])
+    engine = make_symbolic(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=40,
+        max_step_tokens=rng.choice([3, 16, 512]),
+    )
+    own = engine.launcher.runner
+    own.decoder, own.kv_pages = engine.decoder, []
+    own.depth = depth
+    team = ToldTeam(num_pages * page_size)
+    engine.launcher.runner = ToldRunner(own, team)
+    return engine, team
+
+
+@pytest.mark.steps_fail
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(seed: int, depth: int) -> None:
+    """With aborts, memory for few, and samplers that fail before all logits are made."""
+    rng = random.Random(seed)
+    engine, team = told_engine(rng, depth)
+    shared = [rng.randrange(8) for _ in range(12)]
+    waiting = [
+        request(
+            name,
+            shared[: rng.randrange(13)] + [rng.randrange(8) for _ in range(rng.randrange(1, 8))],
+            max_tokens=rng.randrange(1, 20),
+            n=rng.choice([1, 1, 3]),
+            **({"prompt_logprobs": 1} if rng.random() < 0.2 else {}),
+        )
+        for name in range(24)
+    ]
+    asked, outputs, aborted = list(waiting), {}, set()
+    launch = engine._sampler.launch
+
+    def failing(logits, step):
+        if rng.random() < 0.02:
+            raise RuntimeError("a sampler that fails")
+        return launch(logits, step)
+
+    engine._sampler.launch = failing
+    while waiting or engine.has_unfinished():
+        while waiting and rng.random() < 0.4:
+            engine.add_request(waiting.pop())
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check()
+        name = str(rng.randrange(24))
+        if rng.random() < 0.02 and name not in outputs and engine.abort(name) is not None:
+            aborted.add(name)
+    assert_idle(engine)
+    assert outputs.keys() | aborted == {one.request_id for one in asked}
+    for one in asked:
+        if one.request_id not in aborted:
+            assert outputs[one.request_id].outputs == alone(one, 40)[0]
+    assert all(team.sizes.values()), "both kinds of messages were there"
+
+
+def test_a_step_of_decodes_tells_its_tokens_and_pages_alone():
+    engine, team = told_engine(random.Random(0), 1, page_size=16)
+    for i in range(8):
+        engine.add_request(request(i, [1, 2, 3, i], max_tokens=30))
+    while engine.has_unfinished():
+        engine.step()
+    small, large = team.sizes[False], team.sizes[True]
+    assert len(small) > len(large)
+    # The head, a token for each row; no more than three numbers for each that takes a page.
+    assert max(small) <= 88 + 8 * 8 + 3 * 8 * 8
+    assert min(small) == 88 + 8 * 8
+
+
+def test_calls():
+    assert Reader(()).read(call("load", "path", {"a": 1})) == ToldCall("load", ("path", {"a": 1}))

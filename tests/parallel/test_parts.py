@@ -1,0 +1,341 @@
+"""Ranks that hold a model together give what the whole gives, and each reads its part alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError
+from onestem.models import checkpoint
+from onestem.models.config import ModelConfig
+from onestem.models.cuts import Cut
+from onestem.models.decoder import Decoder
+from onestem.models.formats import products
+from onestem.models.formats.held import Weight, dense
+from onestem.models.part import cuts_of, part_of, sizes_of
+from onestem.models.ranks import ALONE, Ranks
+from onestem.models.weights import (
+    checked_tensors,
+    expected_shapes,
+    load_decoder,
+    num_parameters,
+    open_checkpoint,
+    weight_bytes,
+    write_tensors,
+)
+from onestem.ops.cpu import is_built
+from tests.models.changed import changed_model, tensors_of
+from tests.models.dense import dense_attend, prompt
+from tests.models.quantised import FORMATS, mxfp4, quantised
+from tests.models.tiny import FAMILIES, make_tiny
+from tests.parallel.gloo import Answer, on_processes
+from tests.parallel.threads import on_ranks
+
+CPU = torch.device("cpu")
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+SIZES = (2, 4)
+TOLERANCE = 1e-5  # of the largest logit; sums have another order
+IDS = prompt(40, 270)
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    root = tmp_path_factory.mktemp("tiny")
+    return cache(lambda family: make_tiny(family, root / family))
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    positions = torch.arange(len(IDS))
+    hidden = decoder.forward(IDS, positions, dense_attend(decoder.part, positions))
+    return decoder.logits(hidden)
+
+
+def together(path: Path, size: int, **options: Any) -> tuple[list[Decoder], list[Tensor]]:
+    """The decoders of ranks, and what each of them gives."""
+
+    def one(ranks: Ranks) -> tuple[Decoder, Tensor]:
+        decoder = load_decoder(path, **{**FLOAT32, **options}, ranks=ranks)
+        return decoder, logits_of(decoder)
+
+    pairs = on_ranks(size, one)
+    return [decoder for decoder, _ in pairs], [logits for _, logits in pairs]
+
+
+def check(found: list[Tensor], whole: Tensor) -> None:
+    """All ranks give the same bits, and what the whole gives but for the order of sums."""
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    assert found[0].is_contiguous()
+    assert found[0].shape == whole.shape
+    assert (found[0] - whole).abs().max() <= TOLERANCE * whole.abs().max()
+    assert torch.equal(found[0].argmax(1), whole.argmax(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_every_family(tiny: Tiny, family: str) -> None:
+    path = tiny(family)
+    whole = load_decoder(path, **FLOAT32)
+    expected = logits_of(whole)
+    assert whole.part is whole.config
+    sizes = [size for size in SIZES if size in sizes_of(whole.config)]
+    assert len(sizes) == 2 or family == "mpt_clip"  # which has six heads
+    for size in sizes:
+        decoders, found = together(path, size)
+        check(found, expected)
+        for decoder in decoders:
+            assert decoder.config == whole.config
+            assert decoder.num_parameters == whole.num_parameters
+            assert decoder.weight_bytes == weight_bytes(decoder.part, torch.float32, CPU)
+            assert decoder.part.num_q_heads * size == whole.config.num_q_heads
+            kv = decoder.kv_bytes_per_token / whole.kv_bytes_per_token
+            assert 1 / size <= kv <= 1
+            assert kv == 1 / size or min(h.num_kv_heads for h in whole.config.heads) < size
+            plain = [tensor for tensor in decoder._tensors() if not tensor.is_mkldnn]
+            for storage in {tensor.untyped_storage() for tensor in plain}:
+                held = [one.nbytes for one in plain if one.untyped_storage() == storage]
+                assert storage.nbytes() <= sum(held)  # no view of a whole
+        # Norms, routers and what there is of other kinds are whole on each.
+        assert sum(decoder.weight_bytes for decoder in decoders) < 1.5 * whole.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("phi", name) for name in FORMATS]
+    + [
+        ("llama_biases", "fp8 in blocks"),
+        ("llama_biases", "gptq, act-order"),
+        ("llama_biases", "awq"),
+        ("mixtral", "fp8 in blocks"),
+        ("phi3", "packed int4, zero points"),
+        ("gemma4", "int8"),
+    ],
+)
+def test_parts_of_every_format(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, name: str
+) -> None:
+    """A part of a stored weight is that of the whole's, to the last bit."""
+    path = quantised(tiny(family), tmp_path / "quantised", FORMATS[name])
+    config = ModelConfig.from_directory(path)
+    source = open_checkpoint(path, config, torch.float32, CPU)
+    wholes = {module: dense(source.weight(module), torch.float32) for module in source.schemes}
+    assert len(wholes) >= 8
+    for size in SIZES:
+        kept = 0
+        for rank in range(size):
+            cuts = cuts_of(config, Ranks(rank, size, None))
+            part = open_checkpoint(path, config, torch.float32, CPU, cuts)
+            for module, whole in wholes.items():
+                cut = cuts.get(f"{module}.weight")
+                weight: Weight = part.weight(module)
+                expected = whole if cut is None else cut.of(whole)
+                assert torch.equal(dense(weight, torch.float32), expected), (rank, module)
+                kept += not isinstance(weight, Tensor)
+        assert kept == size * len(wholes)
+    whole_logits = logits_of(load_decoder(path, **FLOAT32))
+    with monkeypatch.context() as patched:  # rows are multiplied as they are
+        patched.setattr(products, "is_built", lambda: False)
+        exact = logits_of(load_decoder(path, **FLOAT32))
+        for size in SIZES:
+            check(together(path, size)[1], exact)
+    _, found = together(path, 2)
+    # Where rows are rounded, a row's parts have scales of their own: no worse than that of all.
+    off = (whole_logits - exact).abs().max()
+    assert (off > 1e-3) == (FORMATS[name].rounds and is_built())
+    assert (found[0] - exact).abs().max() <= 2 * off + TOLERANCE * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_part_of_a_stored_weight(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Spans that words and groups do not end with."""
+    path = quantised(tiny("llama_biases"), tmp_path / "quantised", FORMATS[name])
+    config = ModelConfig.from_directory(path)
+    source = open_checkpoint(path, config, torch.float32, CPU)
+    for module in ("self_attn.o_proj", "mlp.up_proj", "self_attn.q_proj"):
+        weight = f"model.layers.1.{module}.weight"
+        whole = source(weight)
+        for spans in ([(3, 11), (20, 29)], [(0, 1)], [(61, 64)], [(8, 40)], [(5, 37)], [(0, 48)]):
+            for dim in (0, 1) if len(spans) == 1 else (0,):
+                cut = Cut(dim, tuple(spans))
+                part = open_checkpoint(path, config, torch.float32, CPU, {weight: cut})
+                assert torch.equal(part(weight), cut.of(whole)), (module, cut)
+
+
+@pytest.mark.parametrize("family", ["phi", "llama_biases"])
+def test_act_order_stays_in_codes(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    """A rank's groups are filled up, and multiplied as codes."""
+    path = quantised(tiny(family), tmp_path / "quantised", FORMATS["gptq, act-order"])
+    options = {"dtype": torch.bfloat16}
+    whole = load_decoder(path, device="cpu", **options)
+    exact = logits_of(load_decoder(path, **FLOAT32))
+    off = (logits_of(whole) - exact).abs().max()
+    for size in SIZES:
+        decoders, found = together(path, size, **options)
+        for decoder in decoders:
+            down = decoder.layers[1].mlp.down
+            assert down.in_features == decoder.part.intermediate_size
+            assert not is_built() or down.kind.startswith("int4 in groups of 32")
+        assert (found[0] - exact).abs().max() <= 2 * off
+
+
+def test_experts_of_four_bits(tiny: Tiny, tmp_path: Path) -> None:
+    path = mxfp4(tiny("gpt_oss"), tmp_path / "mxfp4")
+    whole = load_decoder(path, **FLOAT32)
+    for size in (2, 3):
+        ranks = Ranks(0, size, None)
+        if size in sizes_of(whole.config):
+            decoders, found = together(path, size)
+            check(found, logits_of(whole))
+            sizes = [decoder.part.experts.intermediate_size for decoder in decoders]
+            assert sizes == [32, 64]
+        else:
+            with pytest.raises(ConfigError, match=r"num_attention_heads \(4\).*over 3.*1, 2 "):
+                part_of(whole.config, ranks)
+    with pytest.raises(ConfigError, match=r"96 in blocks of 32: mxfp4.*over 4 devices.*1, 2 for"):
+        load_decoder(path, **FLOAT32, ranks=Ranks(0, 4, None))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_parts_are_rounded_when_they_are_loaded(tiny: Tiny, form: Any) -> None:
+    """Each as it is there: a scale is of the columns that a rank has."""
+    options = {"dtype": torch.bfloat16, "quantization": form}
+    whole = load_decoder(tiny("phi"), device="cpu", **options)
+    decoders, found = together(tiny("phi"), 2, **options)
+    for decoder in decoders:
+        assert form in decoder.layers[0].qkv.kind
+        assert form in decoder.layers[0].output.kind
+    expected = logits_of(whole)
+    assert torch.equal(*found)
+    assert (found[0] - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "olmo2", "gpt2", "falcon_40b", "mixtral"])
+def test_parts_are_written_again(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    other = changed_model(tiny(family), tmp_path / "other")
+
+    def one(ranks: Ranks) -> Tensor:
+        decoder = load_decoder(tiny(family), **FLOAT32, ranks=ranks)
+        write_tensors(decoder, checked_tensors(decoder.config, tensors_of(other).items()))
+        return logits_of(decoder)
+
+    check(on_ranks(4, one), logits_of(load_decoder(other, **FLOAT32)))
+
+
+@pytest.mark.parametrize("family", ["phi", "gpt2", "gemma4_image"])
+def test_random_weights_and_an_uneven_vocabulary(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    """They are the whole's; the last rank has fewer rows of head, bias and tables."""
+    fields = json.loads((tiny(family) / "config.json").read_text())
+    text = fields.get("text_config", fields)
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        text |= {name: 283} if name in text else {}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = {"random_weights": True, "seed": 3}
+    whole = load_decoder(tmp_path, **FLOAT32, **options)
+    for size in SIZES:
+        check(together(tmp_path, size, **options)[1], logits_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({"num_attention_heads": 71, "hidden_size": 142}, 2, r"num_attention_heads \(71\).*1 for"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, r"heads \(6\).*1, 2, 3, 6, 12"),
+        ({"intermediate_size": 3, "num_attention_heads": 4}, 4, r"intermediate_size \(3\).*1, 2 "),
+    ],
+)
+def test_what_does_not_divide_is_named(
+    tiny: Tiny, tmp_path: Path, changes: dict[str, int], size: int, words: str
+) -> None:
+    fields = json.loads((tiny("yi") / "config.json").read_text()) | {"head_dim": 2} | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = {**FLOAT32, "random_weights": True}
+    with pytest.raises(ConfigError, match=f"{words}.*this model") as error:
+        load_decoder(tmp_path, **options, ranks=Ranks(1, size, None))
+    assert f"over {size} devices" in str(error.value)
+
+
+class _Counted:
+    """An open file that counts the bytes that are read of it."""
+
+    def __init__(self, handle: Any, count: Callable[[Tensor], Tensor]) -> None:
+        self.handle, self.count = handle, count
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.count(self.handle.get_tensor(name))
+
+    def get_slice(self, name: str) -> Any:
+        part, count = self.handle.get_slice(name), self.count
+
+        class Slice:
+            get_shape = part.get_shape
+
+            def __getitem__(self, at: Any) -> Tensor:
+                return count(part[at])
+
+        return Slice()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama_mha_tied", None), ("gpt2", None), ("phi3", None), ("mixtral", None)]
+    + [("phi", name) for name in ("fp8 per channel", "packed int4", "gptq", "awq")],
+)
+def test_each_rank_reads_its_part_alone(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, name: str | None
+) -> None:
+    path = tiny(family)
+    if name is not None:
+        path = quantised(path, tmp_path / "quantised", FORMATS[name])
+    opened, read = checkpoint._opened, []
+
+    def count(tensor: Tensor) -> Tensor:
+        read.append(tensor.nbytes)
+        return tensor
+
+    config = ModelConfig.from_directory(path)
+
+    def bytes_read(ranks: Ranks) -> int:
+        read.clear()
+        source = open_checkpoint(path, config, torch.float32, CPU, cuts_of(config, ranks))
+        source._opened = lambda file: _Counted(opened(file), count)
+        for tensor in expected_shapes(config):
+            source(tensor)
+        return sum(read)
+
+    whole = bytes_read(ALONE)
+    parts = [bytes_read(Ranks(rank, 2, None)) for rank in range(2)]
+    if name is None:
+        shapes = expected_shapes(part_of(config, Ranks(0, 2, None)))
+        assert parts[0] == 4 * num_parameters(shapes)
+    # What both read are norms, routers and, of codes, their scales.
+    assert whole <= sum(parts) < 1.2 * whole
+    assert max(parts) < 0.6 * whole
+
+
+def test_processes_that_speak_through_gloo(tiny: Tiny, tmp_path: Path) -> None:
+    """The real collectives, in each dtype."""
+    path = tiny("olmo2")
+    answers: list[Answer] = on_processes(2, path, IDS.tolist(), tmp_path)
+    whole = load_decoder(path, **FLOAT32)
+    check([answer.logits for answer in answers], logits_of(whole))
+    for rank, answer in enumerate(answers):
+        assert answer.rank == rank
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert torch.equal(answer.sums[dtype], torch.full((3, 5), 3.0, dtype=dtype))
+            expected = torch.tensor([[1, 1, 2, 2], [1, 1, 2, 2], [1, 1, 2, 2]], dtype=dtype)
+            assert torch.equal(answer.gathered[dtype], expected)

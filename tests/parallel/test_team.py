@@ -1,0 +1,215 @@
+"""Processes that hold a model together answer as one does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onestem import LLM, SamplingParams
+from onestem.engine.engine import Engine
+from onestem.errors import ConfigError, WeightsError
+from onestem.parallel import Team
+from onestem.pml import Module, Schema
+from tests.engine.harness import (
+    TOLERANCE,
+    answer,
+    make_engine,
+    record_logprobs,
+    requests_for,
+    shared_prompts,
+)
+from tests.parallel.teams import CPU, engine_of, lent_to_llms
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "kv_memory": "2MiB", "seed": 3}
+# Windows, experts with sinks, ALiBi, softcaps with two RoPE bases.
+FAMILIES = ["mistral", "gpt_oss", "falcon_rw", "gemma3"]
+
+
+def check_family(team: Team, family, tiny, expected, **options) -> None:
+    """Greedy tokens and each log-probability as transformers has them."""
+    tokens, logprobs = expected(family)
+    engine = engine_of(team, tiny(family), **options)
+    seen = record_logprobs(engine)
+    outputs = answer(engine, requests_for(shared_prompts(), max_tokens=len(tokens[0])))
+    for i, ids in enumerate(shared_prompts()):
+        assert outputs[str(i)].outputs[0].token_ids == tokens[i]
+        for step in range(len(tokens[i])):
+            got, want = seen[str(i), 0, len(ids) - 1 + step], logprobs[i][len(ids) - 1 + step]
+            assert (got - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_two(two, tiny, expected, family):
+    check_family(two, family, tiny, expected, max_step_tokens=13)
+
+
+def test_four(tiny, expected):
+    team = Team(4, CPU)
+    check_family(team, "llama", tiny, expected)
+    check_family(team, "llama_mha_tied", tiny, expected, page_size=4, max_step_tokens=31)
+    team.close()
+
+
+def test_memory_for_few(two, tiny):
+    """Jobs that are preempted are computed again, on each rank."""
+    options = {"num_pages": 16, "page_size": 4, "max_step_tokens": 64}
+    job = requests_for([[3 + i] * 8 for i in range(8)], max_tokens=8)
+    late = replace(requests_for([[7, 6, 5] * 9], max_tokens=3)[0], request_id="late")
+
+    def run(engine: Engine) -> dict[str, list[int]]:
+        engine.add_job("job", job)
+        for _ in range(3):
+            engine.step()
+        engine.add_request(late)
+        outputs = {}
+        while engine.has_unfinished():
+            outputs |= {output.request_id: output for output in engine.step()}
+            engine.check()
+        assert engine.scheduler.num_preempted > 0
+        return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+    alone = run(make_engine(tiny("llama"), **options))
+    assert run(engine_of(two, tiny("llama"), **options)) == alone
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with LLM(**OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def llm(two):
+    with lent_to_llms(two), LLM(**OPTIONS, tensor_parallel_size=2) as made:
+        yield made
+
+
+DOCUMENT = "The river rises in the hills, and runs through the town to the sea. " * 4
+
+
+def told(outputs) -> list:
+    """Tokens, and log-probabilities beside them."""
+    return [
+        [(one.token_ids, one.finish_reason, _values(one.logprobs)) for one in output.outputs]
+        for output in outputs
+    ]
+
+
+def _values(logprobs) -> list | None:
+    return logprobs and [{k: pytest.approx(v.logprob, abs=1e-4) for k, v in entry.items()}
+                         for entry in logprobs]  # fmt: skip
+
+
+def test_all_kinds_of_requests(llm, alone):
+    """Shared prefixes, several answers, seeds, penalties, log-probabilities, and a grammar."""
+    params = [
+        SamplingParams(max_tokens=12, temperature=0),
+        SamplingParams(max_tokens=12, n=3, seed=7),
+        SamplingParams(max_tokens=9, seed=1, top_p=0.9, top_k=50, repetition_penalty=1.2),
+        SamplingParams(max_tokens=8, temperature=0, logprobs=2, prompt_logprobs=1),
+        SamplingParams(choices=["a river", "a road"], seed=5),
+    ]
+    prompts = [DOCUMENT + f"Question {i}: what is it?" for i in range(len(params))]
+    want, found = alone.generate(prompts, params), llm.generate(prompts, params)
+    assert told(want) == told(found)
+    for a, b in zip(want[3].prompt_logprobs, found[3].prompt_logprobs, strict=True):
+        assert (
+            a is None
+            if b is None
+            else _values([a]) == [{token: entry.logprob for token, entry in b.items()}]
+        )
+    assert llm.engine.stats.steps > 0
+    llm.engine.check()
+
+
+def test_streams_and_aborts(llm, alone):
+    stream = llm.stream([DOCUMENT, DOCUMENT + "b"], SamplingParams(max_tokens=30, temperature=0))
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    greedy = SamplingParams(max_tokens=5, temperature=0)
+    assert told(llm.generate(DOCUMENT, greedy)) == told(alone.generate(DOCUMENT, greedy))
+
+
+def test_scores(llm, alone):
+    completions = [[" north", " to the sea"], [" it is"]]
+    prompts = [DOCUMENT, "Once"]
+    for mine, theirs in zip(
+        llm.score(prompts, completions), alone.score(prompts, completions), strict=True
+    ):
+        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs])
+
+
+def test_modules(llm, alone):
+    schema = Schema("s", ["You know:\n", Module("a", ["Anna is 12. "]), Module("b", ["Ben. "])])
+    prompts = ['<prompt schema="s"><a/><b/>Who?</prompt>', '<prompt schema="s"><b/>Who?</prompt>']
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    for each in (llm, alone):
+        each.add_schema(schema)
+    for isolation in ("anchored", "isolated"):
+        found = llm.generate_pml(prompts, greedy, isolation=isolation)
+        assert told(found) == told(alone.generate_pml(prompts, greedy, isolation=isolation))
+
+
+def test_sleep_and_other_weights(llm, alone):
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    before = told(llm.generate(DOCUMENT, greedy))
+    llm.sleep(1)
+    llm.wake_up()
+    assert llm.reset_prefix_cache()
+    assert told(llm.generate(DOCUMENT, greedy)) == before
+    named = [(name, None) for name in alone.decoder.places]
+    shape = dict(_shapes(alone))
+    generator = torch.Generator().manual_seed(0)
+    changed = {
+        name: torch.randn(shape[name], generator=generator) * 0.02 + shape[name].count(0)
+        for name, _ in named
+        if "norm" not in name
+    }
+    for each in (llm, alone):
+        assert each.update_weights(changed.items()) == 1
+    found = told(llm.generate(DOCUMENT, greedy))
+    assert found == told(alone.generate(DOCUMENT, greedy)) != before
+    with pytest.raises(WeightsError, match="is given twice"):
+        llm.update_weights(2 * list(changed.items()))
+
+
+def _shapes(llm):
+    from onestem.models.weights import expected_shapes
+
+    return expected_shapes(llm.config).items()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"module_host_memory": "1MiB"}, "module_host_memory is 1MiB, and tensor_parallel_size"),
+        ({"module_disk": "/nowhere"}, "module_disk is /nowhere, .*: modules stay in KV memory"),
+        ({"tensor_parallel_size": 7}, r"does not divide over 7 devices: tensor_parallel_size can"),
+    ],
+)
+def test_what_is_refused_starts_nothing(monkeypatch, options, line):
+    monkeypatch.setattr("onestem.parallel.team._start", None)
+    with pytest.raises(ConfigError, match=line):
+        LLM(**OPTIONS, **{"tensor_parallel_size": 2, **options})
+
+
+def test_fewer_gpus_than_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr("onestem.parallel.team._start", None)
+    with pytest.raises(ConfigError, match="size is 4, there are 2 GPUs from cuda:1 on: lower it"):
+        Team(4, torch.device("cuda:1"))
+
+
+def test_an_error_that_all_ranks_see(two, tmp_path, tiny):
+    """A caller's mistake is told as of one process, and the team goes on."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())
+    with pytest.raises((WeightsError, ConfigError), match="broken"):
+        engine_of(two, broken)
+    two.check()
+    engine = engine_of(two, tiny("llama"))
+    assert len(answer(engine, requests_for([[1, 2, 3]]))) == 1
