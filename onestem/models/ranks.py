@@ -53,7 +53,7 @@ class Ranks:
         parts = x.new_empty(self.size * len(x), x.shape[1])
         assert self.group is not None
         _ended(self.group._allgather_base(parts, x.contiguous(), _GATHER))
-        return parts.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
+        return parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def take_first(self, x: Tensor) -> None:
         """Have rank 0's x on all ranks, in place: of one shape and dtype, contiguous."""
