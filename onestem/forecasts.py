@@ -58,6 +58,7 @@ class Target:
         find_rates: gives the device's rates; None: nothing is to be predicted.
         page_size: tokens in a page of it.
         step_tokens: rows of a step; 0: as many as the rates say.
+        num_seqs: sequences that run at once; None: any number.
     """
 
     shape: ModelShape
@@ -65,6 +66,7 @@ class Target:
     find_rates: Callable[[], Rates | None]
     page_size: int
     step_tokens: int
+    num_seqs: int | None = None
 
     @cached_property
     def rates(self) -> Rates | None:
@@ -115,7 +117,7 @@ class Target:
         if llm.team is not None:  # rates are those of one device
             find = _Known(None)
         most, size = llm.engine.scheduler.budget.most, llm.options.page_size
-        return Target(shape, llm.kv_tokens, find, size, most)
+        return Target(shape, llm.kv_tokens, find, size, most, llm.options.max_num_seqs)
 
     def settled(self) -> Target:
         """The same, for another process: with what is known of rates here."""
@@ -136,7 +138,7 @@ class Target:
         assert self.rates is not None
         cost = StepCost(self.shape, self.rates, shared=share == "full")
         most = self.step_tokens or self.rates.step_tokens
-        return cost, Limits(most, self.kv_tokens, self.page_size)
+        return cost, Limits(most, self.kv_tokens, self.page_size, self.num_seqs)
 
     def weights(self, work: Work, share: ShareMode) -> Weights:
         """What a job's tokens cost here; tokens count alike where no rates are known."""
@@ -331,7 +333,8 @@ def _target(
 ) -> Target:
     size = options.page_size
     pages = pages_of(memory, size, shape.token_bytes * size)
-    return Target(shape, pages * size, find, size, options.max_step_tokens or 0)
+    most = options.max_step_tokens or 0
+    return Target(shape, pages * size, find, size, most, options.max_num_seqs)
 
 
 # ------------------------------------------------------------------------------------- afterwards

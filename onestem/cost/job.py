@@ -33,11 +33,13 @@ class Limits:
     step_tokens: rows of a step (`EngineOptions.max_step_tokens`).
     kv_tokens: what KV memory holds.
     page_size: tokens in a page; each run of a sequence leaves half of its last page empty.
+    num_seqs: sequences that run at once (`EngineOptions.max_num_seqs`); None: any number.
     """
 
     step_tokens: int
     kv_tokens: int
     page_size: int = 16
+    num_seqs: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +216,7 @@ class _Run:
         self.running: dict[int, int] = {}  # request -> step at whose end it ends
         self.held = self.reserved = 0  # tokens in memory, and those that are spoken for
         self.rows = 0  # that decode
+        self.sequences = 0  # that were admitted and have not ended
         self.shapes: set[float] = set()  # numbers of rows that steps had
         self.own_tokens = 0  # that these see alone
         self.fixed = 0.0  # seconds of what they see together, and of their states, in each step
@@ -348,8 +351,12 @@ class _Run:
             return False
         ahead, kept = self._ahead(prompt.request), new + self._slack(prompt.request)
         free = self.limits.kv_tokens - self.held - self.reserved
+        after, most = self.sequences + self.answers[prompt.request], self.limits.num_seqs
+        if most is not None and after > most and self.sequences:
+            return False
         if kept + ahead > free and (self.running or self.prompts):
             return False
+        self.sequences = after
         if self.again:
             self.again.popleft()
         else:
@@ -396,6 +403,7 @@ class _Run:
         """A request decodes no more; what it had sampled, of each answer."""
         sampled = self._sampled(request)
         del self.running[request]
+        self.sequences -= self.answers[request]
         self._count(request, -1)
         self.own_tokens -= self.answers[request] * sampled
         self.held -= self.own[request] + self._slack(request) + self.answers[request] * sampled

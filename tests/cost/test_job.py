@@ -67,9 +67,12 @@ JOBS = {
 
 @pytest.mark.parametrize("share", ["full", "off"])
 @pytest.mark.parametrize("name", JOBS)
-def test_steps_and_rows_are_those_that_the_engine_takes(model, name, share):
+@pytest.mark.parametrize("num_seqs", [None, 7, 3, 1])
+def test_steps_and_rows_are_those_that_the_engine_takes(model, name, share, num_seqs):
     prompts, lengths, n = job(np.random.default_rng(3), **JOBS[name])
-    engine = make_engine(model, max_step_tokens=32, share=share)
+    if num_seqs is not None and num_seqs < n.max():
+        return  # refused
+    engine = make_engine(model, max_step_tokens=32, share=share, max_num_seqs=num_seqs)
     requests = [
         Request(
             request_id=str(i),
@@ -82,7 +85,8 @@ def test_steps_and_rows_are_those_that_the_engine_takes(model, name, share):
     for _ in engine.run(planned(requests, RunningOrder(plan))):
         pass
     work = Work.of(plan, n * lengths, n)
-    found = forecast(COST, work.unshared() if share == "off" else work, Limits(32, AMPLE))
+    limits = Limits(32, AMPLE, num_seqs=num_seqs)
+    found = forecast(COST, work.unshared() if share == "off" else work, limits)
     stats = engine.stats
     assert found.computed_prompt_tokens == stats.processed_prompt_tokens
     assert found.rows == stats.processed_prompt_tokens + int((n * (lengths - 1)).sum())

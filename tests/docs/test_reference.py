@@ -114,5 +114,7 @@ def test_the_linter_of_prose_sees_what_it_is_to_see():
     assert "41 words" in faults[1]
     many = [prose.Sentence(1, "word " * size) for size in (5,) * 8 + (28, 28)]
     assert any("a tenth" in fault for fault in prose.check(many, [], 40))
-    assert list(prose.too_long("line\n" * 150, 150)) == ["150: the page has 150 lines, limit is 149"]
+    assert list(prose.too_long("line\n" * 150, 150)) == [
+        "150: the page has 150 lines, limit is 149"
+    ]
     assert not list(prose.too_long("line\n" * 149, 150))
