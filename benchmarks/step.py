@@ -145,10 +145,10 @@ def decoding(decoder: Decoder, rows: int, streamed: int = 0) -> Iterator[Engine]
 def host_ms(decoder: Decoder, rows: int) -> float:
     """Median milliseconds of a step, less those of the device."""
     waited = [0.0]
-    found = []
+    found: list[float] = []
     for engine in decoding(decoder, rows):
         if not found:
-            _time_waits(engine, decoder.device, waited)
+            waited = time_waits(engine, decoder.device)
         waited[0] = 0.0
         started = time.perf_counter()
         engine.step()
@@ -156,8 +156,10 @@ def host_ms(decoder: Decoder, rows: int) -> float:
     return 1e3 * statistics.median(found)
 
 
-def _time_waits(engine: Any, device: torch.device, waited: list[float]) -> None:
-    """Have seconds added up that the device takes. Also of engines as they were before."""
+def time_waits(engine: Any, device: torch.device) -> list[float]:
+    """One number, to which seconds are added that the device takes. Also of engines as they were
+    before."""
+    waited = [0.0]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -173,10 +175,12 @@ def _time_waits(engine: Any, device: torch.device, waited: list[float]) -> None:
         if not hasattr(torch.cuda.Event, "unwatched"):
             torch.cuda.Event.unwatched = torch.cuda.Event.synchronize  # type: ignore[attr-defined]
         torch.cuda.Event.synchronize = timed(torch.cuda.Event.unwatched)  # type: ignore
-        return
+        return waited
     runner = engine.launcher.runner if hasattr(engine, "launcher") else engine._runner
+    runner = getattr(runner, "_runner", runner)  # of rank 0
     runner._forward = timed(runner._forward)
     engine._sampler.launch = timed(engine._sampler.launch)
+    return waited
 
 
 def python_calls(decoder: Decoder, rows: int, streamed: int) -> float:

@@ -77,6 +77,7 @@ ENGINE = {
     "enable_sleep_mode": Name(None, "`sleep` and `wake_up` are always there"),
     "enable_lora": Name(None, "merge the adapter into the weights"),
     "speculative_config": Name(None, "there is no speculative decoding"),
+    "tensor_parallel_size": Name("tensor_parallel_size", "of one machine"),
     "pipeline_parallel_size": Name(None, "`onestem batch --replicas N`"),
     "data_parallel_size": Name(None, "`onestem batch --replicas N`"),
 }

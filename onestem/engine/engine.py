@@ -507,7 +507,11 @@ class Engine:
             has_rows = edits is not None and self._apply(edits)
             self.stats.host_seconds += time.perf_counter() - began
             if edits is not None and has_rows:
-                with interrupts.lifted():
+                if launcher.runner.may_be_interrupted:
+                    with interrupts.lifted():
+                        logits = launcher.forward(self.order)
+                else:
+                    interrupts.deliver()
                     logits = launcher.forward(self.order)
                 self._sample(edits, logits)
             depth = launcher.runner.depth if has_rows and tried is None else 1

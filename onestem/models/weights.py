@@ -102,7 +102,7 @@ def load_decoder(
 
     Random weights are normal with the configuration's `initializer_range`, biases 0 and norms 1.
     Each tensor depends on (seed, its name, device) alone. With `quantization` weights of layers are
-    rounded to a format (see `onestem.models.formats.rounding`), those of a part as they are there.
+    rounded to a format (see `onestem.models.formats.rounding`).
 
     Raises:
         ConfigError: `quantization` of weights that are quantised already; or the model does not
@@ -292,8 +292,8 @@ def _decoder(
 ) -> Decoder:
     shapes = expected_shapes(config)
     target = target_of(shapes, dtype, device)
-    builder = _Builder(part_of(config, ranks), source, target, quantization, ranks)
-    return builder.decoder(config, num_parameters(shapes), cuts)
+    builder = _Builder(part_of(config, ranks), source, target, quantization, ranks, cuts)
+    return builder.decoder(config, num_parameters(shapes))
 
 
 def quantised_as(config: ModelConfig, quantization: Quantize | None) -> str | None:
@@ -582,9 +582,11 @@ class _Builder:
         target: Target,
         quantization: Quantize | None,
         ranks: Ranks,
+        cuts: Mapping[str, Cut],
     ) -> None:
-        """config is of the part that this one of the ranks has."""
+        """config is of the part that this one of the ranks has, as `cuts` say."""
         self.ranks = ranks
+        self.cuts = cuts
         self.config = config
         self.names = config.tensor_names
         self.source = source
@@ -595,7 +597,7 @@ class _Builder:
         self.places: list[Place] = []
         self.kept: list[str] = []  # modules that were not rounded
 
-    def decoder(self, whole: ModelConfig, parameters: int, cuts: Mapping[str, Cut]) -> Decoder:
+    def decoder(self, whole: ModelConfig, parameters: int) -> Decoder:
         """Of the whole model's configuration and number of parameters."""
         config, names = self.config, self.names
         of_embedding = f"{names.embedding}.weight"
@@ -628,7 +630,7 @@ class _Builder:
             positions=self.tensor(f"{names.positions}.weight") if names.positions else None,
             vectors=self.token_vectors(),
             places=self.places,
-            cuts=cuts,
+            cuts=self.cuts,
             ranks=self.ranks,
             quantised=self.quantised,
         )
@@ -829,13 +831,17 @@ class _Builder:
         self.places.append(ProductPlace(head, (name,)))
         return head
 
+    def weight(self, module: str) -> Weight:
+        cut = self.cuts.get(f"{module}.weight")
+        by_columns = cut is not None and cut.dim != int(self.names.transposed)
+        ranks = self.ranks if by_columns else ALONE
+        return read_weight(self.config, self.source, module, self.quantization, ranks)
+
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
     ) -> Projection:
         """Projections of the same input, fused into one product; its rows in `order`."""
-        weights = [
-            read_weight(self.config, self.source, at + name, self.quantization) for name in modules
-        ]
+        weights = [self.weight(at + name) for name in modules]
         if self.quantization is not None:
             kept = (n for n, w in zip(modules, weights, strict=True) if isinstance(w, Tensor))
             self.kept.extend(f"{at}{name}" for name in kept)
@@ -854,14 +860,19 @@ class _Builder:
 
 
 def read_weight(
-    config: ModelConfig, source: Source, module: str, quantization: Quantize | None
+    config: ModelConfig,
+    source: Source,
+    module: str,
+    quantization: Quantize | None,
+    ranks: Ranks = ALONE,
 ) -> Weight:
-    """`[out_features, in_features]` of a linear layer, rounded where that is asked for."""
+    """`[out_features, in_features]` of a linear layer, rounded where that is asked for. `ranks`:
+    that have some columns each."""
     weight = source.weight(module)
     if not isinstance(weight, Tensor):
         return weight
     weight = weight.t().contiguous() if config.tensor_names.transposed else weight
-    return weight if quantization is None else rounded_weight(weight, quantization)
+    return weight if quantization is None else rounded_weight(weight, quantization, ranks)
 
 
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:

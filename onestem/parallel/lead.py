@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ class LeadRunner:
 
     def __init__(self, runner: Runner, team: Team) -> None:
         self.depth = runner.depth
+        self.may_be_interrupted = False  # others compute what they were told
         self.windows = runner.windows
         self.kv_pages = runner.kv_pages
         self.decoder = runner.decoder
@@ -49,37 +50,44 @@ class LeadRunner:
         Raises:
             RankError: a rank has ended.
         """
-        self._finish()
+        if self._blocks:
+            self._finish()
         runner = self._runner
         on_host = ids is None or ids.device.type == "cpu"
         if ids is not None and on_host:
             inputs.token_ids[: len(ids)] = ids.numpy()
         there = None if on_host else ids
         told = whole(inputs, there) if prepared is None else advance(inputs, prepared, there)
-        with self._team.together(told):
+        try:
+            self._team.tell(told)
             if there is not None:
                 self._team.ranks.take_first(there)
             logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
-            blocks = self._blocks = [self._each(logits.samples), self._each(logits.scored)]
+        except Exception as error:
+            raise self._team.failed(error) from error
+        if isinstance(logits.samples, tuple) and not len(inputs.score_rows):
+            return logits  # all of them are made
+        blocks = self._blocks = [self._each(logits.samples), self._each(logits.scored)]
         return Logits(*blocks)
 
     def _each(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Blocks of logits, as they are asked for."""
         blocks = iter(blocks)
         while True:
-            with self._team.in_step():
+            try:
                 block = next(blocks, None)
+            except Exception as error:
+                raise self._team.failed(error) from error
             if block is None:
                 return
             yield block
 
     def _finish(self) -> None:
         """Make the logits that nobody has asked for: the step came to nothing here."""
-        with uninterrupted():
-            blocks, self._blocks = self._blocks, []
-            for each in blocks:
-                for _ in each:
-                    pass
+        blocks, self._blocks = self._blocks, []
+        for each in blocks:
+            for _ in each:
+                pass
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """See `Runner`."""
@@ -120,7 +128,10 @@ class LeadRunner:
                 self._team.ranks.take_first(here.view(-1).view(torch.uint8))
                 self._runner.write_weights({name: here})
 
-    def _told(self, name: str, *arguments: object) -> AbstractContextManager[None]:
+    @contextmanager
+    def _told(self, name: str, *arguments: object) -> Iterator[None]:
         """All call one of their runner's methods, or take what comes to the same."""
-        self._finish()
-        return self._team.together(call(name, *arguments))
+        with uninterrupted():
+            self._finish()
+            with self._team.together(call(name, *arguments)):
+                yield

@@ -193,7 +193,7 @@ class Team:
             self.check()
         error = future.exception()
         if error is not None and not isinstance(error, OnestemError):
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         return future.result()
 
     def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> LeadRunner:
@@ -216,26 +216,20 @@ class Team:
             for member in self._crew.members:
                 member.socket.send_bytes(message)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     @contextlib.contextmanager
     def together(self, message: bytes) -> Iterator[None]:
         """Tell all to do what the block does. Its collectives need every rank, so an error inside,
         of whatever kind, is the end of all."""
-        with self.in_step():
-            self.tell(message)
-            yield
-
-    @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
-        """More of what `together` has told."""
         try:
             with uninterrupted():
+                self.tell(message)
                 yield
         except Exception as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
-    def _failed(self, error: BaseException) -> RankError:
+    def failed(self, error: BaseException) -> RankError:
         """Why a collective, or a message, has failed: mostly because a rank has ended."""
         crew = self._crew
         with crew.changed:

@@ -32,6 +32,7 @@ class SymbolicRunner:
         self.windows = (None,)
         self.fail: BaseException | None = None
         self.depth = 1
+        self.may_be_interrupted = True
 
     def prepare(self, inputs, change):
         return {}

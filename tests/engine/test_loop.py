@@ -93,6 +93,7 @@ class Blank:
     """A runner whose logits say nothing: what is counted is the engine."""
 
     depth = 1
+    may_be_interrupted = True
 
     def check(self) -> None:
         pass

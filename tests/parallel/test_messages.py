@@ -3,9 +3,7 @@ every key that the engine's own sees."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,23 +18,21 @@ class ToldTeam:
     """A rank in the same thread, which knows messages alone."""
 
     def __init__(self, num_slots: int) -> None:
-        self.ranks = SimpleNamespace(group=None)
         self.runner = SymbolicRunner(num_slots)
         self.reader = Reader(self.runner.windows)
         self.sizes: dict[bool, list[int]] = {True: [], False: []}  # of messages: whole, or not
         self.blocks: list[np.ndarray] = []
 
-    @contextlib.contextmanager
-    def together(self, message: bytes):
+    def tell(self, message: bytes) -> None:
         told = self.reader.read(message)
         assert isinstance(told, ToldStep)
         self.sizes[told.change is None].append(len(message))
         assert not self.blocks, "logits that rank 0 has not made"
         logits = self.runner.run(told.inputs, None, None)
         self.blocks = [block.numpy() for block in [*logits.samples, *logits.scored]]
-        yield
 
-    in_step = staticmethod(contextlib.nullcontext)
+    def failed(self, error: Exception) -> Exception:
+        return error
 
     def check(self) -> None:
         pass

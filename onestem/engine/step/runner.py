@@ -52,11 +52,13 @@ class StepRunner(Protocol):
         decoder: the model, or this rank's part of it.
         depth: steps that may be in flight: 1, they end before they return.
         windows: of the layers.
+        may_be_interrupted: a step may end half-way, and be computed again.
         kv_pages: K and V pages, of each layer that has its own.
     """
 
     decoder: Decoder
     depth: int
+    may_be_interrupted: bool
     windows: tuple[int | None, ...]
     kv_pages: list[tuple[Tensor, Tensor]]
 
@@ -99,6 +101,7 @@ class Runner:
         self.impl = impl
         self.share = share
         self.depth = 1
+        self.may_be_interrupted = True
         self.windows = config.sliding_windows
         # One page more than the pool knows of: rows that stand for nobody write there.
         self.scratch_slot = num_pages * page_size

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onestem.models.formats.held import Channels, Groups, Weight
+from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.rounding import rounded_rows
 from onestem.options import Quantize
 
@@ -14,17 +15,25 @@ __all__ = ["rounded_weight"]
 INT4_GROUPS = (128, 64, 32)
 
 
-def rounded_weight(weight: Tensor, form: Quantize) -> Weight:
+def rounded_weight(weight: Tensor, form: Quantize, ranks: Ranks = ALONE) -> Weight:
     """weight `[out_features, in_features]`; as it is where the format does not take its width.
 
     fp8 and int8 have a scale per channel, and products round their rows likewise. int4 is
     symmetric, in groups of 128 columns (64 or 32 where the width is no multiple), and takes
     multiples of 32.
+
+    Args:
+        ranks: that have some columns each. Channels have the scales of the whole; groups are of
+            these columns alone.
     """
     if form == "int4":
         return _int4(weight)
-    codes, scales = rounded_rows(weight, torch.int8 if form == "int8" else torch.float8_e4m3fn)
-    return Channels(codes, scales[:, 0].contiguous())
+    rows = weight
+    if ranks.size > 1:  # the largest of a whole row as a column more
+        largest = ranks.gather(weight.abs().amax(1)[None]).view(ranks.size, -1).amax(0)
+        rows = torch.cat([weight, largest[:, None]], dim=1)
+    codes, scales = rounded_rows(rows, torch.int8 if form == "int8" else torch.float8_e4m3fn)
+    return Channels(codes[:, : weight.shape[1]].contiguous(), scales[:, 0].contiguous())
 
 
 def _int4(weight: Tensor) -> Weight:
