@@ -323,7 +323,7 @@ def test_half_written_weights_are_not_used(llm, model, monkeypatch):
     tensors = tensors_of(model)
     want = told(llm.generate(PROMPTS, GREEDY))
     with monkeypatch.context() as patch:
-        patch.setattr("onestem.engine.residence.write_tensors", fail)
+        patch.setattr("onestem.engine.step.runner.write_tensors", fail)
         with pytest.raises(MemoryError):
             llm.update_weights(tensors.items())
     with pytest.raises(RequestError, match=r"dropped, and have no values yet for model\.embed_tok"):

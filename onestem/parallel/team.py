@@ -44,8 +44,6 @@ __all__ = ["Team", "check_size"]
 GRACE_SECONDS = 0.3
 VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
 END_SECONDS = 5.0  # for a process to end by itself
-# What people should do is the same whatever has happened.
-WAY_OUT = "make another LLM"
 
 
 def check_size(size: int, device: torch.device) -> None:
@@ -67,9 +65,6 @@ class _Member:
     rank: int
     process: subprocess.Popen[bytes]
     socket: Connection
-
-    def name(self, size: int) -> str:
-        return f"rank {self.rank} of {size} (process {self.process.pid})"
 
 
 @dataclass(eq=False)
@@ -236,7 +231,7 @@ class Team:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
         if crew.death is None:
             told = " ".join(f"{type(error).__name__}: {error}".split())
-            crew.note_death(f"rank 0 of {crew.size} failed: {told}: {WAY_OUT}")
+            crew.note_death(f"rank 0 of {crew.size} failed: {told}: make another LLM")
         assert crew.death is not None
         return RankError(crew.death)
 
@@ -322,10 +317,10 @@ def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str
             for ready in wait([*others], left)
             if isinstance(ready, Connection) and _report(ready) is None
         ]
-    if ended:
-        return f"{ended[0].name(crew.size)} {_how(ended[0].process)}: {WAY_OUT}"
-    assert report is not None
-    return f"{first.name(crew.size)} failed: {report[1]}: {WAY_OUT}"
+    one = ended[0] if ended else first
+    what = _how(one.process) if ended or report is None else f"failed: {report[1]}"
+    pid = one.process.pid
+    return f"rank {one.rank} of {crew.size} (process {pid}) {what}: make another LLM"
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:

@@ -13,14 +13,16 @@ from tests.parallel.teams import CPU, forked
 __all__ = ["expected", "steps_that_fail", "tiny"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _forked() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def forked_teams() -> Iterator[None]:
+    """Teams that the module's tests start are forked."""
     with forked():
         yield
 
 
 @pytest.fixture(scope="session")
-def two(_forked: None) -> Iterator[Team]:
-    team = Team(2, CPU)
+def two() -> Iterator[Team]:
+    with forked():
+        team = Team(2, CPU)
     yield team
     team.close()

@@ -35,7 +35,7 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "kv_memory": "2MiB", "tensor_par
 SECONDS = 10.0  # within which the line comes
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
-pytestmark = pytest.mark.steps_fail
+pytestmark = [pytest.mark.steps_fail, pytest.mark.usefixtures("forked_teams")]
 
 
 def is_running(pid: int) -> bool:

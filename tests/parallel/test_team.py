@@ -45,7 +45,7 @@ def test_families_on_two(two, tiny, expected, family):
     check_family(two, family, tiny, expected, max_step_tokens=13)
 
 
-def test_four(tiny, expected):
+def test_four(forked_teams, tiny, expected):
     team = Team(4, CPU)
     check_family(team, "llama", tiny, expected)
     check_family(team, "llama_mha_tied", tiny, expected, page_size=4, max_step_tokens=31)

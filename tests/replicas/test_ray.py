@@ -32,6 +32,8 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch):
 def cluster():
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Two workers of pytest may start a cluster each. In a new home both would write its one token.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()

@@ -16,4 +16,4 @@ def load(options: EngineOptions) -> SimpleNamespace:
         scheduler=SimpleNamespace(budget=SimpleNamespace(seconds=None)),
     )  # fmt: skip
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
-    return SimpleNamespace(engine=engine, decoder=decoder, options=settled, kv_tokens=64)
+    return SimpleNamespace(engine=engine, decoder=decoder, options=settled, kv_tokens=64, team=None)
