@@ -382,7 +382,7 @@ class _Run:
         """Rows of a request come (1) or go (-1), with what they see."""
         n, node, own = self.answers[request], self.home[request], self.own[request]
         self.rows += sign * n
-        self.fixed += sign * n * self.cost.passes(UNMERGED)
+        self.fixed += sign * n * self.cost.own_walk_seconds
         if n > 1:
             self.fixed += sign * self.cost.run(own, n, first=node == 0)
         else:

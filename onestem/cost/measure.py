@@ -24,7 +24,7 @@ from torch import Tensor
 
 import onestem
 from onestem.cost.rates import Curve, Rates
-from onestem.cost.step import ModelShape
+from onestem.cost.step import FIRST_MERGED, UNMERGED, ModelShape
 from onestem.engine.engine import Engine
 from onestem.engine.step.inputs import StepInputs
 from onestem.engine.step.launch import make_runner
@@ -34,7 +34,7 @@ from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.description import Rotary
 from onestem.models.weights import random_decoder
-from onestem.ops import AttentionImpl, PlanBuilder, resolve, resolve_sampling
+from onestem.ops import AttentionImpl, AttentionPlan, PlanBuilder, resolve, resolve_sampling
 from onestem.ops.bench.timing import events_ms, graph_ms
 from onestem.ops.sampling import IDLE, RowTable
 from onestem.options import Quantize
@@ -42,7 +42,7 @@ from onestem.request import Request, SamplingParams
 
 __all__ = ["keep_rates", "known_rates", "measure", "rates_here"]
 
-CACHE_BYTES = 64 << 20  # more than a processor's caches hold, mostly
+CACHE_BYTES = 192 << 20  # more than a processor's caches hold, mostly
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SLOW_SECONDS = 0.3  # no more rows than take so long are measured: the rate stays as it is
 ENOUGH_SECONDS, MOST_REPEATS = 0.1, 5  # of a measurement
@@ -52,6 +52,9 @@ WALKS = ((1, 64, 512), (2, 32, 512), (4, 16, 512), (16, 4, 512), (64, 1, 1024), 
 GPU_WALKS = (
     (1, 256, 2048), (4, 64, 2048), (16, 16, 2048), (64, 8, 4096), (256, 4, 8192), (1024, 1, 8192),
 )  # fmt: skip
+# Groups, chunks or decodes of each, tokens of its run, and tokens of their own: neither fills the
+# tiles of a kernel, as with most prompts.
+CHUNKS = (6, 8, 120, 25)
 FRESH_ROWS = (19, 23, 29, 37, 43)  # that no other measurement has
 SAMPLED_ROWS = (1, 8, 64, 256)
 PAGE_SIZE = 16
@@ -180,13 +183,17 @@ def measure(
     shape = ModelShape.of(some, dtype.itemsize)
     impl = resolve("auto", device, heads=some.head_shapes)
     step, row, token, request = _host(device, clock)
+    attention = _attention(decoder, shape, impl, clock)
+    row_bytes, walk_seconds = _rows(decoder, shape, impl, attention, clock)
     return Rates(
         device=device_name(device),
         source=f"measured with onestem {onestem.__version__}, torch {torch.__version__}",
         dtype=str(dtype).removeprefix("torch."),
         linear=_linear(decoder, shape, impl, clock),
-        attention=_attention(decoder, shape, impl, clock),
+        attention=attention,
         head=_head(decoder, shape, clock),
+        row_bytes=row_bytes,
+        walk_seconds=walk_seconds,
         call_seconds=_call_seconds(decoder, impl, clock),
         shape_seconds=_shape_seconds(decoder, impl, clock),
         step_seconds=step,
@@ -263,11 +270,9 @@ def _attention(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: 
     """Decodes behind runs of some tokens each."""
     on_gpu, measured = decoder.device.type == "cuda", {}
     walks = GPU_WALKS if on_gpu else WALKS
-    most = max(-(-count * tokens // PAGE_SIZE) for _, count, tokens in walks)
-    pages = Runner(decoder, impl, num_pages=most, page_size=PAGE_SIZE, share="full").pages
-    for k_pages, v_pages in pages:
-        k_pages.normal_()
-        v_pages.normal_()
+    pages = _pages(
+        decoder, impl, max(-(-count * tokens // PAGE_SIZE) for _, count, tokens in walks)
+    )
     for rows, count, tokens in walks:
         prepare = _walks(decoder, impl, pages, rows, count, tokens)
         if on_gpu:
@@ -276,6 +281,73 @@ def _attention(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: 
             seconds = _seconds(lambda p=prepare: p()(), decoder.device, clock)  # type: ignore[misc]
         measured[round(rows * shape.group)] = seconds / (count * tokens)
     return _curve(measured, shape.token_flops, shape.read_bytes)
+
+
+def _pages(decoder: Decoder, impl: AttentionImpl, count: int) -> Any:
+    """KV pages of each layer with something in them."""
+    pages = Runner(decoder, impl, num_pages=count, page_size=PAGE_SIZE, share="full").pages
+    for k_pages, v_pages in pages:
+        k_pages[:] = torch.randn_like(k_pages[:1])
+        v_pages[:] = torch.randn_like(v_pages[:1])
+    return pages
+
+
+def _rows(
+    decoder: Decoder, shape: ModelShape, impl: AttentionImpl, attention: Curve, clock: Clock
+) -> tuple[float, float]:
+    """`Rates.row_bytes` and `Rates.walk_seconds`: what chunks of prompts, and decodes, after shared
+    runs take beside their walks. On a GPU both are hidden behind the reading of keys and values."""
+    if decoder.device.type == "cuda":
+        return 0.0, 0.0
+    groups, each, shared, own = CHUNKS
+    rows = groups * each * own
+    pages = _pages(decoder, impl, _num_pages(groups, each, shared, own))
+
+    def seconds(groups: int, each: int, own: int, *, decodes: bool) -> float:
+        plan = _shared(groups, each, shared, own, decodes=decodes)
+        prepare = _prepared(decoder, impl, pages, plan)
+        return _seconds(lambda: prepare()(), decoder.device, clock)
+
+    def walked(tokens: float, rows: float) -> float:
+        return tokens * attention.seconds(shape.token_flops, shape.read_bytes, rows * shape.group)
+
+    passes = FIRST_MERGED + UNMERGED
+    apart = groups * walked(shared, each * own) + groups * each * walked(own / 2, own)
+    rest = seconds(groups, each, own, decodes=False) - apart
+    fastest = passes * rows * shape.query_bytes / attention.bytes
+    row_seconds = max(rest, fastest) / rows
+    count = groups * each
+    apart = walked(shared, count) + count * walked(own, 1)
+    rest = seconds(1, count, own, decodes=True) - apart - count * row_seconds
+    walk_seconds = max(0.0, rest) / count / shape.num_layers
+    return passes * shape.query_bytes / row_seconds, walk_seconds
+
+
+def _shared(groups: int, each: int, shared: int, own: int, *, decodes: bool) -> AttentionPlan:
+    """`each` sequences after each of `groups` runs of `shared` tokens, with `own` tokens: a decode
+    sees all of them, a chunk of a prompt consists of them."""
+    builder, rows, page = PlanBuilder(PAGE_SIZE), 1 if decodes else own, 0
+    num_pages = _num_pages(groups, each, shared, own)
+    order = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
+
+    def run(tokens: int, position: int) -> int:
+        nonlocal page
+        ids = order[page : page - (-tokens // PAGE_SIZE)]
+        page += len(ids)
+        return builder.add_run(ids, 0, tokens, position)
+
+    for group in range(groups):
+        first = group * each * rows
+        builder.add_span(first, each * rows, run(shared, 0), shared)
+        for i in range(each):
+            seen = own if decodes else 1
+            builder.add_span(first + i * rows, rows, run(own, shared), seen, step=1)
+    own_positions = np.arange(shared, shared + own)[-rows:]
+    return builder.build(np.tile(own_positions, groups * each))
+
+
+def _num_pages(groups: int, each: int, shared: int, own: int) -> int:
+    return groups * (-(-shared // PAGE_SIZE) - each * (-own // PAGE_SIZE))
 
 
 def _call_seconds(decoder: Decoder, impl: AttentionImpl, clock: Clock) -> float:
@@ -310,19 +382,25 @@ def _walks(
 ) -> Callable[[], Callable[[], None]]:
     """What prepares a step of `count` runs that `rows` rows see each, and gives its attention over
     all layers."""
-    config, builder = decoder.config, PlanBuilder(PAGE_SIZE)
+    builder = PlanBuilder(PAGE_SIZE)
     order = np.random.default_rng(0).permutation(count * tokens // PAGE_SIZE).astype(np.int32)
     each = tokens // PAGE_SIZE
     for i in range(count):
         run = builder.add_run(order[i * each : (i + 1) * each], 0, tokens, 0)
         builder.add_span(i * rows, rows, run, tokens)
-    plan = builder.build(np.full(rows * count, tokens - 1))
-    sizes = {heads.head_dim for heads in config.heads}
+    return _prepared(decoder, impl, pages, builder.build(np.full(rows * count, tokens - 1)))
+
+
+def _prepared(
+    decoder: Decoder, impl: AttentionImpl, pages: Any, plan: AttentionPlan
+) -> Callable[[], Callable[[], None]]:
+    """What prepares a plan, and gives its attention over all layers."""
+    config = decoder.config
     q = {
         size: torch.randn(
-            rows * count, config.num_q_heads, size, dtype=decoder.dtype, device=decoder.device
+            plan.num_rows, config.num_q_heads, size, dtype=decoder.dtype, device=decoder.device
         )
-        for size in sizes
+        for size in {heads.head_dim for heads in config.heads}
     }
 
     def prepared() -> Callable[[], None]:

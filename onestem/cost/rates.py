@@ -68,6 +68,8 @@ class Rates:
         attention: of walks over a run's keys and values, by query heads for each KV head: rows that
             see the run times heads that share a KV head.
         head: of the head's product with its draws, by rows that sample.
+        row_bytes: bytes/s at which queries, outputs and states of rows move; 0: as keys and values.
+        walk_seconds: of a decode's walk over its own run, in each layer, besides what it reads.
         call_seconds: of a layer's attention, whatever it sees.
         shape_seconds: of making products for a number of rows that no step had before.
         step_seconds, row_seconds, token_seconds, request_seconds: of the host, for a step, a row
@@ -83,6 +85,8 @@ class Rates:
     linear: Curve
     attention: Curve
     head: Curve
+    row_bytes: float = 0.0
+    walk_seconds: float = 0.0
     call_seconds: float = 0.0
     shape_seconds: float = 0.0
     step_seconds: float = 0.0

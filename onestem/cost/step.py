@@ -221,7 +221,12 @@ class StepCost:
     @cached_property
     def pass_seconds(self) -> float:
         """Of a pass over a row's queries, or over as many outputs."""
-        return self.shape.query_bytes / self.rates.attention.bytes
+        return self.shape.query_bytes / (self.rates.row_bytes or self.rates.attention.bytes)
+
+    @property
+    def own_walk_seconds(self) -> float:
+        """Of a decode's row, beside its tokens: its walk over its own run in all layers."""
+        return self.shape.num_layers * self.rates.walk_seconds + self.passes(UNMERGED)
 
     def passes(self, count: float) -> float:
         """Of so many passes."""
@@ -245,7 +250,7 @@ class StepCost:
         """Of `rows` decodes behind these runs, (tokens, rows) each from the first on, and `own`
         tokens of their own."""
         above = sum(self.run(*run, first=i == 0) for i, run in enumerate(runs))
-        return above + rows * (own * self.walk(1) + self.passes(UNMERGED))
+        return above + rows * (own * self.walk(1) + self.own_walk_seconds)
 
     def host(self, decodes: float, tokens: float, requests: float) -> float:
         """Of a step with so many rows that decode, tokens of prompts, and requests that end."""

@@ -33,6 +33,8 @@ def test_rates_are_measured_once_for_a_model_of_any_family(family, few, tmp_path
     assert rates.attention.rows == (group, 4 * group)
     assert rates.head.rows == (1, 2)
     assert rates.dtype == "float32"
+    assert 0 < rates.row_bytes <= rates.attention.bytes
+    assert rates.walk_seconds >= 0
     assert not rates.overlaps
     monkeypatch.setattr(measuring, "measure", None)  # would fail
     assert measuring.rates_here(config, torch.float32, CPU) == rates

@@ -45,6 +45,15 @@ def test_a_shared_run_is_never_dearer_than_the_same_run_read_for_each():
     assert cost.run(1, 1000) == apart.run(1, 1000)  # merging states takes longer
 
 
+def test_rows_may_move_slower_than_keys_and_values():
+    rates = Rates("", "", "", BYTES_ALONE, BYTES_ALONE, BYTES_ALONE)
+    slow = dataclasses.replace(rates, row_bytes=0.25, walk_seconds=9.0)
+    row = PAPER.query_bytes
+    assert StepCost(PAPER, slow).passes(3) == 4 * StepCost(PAPER, rates).passes(3) == 12 * row
+    # 100 keys of each row, twice its queries at a quarter of the speed, and a walk in each layer.
+    assert StepCost(PAPER, slow).attention([], 100, 5) == 5 * (row * (100 + 2 * 4) + 9.0)
+
+
 def test_a_curve_is_linear_between_its_points_and_goes_on_at_its_last_rate():
     curve = Curve((2, 4, 8), (2.0, 8.0, 8.0), 10.0)
     assert [curve.seconds(1.0, 0, rows) for rows in (1, 2, 3, 4, 6, 8, 16)] == [

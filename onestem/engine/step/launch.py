@@ -22,6 +22,7 @@ from onestem.engine.sampling.sampler import (
 from onestem.engine.sequence import Edits, ScoreSpan
 from onestem.engine.step.order import Order
 from onestem.engine.step.runner import Logits, Runner, StepRunner
+from onestem.garbage import keep_freed_memory
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl
 
@@ -180,6 +181,8 @@ class Launcher:
 
 def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:
     """CUDA graphs where the attention can be in them."""
+    if decoder.device.type == "cpu":
+        keep_freed_memory()
     if decoder.device.type != "cuda" or impl.name != "triton":
         return Runner(decoder, impl, **options)
     from onestem.engine.step.graphs import GraphRunner
