@@ -21,7 +21,7 @@ format: ## format, and mend what lint can mend
 types: ## type check
 	$(BIN)/mypy
 
-prose: ## check the English of docs/
+prose: ## check the English of pages, docstrings, helps and errors
 	$(BIN)/python scripts/prose
 
 site: ## build the site into out/site; warnings are errors

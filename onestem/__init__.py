@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """Of the package that is installed; sources that were never installed have none."""
+    """The installed package's version; sources that were never installed have none."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

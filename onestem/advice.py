@@ -36,13 +36,13 @@ __all__ = ["Advice", "Advisor"]
 
 IntArray = npt.NDArray[np.int64]
 
-SAMPLE = 2000  # prompts of which labels and dates are learnt
+SAMPLE = 2000  # prompts that labels and dates are learnt from
 CHUNK = 256  # prompts that are tokenised at once
 EXAMPLES = 3
 EXAMPLE_CHARACTERS = 80
 END_CHARACTERS = 500  # of a long prompt's beginning and end
 TITLE_CHARACTERS = 32
-LEAST_GAIN = 0.005  # of the prompt tokens: less is not worth a word
+LEAST_GAIN = 0.005  # share of the prompt tokens; a smaller gain is not reported
 MOST_PIECES = 24
 MOST_FAMILIES = 20
 
@@ -53,8 +53,8 @@ class _Family:
 
     Attributes:
         names: of the pieces; roles: of the messages that they are in.
-        values, lengths: of each prompt's pieces, one after the other.
-        lines: of each prompt. examples: of each piece some texts.
+        values, lengths: of each prompt's pieces, prompt after prompt.
+        lines: the line of each prompt. examples: some texts of each piece.
     """
 
     names: Sequence[str]
@@ -82,25 +82,26 @@ class _Family:
         return np.array(numbers, np.int64).reshape(-1, len(self.names)).T
 
     def order(self, distinct: Sequence[int]) -> list[int]:
-        """The order to be tried. What all prompts end with stays there."""
+        """The order to try. A piece that ends all prompts alike stays at the end."""
         fixed = len(self.names) > 1 and distinct[-1] == 1
         return best_order(self.table(self.values), self.table(self.lengths), last=int(fixed))
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Attributes:
-    fields: of prompts that are made alike, in their order: an object each with name, role,
-        distinct (how many values), characters (mean), examples, and what share of its text
-        other prompts have computed before, as it is (shared) and in the better order
-        (shared_reordered).
-    prompts: how many are made like this.
-    shared_tokens: with which all of these prompts begin.
-    order: of the fields, which saves more; None: none does.
-    moved: of these, those that later ones go before.
-    plan: of all prompts with their fields in that order. reordered: these prompts.
-    example: a prompt in that order, role and text of each message (of long ones the ends).
-    template: the template in that order, likewise; empty: the job has none.
+    """What another order of a job's fields would save.
+
+    Attributes:
+        fields: of prompts that are made alike, in their order: an object each with name, role,
+            distinct (how many values), characters (mean) and examples. `shared` is the share of its
+            text that earlier prompts have computed, `shared_reordered` that in the better order.
+        prompts: how many are made like this.
+        shared_tokens: number of tokens that all of these prompts begin with.
+        order: of the fields, if another one saves more; None: none does.
+        moved: fields that a later one goes before in that order.
+        plan: of all prompts with their fields in that order. reordered: these prompts.
+        example: a prompt in that order: role and text of each message (of a long text its ends).
+        template: the template in that order, likewise; empty: the job has none.
     """
 
     fields: Sequence[dict[str, Any]]
@@ -114,7 +115,7 @@ class Advice:
     template: Sequence[tuple[str | None, str]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict; of the plan its report's counts."""
+        """A JSON-able dict, with the counts of the plan's report."""
         known = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         del known["plan"], known["reordered"]
         report = None if self.plan is None else self.plan.report
@@ -131,7 +132,7 @@ class Advisor:
     Args:
         source: the job, which is read again.
         spool: what the first pass has kept of it. indices: of its good lines.
-        planner: as of the job.
+        planner: the job's.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Advisor:
             if order != sorted(order):
                 orders |= dict.fromkeys(family.lines, order)
             found.append((family, distinct, order))
-        # The one that changes is told of; else the largest.
+        # Report the first family whose order changes, else the largest.
         family, distinct, order = next((one for one in found if one[2] != sorted(one[2])), found[0])
         advice = self._described(family, distinct, order)
         if not orders:
@@ -313,7 +314,7 @@ def _ends(text: str) -> str:
 
 
 def _title(name: str, examples: Sequence[str]) -> str:
-    """A field's name, as a terminal may show it; of text without one its first words."""
+    """A field's name, as a terminal may show it; for text without a name, its first words."""
     nameless = name.partition(" (")[0] == NAMELESS
     words = " ".join((examples[0] if nameless else name).split())
     words = "".join(character if character.isprintable() else "·" for character in words)
@@ -338,7 +339,7 @@ def _chunks(prompts: Iterator[tuple[int, Prompt]]) -> Iterator[list[tuple[int, P
 
 
 def _moved(order: Sequence[int]) -> list[int]:
-    """Those that a later one now stands before."""
+    """Pieces that a later one now stands before."""
     return [
         number
         for number in sorted(order)
@@ -347,7 +348,7 @@ def _moved(order: Sequence[int]) -> list[int]:
 
 
 class _Reordered(SpooledPrompts):
-    """Prompts of a job, some of them in another order, which stand in a file of their own."""
+    """Prompts of a job, some of them in another order. Those stand in a file of their own."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class AsyncLLM:
 
     @classmethod
     def from_options(cls, options: EngineOptions, launcher: Launcher | None = None) -> AsyncLLM:
-        """Of these options alone, whatever the environment says.
+        """An `AsyncLLM` of these options alone, whatever the environment says.
 
         Args:
             launcher: starts the engine; None: in a process.
@@ -117,7 +117,7 @@ class AsyncLLM:
 
     @property
     def options(self) -> EngineOptions:
-        """As they were settled where the engine runs; before `start` as they were given."""
+        """The options as settled where the engine runs; before `start`, as given."""
         facts = self._client.facts
         return self._options if facts is None else facts.options
 
@@ -150,10 +150,14 @@ class AsyncLLM:
         await self.close()
 
     def _engine_up(self) -> None:
-        """An engine has come up: each has the checkpoint's weights."""
+        """Called when an engine has come up, with the checkpoint's weights."""
         if self._is_changed:
             self._client.fail_all(
-                ApiError(503, "the engine died, and the weights it was given: update_weights() all")
+                ApiError(
+                    503,
+                    "the engine died and its updated weights are lost: call update_weights() with "
+                    "all of them",
+                )
             )
             self._client.tell("drop_weights")
 
@@ -167,15 +171,15 @@ class AsyncLLM:
         *,
         output_kind: OutputKind = "cumulative",
     ) -> AsyncIterator[Answer]:
-        """Answer a prompt; outputs come as they grow, and the last one is `finished`. Who leaves
-        the iterator (`aclose`, a cancelled task) ends the request.
+        """Answer a prompt. Outputs come as they grow, and the last one is `finished`. Leaving the
+        iterator (`aclose`, a cancelled task) ends the request.
 
         Args:
             prompt: text, token ids, or vLLM's object of one of them.
             request_id: for `abort`; None: one is made.
             output_kind: outputs have all that there is so far (`cumulative`), or what is new
-                (`delta`). A reader that is slow gets fewer; so does each of very many, behind its
-                first token: some thousands of outputs a second are what an event loop bears.
+                (`delta`). A slow reader gets fewer. So does each of very many readers, after its
+                first token: an event loop bears some thousands of outputs a second.
 
         Raises:
             RequestError: it cannot be answered.
@@ -207,7 +211,7 @@ class AsyncLLM:
 
     @contextmanager
     def _open(self, stream: _Stream) -> Iterator[_Stream]:
-        """However this is left, the request runs on nowhere."""
+        """Hold a stream; however this is left, the request is ended."""
         name = stream.request.request_id
         self._streams[name] = stream
         try:
@@ -218,8 +222,8 @@ class AsyncLLM:
             self._client.abort(name)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests now: the last output of each has `finish_reason` `abort`. What is unknown
-        has ended."""
+        """End requests now: the last output of each has `finish_reason` `abort`. Unknown ids are
+        skipped: they have ended."""
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         ends = []
         for name in names:
@@ -241,8 +245,8 @@ class AsyncLLM:
 
         Args:
             mode: requests that run are ended (`abort`), awaited (`wait`), or stay as they are and
-                go on afterwards (`keep`). What is awaited is the engine: nobody need read.
-            clear_cache: drop what is cached, where nothing runs on.
+                go on afterwards (`keep`). `wait` waits for the engine, not for readers.
+            clear_cache: drop what is cached; not with `keep`.
         """
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"pause mode is {show(mode)}, expected abort, wait or keep")
@@ -279,7 +283,7 @@ class AsyncLLM:
             with tempfile.TemporaryDirectory(prefix="onestem-", dir=folder) as own:
                 file = Path(own) / "weights.safetensors"
                 await asyncio.to_thread(_write, tensors, file)
-                # Whatever becomes of it, the next engine does not have these weights.
+                # Even if this fails: an engine that is started next does not have these weights.
                 self._is_changed = True
                 await self._control("update_weights", (str(file), version))
             self.weights_version = version
@@ -329,10 +333,10 @@ class _Aborted(ApiError):
 
 
 class _Stream:
-    """What comes of one request.
+    """The output of one request.
 
     Attributes:
-        inbox: where it comes.
+        inbox: where it arrives.
         answered: the engine is done with it. is_over: all of it was read.
     """
 
@@ -355,7 +359,7 @@ class _Stream:
         self.answered.set()
 
     def abort(self, told: asyncio.Future[None], metrics: RequestMetrics | None) -> None:
-        """It was aborted, and has cost that; None: it had ended, or nobody knows."""
+        """End an aborted request; `metrics`: its cost; None: it had ended, or that is unknown."""
         self.inbox.fail(_Aborted(metrics))
         self.answered.set()
         told.set_result(None)
@@ -379,7 +383,7 @@ class _Stream:
     def _aborted(
         self, pieces: dict[int, CompletionOutput], metrics: RequestMetrics | None
     ) -> Delta:
-        """The end of all that has not ended."""
+        """The last output, which ends all sequences that have not ended."""
         params = self.request.params
         for index in range(1 if params.choices else params.n):
             before = pieces.get(index) or self._whole.get(index)
@@ -416,7 +420,7 @@ class _Stream:
 
 @contextmanager
 def _as_own_errors() -> Iterator[None]:
-    """Errors of the server's end of the line, as Python's users know them."""
+    """Raise the server's errors (`ApiError`) as the ones that Python's users know."""
     try:
         yield
     except ApiError as error:
@@ -428,7 +432,7 @@ def _as_own_errors() -> Iterator[None]:
 
 
 def _folder_for(num_bytes: int) -> Path:
-    """Where so many bytes can be handed over: in memory, if there is room."""
+    """A folder to hand `num_bytes` over in: in memory, if there is room."""
     folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     for folder in folders:
         if folder.is_dir() and shutil.disk_usage(folder).free > 1.1 * num_bytes:

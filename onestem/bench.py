@@ -57,7 +57,7 @@ class BatchCase:
         input_order: str,
         seed: int,
     ) -> BatchCase:
-        """A case of what the command line says; lengths as in `onestem.lengths`."""
+        """A case from the command line's options; lengths as in `onestem.lengths`."""
         degrees = _degrees(degree)
         prefixes = tuple(parse_lengths("prefix", part, "prefix") for part in prefix.split(","))
         if len(degrees) != len(prefixes):
@@ -121,12 +121,12 @@ class BatchCase:
 
     @property
     def longest(self) -> int:
-        """Tokens that no prompt with its answer exceeds."""
+        """An upper bound of the tokens of a prompt with its answer."""
         return sum(map(max, self._sizes()))
 
     def _sizes(self) -> list[list[int]]:
         """Tokens of each prefix, level by level, of each request's own part and of each answer; in
-        the tree's order. Each list has random numbers of its own, and so have the token ids."""
+        the tree's order. Each list has its own random generator, and so have the token ids."""
         counts = list(accumulate((self.groups, *self.degrees), mul))
         parts = (*self.prefixes, self.distinct, self.output)
         sizes = []
@@ -199,8 +199,8 @@ def _answer(
 
 
 def _warm_up(llm: LLM, prompts: list[list[int]]) -> None:
-    # Other tokens than the job's: nothing of it may be cached when the clock starts. A full step of
-    # them: its kernels are not those of a few rows, and the first launch of each takes long.
+    # Other tokens than the job's, because nothing of it may be cached when the clock starts. A full
+    # step, because its kernels differ from those of a few rows, and a first launch takes long.
     room, other = llm.engine.scheduler.budget.most, []
     for ids in prompts[: room // 64]:
         other.append([(token + 1) % llm.config.vocab_size for token in ids[: max(room, 8)]])

@@ -60,7 +60,7 @@ class LibraryCase:
 
 
 class _Modules:
-    """Modules of random token ids, one behind the other; nothing else stands in their schema."""
+    """Modules of random token ids, one after the other, in a schema with nothing else."""
 
     def __init__(
         self, lengths: Sequence[int], isolation: Isolation, vocab_size: int, seed: int
@@ -240,8 +240,8 @@ def _wait(llm: LLM) -> None:
 
 
 def _copy_times(llm: LLM, case: FirstTokenCase, step: float) -> dict[str, float]:
-    """What copying the modules from pinned host memory takes at the link's measured rate, and what
-    a first token from there may take: 1.3 times the larger of copying and computing, and a step."""
+    """Seconds to copy the modules from pinned host memory at the link's measured rate, and a bound
+    of a first token from there: 1.3 times the larger of copying and computing, plus a step."""
     if llm.device.type != "cuda":
         return {}
     source = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)

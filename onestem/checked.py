@@ -52,8 +52,8 @@ def show(value: object) -> str:
 
 
 def read_json(text: str) -> Any:
-    """The value of a text of JSON; `ValueError` or `RecursionError` for anything else, numbers that
-    are none (NaN) and keys that stand twice in an object: one value alone could be honoured."""
+    """The value of a text of JSON. `ValueError` or `RecursionError` for anything else, for NaN and
+    infinities, and for a key that stands twice in an object: one value would be ignored."""
     return json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
 
 
@@ -146,8 +146,8 @@ def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_content(what: str, kind: str, needed: str, contents: Mapping[str, object]) -> None:
-    """Raise `RequestError` unless, of an object whose type is `kind`, the field `needed` is the one
-    of `contents` that is there."""
+    """Raise `RequestError` unless `needed` is the one field of `contents` that an object of type
+    `kind` has."""
     for name, content in contents.items():
         if (name == needed) != (content is not None):
             verb = "needs" if name == needed else "has"
@@ -164,8 +164,8 @@ def sentence(
     name: str = "",
     whole: str = "body",
 ) -> str:
-    """One line for what is wrong with `fields`: of several, what lies deepest, which is the one
-    alternative of a union that somebody meant."""
+    """One line for what is wrong with `fields`. Of several errors it names the deepest: that is the
+    alternative of a union that was meant."""
     problems = error.errors(include_url=False)
     placed = [(*_place(problem["loc"], fields), problem) for problem in problems]
     path, value, problem = max(placed, key=lambda one: (len(one[0]), not _is_of_a_type(one[2])))
@@ -192,7 +192,7 @@ def sentence(
 
 
 def _is_of_a_type(problem: ErrorDetails) -> bool:
-    """Whether another alternative of a union was meant, perhaps."""
+    """Whether the type is wrong: another alternative of a union may have been meant."""
     return problem["type"].endswith("_type")
 
 
@@ -207,8 +207,8 @@ def _told(problem: ErrorDetails) -> str:
 
 
 def _place(loc: Sequence[int | str], here: Any) -> tuple[tuple[int | str, ...], Any]:
-    """The keys and indices of a place, and what is there; names of a union's alternatives are left
-    out."""
+    """The keys and indices of a place, without names of a union's alternatives, and what is
+    there."""
     path: list[int | str] = []
     for part in loc:
         if isinstance(here, Mapping) and (part in here or str(part) in here):

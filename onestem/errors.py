@@ -29,7 +29,7 @@ class ConfigError(OnestemError, ValueError):
 
 
 class UnsupportedError(OnestemError):
-    """Something that exists elsewhere and not here: refused, never approximated."""
+    """Something that other engines have and this one has not: refused, never approximated."""
 
 
 class WeightsError(OnestemError):

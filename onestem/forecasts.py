@@ -51,7 +51,7 @@ MODES: tuple[ShareMode, ...] = ("full", "storage", "off")
 
 @dataclass(frozen=True)
 class Target:
-    """A model on a device, which need not be here.
+    """A model on a device, which need not be this machine's.
 
     Attributes:
         kv_tokens: what its KV memory holds.
@@ -70,12 +70,12 @@ class Target:
 
     @cached_property
     def rates(self) -> Rates | None:
-        """The device's; looked for, or measured, when they are first asked for."""
+        """The device's rates; looked up, or measured, when they are first asked for."""
         return self.find_rates()
 
     @staticmethod
     def of(options: EngineOptions, config: ModelConfig, *, predicts: bool) -> Target:
-        """Of the engine that options describe; its device may be one of `named_devices`.
+        """The target of the engine that options describe; its device may be a `named_devices` one.
 
         Raises:
             ConfigError: there is no such device, the model does not fit, or rates are asked for of
@@ -107,7 +107,7 @@ class Target:
 
     @staticmethod
     def of_llm(llm: LLM) -> Target:
-        """Of an engine that is here; without rates where they were never measured."""
+        """The target of a running engine; without rates where they were never measured."""
         on_gpu = llm.device.type == "cuda"
         shape = ModelShape.of(llm.config, llm.dtype.itemsize, on_gpu=on_gpu)
         _, form = _formed(llm.options, llm.config)
@@ -120,11 +120,11 @@ class Target:
         return Target(shape, llm.kv_tokens, find, size, most, llm.options.max_num_seqs)
 
     def settled(self) -> Target:
-        """The same, for another process: with what is known of rates here."""
+        """The same, for another process: with the rates that are known here."""
         return replace(self, find_rates=_Known(self.rates))
 
     def forecast(self, work: Work, share: ShareMode) -> Forecast:
-        """Of a job in one of the engine's modes.
+        """What a job takes in one of the engine's modes.
 
         Raises:
             ConfigError: no rates are known.
@@ -149,7 +149,7 @@ class Target:
     def forecast_dealt(
         self, plan: JobPlan, work: Work, share: ShareMode, replicas: int, how: Dealt = "groups"
     ) -> ReplicasForecast:
-        """Of a job that is dealt to so many engines like this.
+        """What a job takes that is dealt to `replicas` engines like this.
 
         Args:
             work: the job, in the plan's order. Each engine plans what it gets: it keeps this order.
@@ -164,8 +164,8 @@ class Target:
     def deal(
         self, plan: JobPlan, work: Work, share: ShareMode, replicas: int, how: Dealt
     ) -> tuple[IntArray, int]:
-        """Who gets each request (`[num_requests]`, in the plan's order), and how many groups are
-        cut; arguments as of `forecast_dealt`."""
+        """The replica of each request (`[num_requests]`, in the plan's order), and how many groups
+        are cut; arguments as of `forecast_dealt`."""
         if how != "groups":
             return _dealt_otherwise(plan, work, replicas, how), 0
         costs = deal_costs(plan, np.arange(len(plan.order)), self.weights(work, share))
@@ -179,7 +179,7 @@ class Target:
         """What a plan will take in each mode; None where nothing is to be predicted.
 
         Args:
-            outputs: `[num_requests]` tokens that all answers to each may have; 0: not said.
+            outputs: `[num_requests]` maximum tokens of all answers to each; 0: not given.
         """
         if self.rates is None:
             return None
@@ -207,9 +207,9 @@ class Target:
 
 
 Dealt = Literal["groups", "random", "round-robin", "prefix-hash"]
-# Of a piece, what a simulated replica takes at a time.
+# Requests of a piece that a simulated replica takes at a time.
 STEAL_REQUESTS = 16
-# Routers of servers hash so much of a prompt, or less.
+# Servers' routers hash this number of a prompt's first tokens, or fewer.
 HASHED_TOKENS = 256
 
 
@@ -225,10 +225,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class ReplicasForecast:
-    """What a job comes to on several engines.
+    """What a job takes on several engines.
 
     Attributes:
-        each: of those that have a part of it.
+        each: forecasts of the engines that have a part of it.
         replicas: how many there are.
         num_cuts: groups cut, once for each cut.
     """
@@ -239,7 +239,7 @@ class ReplicasForecast:
 
     @property
     def whole(self) -> Forecast:
-        """Seconds until the last one ends, the most KV memory of one, and sums."""
+        """Seconds until the last engine ends, the largest peak KV memory, and sums of the rest."""
         names = [field.name for field in fields(Forecast)]
         whole = {name: sum(getattr(one, name) for one in self.each) for name in names}
         for name in ("seconds", "peak_kv_tokens"):
@@ -253,10 +253,10 @@ class ReplicasForecast:
 
 
 def dealt_parts(work: Work, owner: IntArray, replicas: int) -> Iterator[Work]:
-    """What each replica gets, of those that get something.
+    """The part of each replica that gets something.
 
     Args:
-        owner: `[num_requests]` of each request, in the plan's order.
+        owner: `[num_requests]` replica of each request, in the plan's order.
     """
     by_owner = np.argsort(owner.astype(np.int32), kind="stable")
     bounds = np.cumsum(np.bincount(owner, minlength=replicas))[:-1]
@@ -265,12 +265,12 @@ def dealt_parts(work: Work, owner: IntArray, replicas: int) -> Iterator[Work]:
 
 
 def _dealt_otherwise(plan: JobPlan, work: Work, replicas: int, how: Dealt) -> IntArray:
-    """`[num_requests]` who gets each, in the plan's order."""
+    """`[num_requests]` replica of each request, in the plan's order."""
     if how == "round-robin":
         return plan.order % replicas
     if how == "random":
         return np.random.default_rng(0).integers(0, replicas, len(plan.order))
-    # Requests that begin with as many equal tokens are below one node that reaches so far.
+    # Requests that share their first HASHED_TOKENS tokens are below one node of that depth.
     depth, parent = plan.tree.depth, plan.tree.parent.tolist()
     deepest = np.minimum(depth, HASHED_TOKENS).tolist()
     key = list(range(len(parent)))
@@ -284,8 +284,7 @@ def _dealt_otherwise(plan: JobPlan, work: Work, replicas: int, how: Dealt) -> In
 
 
 def _formed(options: EngineOptions, config: ModelConfig) -> tuple[ModelConfig, Quantize | None]:
-    """The configuration of the weights that are there, and the format that their rates are measured
-    in."""
+    """The configuration of the stored weights, and the format that their rates are measured in."""
     if options.makes_weights_up:
         config = replace(config, quantization=None)
     stored = config.quantization
@@ -293,7 +292,7 @@ def _formed(options: EngineOptions, config: ModelConfig) -> tuple[ModelConfig, Q
 
 
 def _named(options: EngineOptions, config: ModelConfig, predicts: bool) -> Target:
-    """On a device that is not here."""
+    """A target on a device that is not this machine's."""
     rates = named_rates(options.device)
     config, _ = _formed(options, config)
     if options.quantization is not None or config.quantization is not None:
@@ -342,11 +341,11 @@ def _target(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came true of a prediction.
+    """A prediction beside what the job took.
 
     Attributes:
-        predicted: before the job, of the lengths that its lines allow.
-        at_lengths: of the lengths that its answers had.
+        predicted: before the job, from the lengths that its lines allow.
+        at_lengths: predicted from the lengths that its answers had.
         seconds, steps, rows: what it took.
     """
 
@@ -357,7 +356,7 @@ class Verdict:
     rows: int
 
     def lines(self) -> Iterator[str]:
-        """As a person is told."""
+        """The verdict in words."""
         off = 100 * (self.seconds / self.predicted.seconds - 1)
         yield (
             f"predicted {self.predicted.seconds:.1f} s, took {self.seconds:.1f} s ({off:+.0f}%): "
@@ -372,7 +371,7 @@ class Verdict:
 
 
 class JobWatch:
-    """Watches a job, to say afterwards what came true of its prediction.
+    """Watches a job, to compare it with its prediction afterwards.
 
     Args:
         share: the engines' mode.
@@ -400,12 +399,12 @@ class JobWatch:
 
     @staticmethod
     def of_llm(llm: LLM) -> JobWatch:
-        """Of an engine that is here."""
+        """A watch of a running engine."""
         return JobWatch(Target.of_llm(llm), llm.engine.share, lambda: llm.engine.stats)
 
     def planner(self, planner: Callable[..., JobPlan]) -> Callable[..., JobPlan]:
-        """The same planner, whose first plan is noted: those after it are of lines that an engine
-        died at, one at a time."""
+        """The same planner, whose first plan is noted. Later plans are of single lines at which an
+        engine died."""
 
         def plan(prompts: SpooledPrompts, *, output_lengths: IntArray | None) -> JobPlan:
             made = planner(prompts, output_lengths=output_lengths)
@@ -437,7 +436,7 @@ class JobWatch:
             self._came[place] = sum(len(one.token_ids) for one in output.outputs)
 
     def verdict(self, seconds: float) -> Verdict | None:
-        """After a job that took so long; None where nothing was predicted."""
+        """The verdict after a job that took `seconds`; None where nothing was predicted."""
         if self._plan is None:
             return None
         stats, came = self.stats(), self._came

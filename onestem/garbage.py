@@ -22,8 +22,8 @@ HEAP_BLOCK_BYTES, FREE_BYTES = 32 << 20, 1 << 30
 
 def keep_freed_memory() -> None:
     """Have glibc keep what a step frees for the next one, up to 1 GiB. By default it gives back a
-    free heap end of twice the largest block, and the system clears pages that are asked for again:
-    20 of 260 ms in a step of 2,048 rows of a model of 0.1B. What the user has set stays."""
+    free heap end of twice the largest block. The system clears pages that are asked for again: 20
+    of 260 ms in a step of 2,048 rows of a model of 0.1B. What the user has set stays."""
     given = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name in os.environ for name in given):

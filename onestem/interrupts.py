@@ -33,7 +33,7 @@ class Held:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let it through for a while."""
+        """Let SIGINT through until the end of the block."""
         self._is_lifted = True
         try:
             self.deliver()
@@ -46,8 +46,8 @@ class Held:
 def uninterrupted() -> Iterator[Held]:
     """Hold SIGINT back until the end of the block, where its handler is called.
 
-    Steps take milliseconds of host work between computations that may take seconds; an interrupt is
-    let through in these. Other threads than the main one are never interrupted.
+    Steps take milliseconds of host work between computations that may take seconds; `lifted` lets
+    an interrupt through during these. Only the main thread is ever interrupted.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -42,7 +42,7 @@ __all__ = ["plan_file", "run_file", "schema_options"]
 
 log = logging.getLogger(__name__)
 
-# Of what a group shares, so much is shown; a token has a byte or more, a character at most four.
+# What is shown of a group's prefix. A token has a byte or more, a character at most four.
 WORDS_CHARACTERS = 60
 WORDS_TOKENS = 256
 
@@ -63,7 +63,7 @@ def run_file(
 
     Args:
         schemas: files of the PML schemas that lines may name.
-        watch: of the same model; it can say afterwards what came true of a prediction.
+        watch: of the same model; it can compare the job with its prediction afterwards.
     """
     run, validate = _engine_of(llm)
     planner = planner_of(llm.options, llm.kv_tokens)
@@ -91,14 +91,14 @@ def run_file(
 
 
 def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
-    """What answers, and what says which requests can be answered."""
+    """The functions that answer requests and that validate them."""
     if isinstance(llm, Replicas):
         return llm.run, llm.validate
     return partial(_run, llm), llm.engine.validate
 
 
 def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-    """The engine's own `run`; what ends it, other than a caller's mistake, is its death."""
+    """The engine's own `run`. Any error but a caller's mistake is the engine's death."""
     there: set[str] = set()
 
     def noted() -> Iterator[Request]:
@@ -120,14 +120,14 @@ def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
 
 
 def _schema_options(llm: LLM | Replicas) -> dict[str, str]:
-    """What answers to prompts in PML depend on besides; nothing where there is no schema."""
+    """What answers to prompts in PML also depend on; empty where there is no schema."""
     if llm.tokenizer is None or not llm.schemas.layouts:
         return {}
     return schema_options([to_markup(layout.schema) for layout in llm.schemas.layouts.values()])
 
 
 def schema_options(markups: Sequence[str]) -> dict[str, str]:
-    """The option of a job that its schemas make; none where there are none."""
+    """The job option that stands for its schemas; empty where there are none."""
     if not markups:
         return {}
     return {"schemas": hashlib.sha256("".join(markups).encode()).hexdigest()[:16]}
@@ -148,8 +148,8 @@ def plan_file(
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Tokenise a job into `folder` and plan it; no weights are loaded. Of prompts in PML only what
-    they have in common at their beginning counts as shared.
+    """Tokenise a job into `folder` and plan it; no weights are loaded. Prompts in PML count as
+    sharing only the tokens that they begin with.
 
     Args:
         options: of the engine that is to answer: model, device, dtype, kv_memory, max_model_len,
@@ -157,15 +157,15 @@ def plan_file(
             `onestem.cost.named_devices`.
         predicts: also what the job will take. Where this device's rates are not known, they are
             measured first, which takes some seconds.
-        replicas: also what it will take on so many engines of this kind.
+        replicas: also what it will take on this number of engines of this kind.
         schemas: files of the PML schemas that lines may name.
         keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
     Returns:
         the plan's report (`PlanReport.to_dict`), with `failed_lines`. Each of `largest_groups` is
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
-        `forecast` (None where nothing is predicted) says of which device, by which rates, of how
-        many requests no length is known, and holds a `Forecast` for each of full, storage, off.
+        `forecast` (None where nothing is predicted) names the device, its rates and the number of
+        requests of unknown length, and holds a `Forecast` for each of full, storage, off.
         With `replicas`, `dealt` has a `ReplicasForecast` for each way to deal the job.
 
     Raises:
@@ -265,7 +265,7 @@ class _Planned:
     def report(
         self, replicas: int | None, scratch: Path | None, price: Price | None
     ) -> dict[str, Any]:
-        """What `plan_file` returns; `scratch`: None: nothing is advised."""
+        """The report of `plan_file`; where `scratch` is None nothing is advised."""
         spool, plan, prompts, target = self._spool, self._plan, self._prompts, self._target
         outputs = spool.max_output[self._indices]
         advice = None
@@ -297,7 +297,7 @@ class _Planned:
         return found
 
     def drawn(self, most: int) -> dict[str, DrawnTree]:
-        """What is shared, and what would be in a better order, with so many nodes at most."""
+        """Trees of what is shared, now and in a better order, of at most `most` nodes."""
         decode = self._tokenizer.decode if self._tokenizer is not None else _no_words
         trees = {"now": DrawnTree.of(self._plan, self._prompts, decode, most)}
         advice = self._advice
@@ -311,7 +311,7 @@ def _no_words(ids: Sequence[int]) -> str:
 
 
 def _costs(report: dict[str, Any], price: Price) -> dict[str, float]:
-    """Money by mode, and of the better order."""
+    """The job's price by mode, and in the better order."""
     costs = {mode: price.of(report["forecast"][mode]["seconds"]) for mode in MODES}
     if report["forecast_reordered"] is not None:
         costs["reordered"] = price.of(report["forecast_reordered"]["full"]["seconds"])
@@ -321,7 +321,7 @@ def _costs(report: dict[str, Any], price: Price) -> dict[str, float]:
 def _described(
     group: Group, prompts: SpooledPrompts, tokenizer: Tokenizer | None, bytes_per_token: int
 ) -> dict[str, Any]:
-    """A group as a person is told of it; without a tokenizer its text is None."""
+    """A group for the report; without a tokenizer its text is None."""
     first_ids = prompts[int(group.members[0])][: min(group.prefix_tokens, WORDS_TOKENS)].tolist()
     return {
         "requests": len(group.members),
@@ -332,6 +332,6 @@ def _described(
 
 
 def _first_words(text: str) -> str:
-    """The beginning of what a group shares, which may end inside a character."""
+    """The beginning of a group's prefix; `text` may end inside a character."""
     whole = text.rstrip("\ufffd")
     return whole if len(whole) <= WORDS_CHARACTERS else whole[: WORDS_CHARACTERS - 1] + "…"

@@ -3,12 +3,12 @@
 `parse_lengths` reads what an option says:
 
 * `200`: the same for all.
-* `uniform:A..B`: each number from A to B as likely.
+* `uniform:A..B`: each number from A to B equally likely.
 * `poisson:MEAN`: around a base value, as BatchLLM perturbs its lengths (figure 6e).
 * `pareto:ALPHA:A..B` or `pareto:ALPHA:MEDIAN:A..B`: a heavy tail, as in BatchLLM's section 4.2.3.
 * `lognormal:MEDIAN:SIGMA:A..B`: the long tail of chats.
 * `sharegpt`, `mmlu`, `apps`, `longbench`: what is published of these data sets (`DATA_SETS`).
-* `file:PATH`: the counts of a file, one a line, each line as likely.
+* `file:PATH`: the counts of a file, one a line, each line equally likely.
 
 Draws depend on the generator alone, so a seed gives the same lengths everywhere.
 """
@@ -51,7 +51,7 @@ Part = Literal["prefix", "question", "answer"]
 MOST = 10_000_000
 FEWEST: Mapping[Part, int] = {"prefix": 0, "question": 1, "answer": 1}
 
-# Of a line of a file that is a JSON object.
+# Fields of a file's lines that are JSON objects.
 FIELDS: Mapping[Part, str] = {
     "prefix": "prefix_tokens",
     "question": "prompt_tokens",
@@ -187,7 +187,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Listed:
-    """Counts that are given, each as likely.
+    """Given counts, each equally likely.
 
     Attributes:
         name: what an option calls them.
@@ -209,7 +209,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Another distribution's counts by a factor, rounded, at least 1."""
+    """Another distribution's counts times a factor, rounded, at least 1."""
 
     drawn: Uniform | Poisson | Pareto | LogNormal | Listed
     factor: float
@@ -230,7 +230,7 @@ Lengths = int | Distribution
 
 
 def draw_length(lengths: Lengths, rng: np.random.Generator) -> int:
-    """One count; a number is itself, and leaves the generator as it was."""
+    """One count. A number gives itself and draws nothing from the generator."""
     return lengths if isinstance(lengths, int) else lengths.draw(rng)
 
 
@@ -257,13 +257,13 @@ DATA_SETS: Mapping[str, Mapping[Part, Lengths]] = {
         "answer": Listed("longbench", (128, 128, 64, 32, 32, 32, 512, 512, 512, 32, 32, 32)),
     },
 }
-"""What is published of data sets, and what we assume where it is not.
+"""What is published of data sets' lengths, and what we assume where nothing is.
 
 * `sharegpt`: bounds of RelayAttention, table 1. Means 161 and 338, as PagedAttention (Kwon et al.
   2023, section 6.1) reports. Assumed: log-normal, with our sigmas for its long tails; the medians
   follow from means, sigmas and bounds. It has no prefixes: RelayAttention makes up its own.
-* `mmlu`: few-shot prompts, questions and 32 sampled tokens of RelayAttention, table 1, which has
-  bounds alone. Assumed: log-normal, with the bounds two sigmas from the median on either side.
+* `mmlu`: few-shot prompts, questions and 32 sampled tokens of RelayAttention, table 1, which gives
+  only bounds. Assumed: log-normal, with the bounds two sigmas from the median on either side.
 * `apps`: two-shot prompt and 512 sampled tokens of Hydragen, appendix E.4. Problems have 293.2
   words on average (Hendrycks et al. 2021). Assumed: 4 tokens in 3 words, no spread.
 * `longbench`: contexts of 4K to 10K tokens, 5K on average (Prompt Cache, sections 5.1 and 5.2.1).
@@ -332,7 +332,7 @@ def _parsed(text: str, part: Part) -> Lengths:
 
 
 def _counts_of(file: Path, part: Part) -> tuple[int, ...]:
-    """Of a file with a number, or a JSON object with that part's field, in each line."""
+    """The counts of a file whose lines are numbers, or JSON objects with that part's field."""
     try:
         lines = file.read_text("utf-8").splitlines()
     except OSError as error:

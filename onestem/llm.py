@@ -1,4 +1,4 @@
-"""`LLM`: what Python users hold. Names as in vLLM's offline interface."""
+"""`LLM`: the offline interface for Python, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -105,18 +105,18 @@ PmlSource = PmlPrompt | str | os.PathLike[str]
 GIB = 2**30
 GPU_SHARE = 0.9  # of a GPU's free memory, for KV
 
-# Of a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
+# For a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
 PENALTY_LIST_BYTES = 32 * 1024
 
 
 class LLM:
     """A model and the engine that runs it.
 
-    Its arguments are the fields of `EngineOptions`; what is not given has the default that
-    `ONESTEM_*` variables or a configuration file say (docs/options.md).
+    Its arguments are the fields of `EngineOptions`. Defaults come from `ONESTEM_*` variables or a
+    configuration file (docs/options.md).
 
     Attributes:
-        options: as they were settled on this machine: no `auto` is left.
+        options: as settled on this machine: no `auto` is left.
 
     Raises:
         OnestemError: with one line that says what is wrong and the way out.
@@ -224,7 +224,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs the model.
+        """The engine that runs the model.
 
         Raises:
             ConfigError: after `close`.
@@ -237,7 +237,7 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """End what runs and let go of the model and of KV memory. Closing twice is fine."""
+        """End what runs, and free the model and KV memory. Closing twice is fine."""
         if self._engine is None:
             return
         self._engine.close()
@@ -287,7 +287,7 @@ class LLM:
         output_kind: OutputKind = "cumulative",
     ) -> Iterator[Answer]:
         """`generate`, with outputs as they grow: one of each prompt (`Answer.index` says which)
-        after each step that sampled for it. Who closes the iterator ends what is unfinished.
+        after each step that sampled for it. Closing the iterator ends what is unfinished.
 
         Args:
             output_kind: outputs have all that there is so far (`cumulative`), or what is new
@@ -304,7 +304,7 @@ class LLM:
         return self._with_index(answers, requests, order)
 
     def beam_search(self, *prompts: object, **params: object) -> NoReturn:
-        """Not there.
+        """Beam search is not supported.
 
         Raises:
             UnsupportedError: with the ways out.
@@ -374,7 +374,7 @@ class LLM:
         return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)
 
     def _held(self, each: list[SamplingParams], tools: Tools) -> list[SamplingParams]:
-        """With calls held to their schemas; what was one object stays one."""
+        """The parameters with calls held to their schemas; a shared object stays shared."""
         tokenizer = self._need_tokenizer("chat")
         form, token_of = tokenizer.tool_form, tokenizer.control_token
         held = {
@@ -409,17 +409,17 @@ class LLM:
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Prompt]] | None = None,
     ) -> list[Score] | list[list[Score]]:
-        """Log-probabilities of completions of prompts (text or token ids), planned together. What
-        several of them begin with is computed once, and so is what is cached (docs/scores.md).
+        """Log-probabilities of completions of prompts (text or token ids), planned together. A
+        shared beginning is computed once, a cached one not at all (docs/scores.md).
 
         Args:
-            completions: of each prompt some. A prompt and its completions are all text, or all ids.
-                None: the prompts are texts that are scored whole, behind the BOS token (or EOS,
-                of a model without one). A text longer than the model is cut into windows: each
-                token is scored once, behind as much of the text as lm-eval gives it.
+            completions: some of each prompt. A prompt and its completions are all text, or all ids.
+                None: the prompts are texts that are scored whole, after the BOS token (or EOS,
+                for a model without one). A text longer than the model is cut into windows: each
+                token is scored once, after as much of the text as lm-eval gives it.
 
         Returns:
-            of each prompt a list with a score for each completion, or of each text a score.
+            for each prompt a list with a score for each completion, or a score for each text.
 
         Raises:
             RequestError: something cannot be scored; it says which. Nothing is computed then.
@@ -504,7 +504,7 @@ class LLM:
         *,
         isolation: str = "anchored",
     ) -> list[list[Score]]:
-        """As `score`, of prompts in PML (see `generate_pml`). A completion is encoded by itself.
+        """`score` for prompts in PML (see `generate_pml`). A completion is encoded by itself.
 
         Raises:
             PmlError: with file, line and column; nothing is computed then.
@@ -538,7 +538,7 @@ class LLM:
 
     @property
     def weights_version(self) -> int:
-        """Of the weights; what the checkpoint has is version 0."""
+        """Version of the weights; those of the checkpoint are version 0."""
         return self.engine.residence.version
 
     def update_weights(
@@ -546,8 +546,8 @@ class LLM:
     ) -> int:
         """Write other weights over the model's, in the same memory: some tensors or all, by their
         names in the checkpoint (`model.named_parameters()` of transformers gives these). KV memory
-        forgets what it has of the old ones. An answer that runs (`stream`) goes on with the new
-        ones behind the tokens that it has, and tells the version of each (`weight_versions`).
+        drops what the old ones computed. An answer that runs (`stream`) goes on with the new ones
+        after the tokens that it has, and gives the version of each token (`weight_versions`).
 
         Args:
             named_tensors: of any floating dtype and device; all are checked before one is written.
@@ -564,17 +564,17 @@ class LLM:
         return self.engine.update_weights(named_tensors, version)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device's memory while somebody else needs it: KV memory, and the weights, which
-        wait in host memory (level 1) or are dropped (2: `update_weights` must give each of them
-        before the next request). Requests are refused until `wake_up`; an answer that runs goes on
-        then. On a CPU level 1 leaves the weights where they are."""
+        """Free the device's memory for other uses: KV memory and the weights. Weights wait in host
+        memory (level 1; on a CPU they stay where they are) or are dropped (level 2;
+        `update_weights` must give each of them before the next request). Requests are refused until
+        `wake_up`; an answer that runs goes on then."""
         self.engine.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take the memory again.
 
         Args:
-            tags: of `weights`, `kv_cache`; None: of both.
+            tags: `weights`, `kv_cache` or both; None: both.
         """
         self.engine.wake_up(tags)
 
@@ -582,7 +582,7 @@ class LLM:
         """Drop the keys and values that are cached.
 
         Args:
-            reset_running_requests: also those that running requests read, which are computed again.
+            reset_running_requests: also those that running requests read; they are recomputed.
 
         Returns:
             whether nothing is left but pinned prefixes.
@@ -592,7 +592,7 @@ class LLM:
     # ----------------------------------------------------------------------------- modules
 
     def _identity_for_modules(self) -> str:
-        """What keys and values depend on beside a module's key."""
+        """What keys and values depend on besides a module's key."""
         made_up = " random" if self.random_weights else ""
         rounded = f" {self.quantization}" if self.quantization else ""
         return f"{model_identity(self.path)} {self.dtype}{made_up}{rounded}"
@@ -626,7 +626,7 @@ class LLM:
         A module is computed with the first prompt that imports it, and read by all of them.
 
         Args:
-            isolation: who sees what: `anchored`, `isolated` or `off` (docs/pml.md).
+            isolation: what cached tokens attend to: `anchored`, `isolated` or `off` (docs/pml.md).
 
         Raises:
             PmlError: with file, line and column; nothing is computed then.
@@ -644,8 +644,8 @@ class LLM:
 
     def encode_schema(self, name: str, isolation: str = "anchored") -> Iterator[RequestOutput]:
         """Compute all cached text of a schema, so that it is there when a prompt comes: in KV
-        memory as far as that has room, and in the tiers behind it. Whatever a tier has already is
-        checked and not computed again.
+        memory while that has room, and in the tiers below it. What a tier has already is checked
+        and not computed again.
 
         Returns:
             an output for each segment, as they are done.
@@ -661,7 +661,7 @@ class LLM:
     def pml_request(
         self, compiled: CompiledPrompt, params: SamplingParams, markup: str | None = None
     ) -> Request:
-        """What the engine answers, of a compiled prompt."""
+        """The engine's request for a compiled prompt."""
         request = self._request(compiled.ordered_token_ids.tolist(), markup, params)
         return dataclasses.replace(request, pml=compiled)
 
@@ -703,7 +703,7 @@ class LLM:
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> tuple[list[Request], RunningOrder]:
-        """Requests that were found good, in the prompts' order, and that in which they begin."""
+        """Validated requests, in the prompts' order, and the order in which they begin."""
         each, arrays = params_for_each(params, len(ids)), [one.array for one in ids]
         requests = [
             self._request(one.listed, text, its)
@@ -733,7 +733,7 @@ class LLM:
     def _with_index(
         self, answers: Iterator[Answer], requests: Sequence[Request], order: RunningOrder
     ) -> Iterator[Answer]:
-        """Answers, each told its prompt; the order learns from those that have ended."""
+        """Answers with their prompt's index; the order learns the lengths of those that ended."""
         position = {request.request_id: i for i, request in enumerate(requests)}
         for answer in answers:
             answer.index = position[answer.request_id]
@@ -755,7 +755,7 @@ class LLM:
     def _validate(
         self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int64]] | None = None
     ) -> None:
-        """`arrays`: the prompts' ids once more, which saves time."""
+        """`arrays`: the prompts' ids as arrays, if they are at hand: this saves time."""
         for i, request in enumerate(requests):
             with named_one("prompt", i, len(requests)):
                 self.engine.validate(request, None if arrays is None else arrays[i])
@@ -775,7 +775,7 @@ class LLM:
 
 
 def path_scores(output: RequestOutput) -> list[PathScores]:
-    """Of a request with paths.
+    """The scores of a request with paths.
 
     Raises:
         OnestemError: the engine could not compute them.
@@ -813,7 +813,7 @@ def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None
 
 
 def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
-    """The requests in the order in which they are to begin, each told its group."""
+    """The requests in the order in which they are to begin, each with its group set."""
     plan = order.plan
     for index in order:
         group = int(plan.group_of[index])
@@ -835,7 +835,7 @@ def several_prompts(prompts: object) -> list[Any]:
 
 
 def _plain(prompt: Any) -> Any:
-    """A prompt, of vLLM's object for it."""
+    """A prompt as text or ids, also from vLLM's object for it."""
     if not isinstance(prompt, Mapping):
         return prompt
     kinds = prompt.keys() & {"prompt", "prompt_token_ids"}
@@ -852,7 +852,7 @@ def _texts(prompts: Iterable[Any]) -> list[str | None]:
 
 
 def _news(outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
-    """What outputs that grow have more than before."""
+    """Growing outputs, each reduced to what is new in it."""
     told: dict[str, dict[int, Told]] = {}
     for output in outputs:
         known = told.setdefault(output.request_id, {})
@@ -864,7 +864,7 @@ def _news(outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
 
 @contextmanager
 def named_one(what: str, index: int, count: int) -> Iterator[None]:
-    """An error of one of several says which."""
+    """Have an error name the item, if there are several."""
     try:
         yield
     except RequestError as error:
@@ -874,7 +874,7 @@ def named_one(what: str, index: int, count: int) -> Iterator[None]:
 
 
 def _imported(request: Request) -> tuple[str, ...]:
-    """Keys of the modules that a request imports: those who import the same stand together."""
+    """Keys of the modules that a request imports: requests with the same ones stand together."""
     assert request.pml is not None
     return tuple(segment.key for segment in request.pml.segments if segment.key)
 
@@ -897,7 +897,7 @@ def _is_ids(prompts: object) -> bool:
 
 
 class _Ids(NamedTuple):
-    """Token ids of a prompt: as they are handed on, and for what is done with all at once."""
+    """Token ids of a prompt: as a sequence to hand on, and as an array to compute with."""
 
     listed: list[int]
     array: NDArray[np.int64]
@@ -959,7 +959,7 @@ def _ids_of_array(prompt: NDArray[Any] | torch.Tensor) -> _Ids:
 def params_for_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """Of so many prompts, from what a caller gives for one, for each, or not at all."""
+    """Parameters of `count` prompts, from a caller's one, one each, or None."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -1007,9 +1007,9 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 def activation_bytes(
     config: ModelConfig, dtype: torch.dtype, rows: int, device: torch.device
 ) -> int:
-    """About what a step of so many rows takes beside weights and KV: a layer's intermediates, and
-    twice the logits of as many rows as decode at most, each with penalties: a bit for each
-    token of the vocabulary, and a list of the sampled ones."""
+    """About the bytes of a step of `rows` rows besides weights and KV: a layer's intermediates, and
+    for the maximum of decoding rows twice the logits, and penalties. The penalties of a row are a
+    bit for each token of the vocabulary, and a list of the sampled ones."""
     heads = max((config.num_q_heads + one.num_kv_heads) * one.head_dim for one in config.heads)
     inner = max(config.mlp_size(layer) for layer in range(config.num_layers))
     wide = 3 * inner + 4 * config.hidden_size + 4 * heads
@@ -1026,14 +1026,13 @@ def activation_bytes(
 
 
 def largest_decode(vocab_size: int, device_memory: int) -> int:
-    """Rows of a step that memory is left for as if all wanted logits: 4,096, as `n` may be, where
-    twice their logits (float32) take a sixteenth of the device's memory (bytes) at most, else
-    2,048."""
+    """Maximum rows of a step with logits, which memory is left for: 4,096 where twice their logits
+    (float32) take at most a sixteenth of the device's memory (bytes), else 2,048."""
     return 4096 if 16 * 2 * 4096 * 4 * vocab_size <= device_memory else 2048
 
 
 def set_threads(threads: int | None, ranks: int = 1) -> None:
-    """Settle how many threads compute on a CPU (see `EngineOptions`), in each of so many ranks."""
+    """Set how many threads compute on a CPU (see `EngineOptions`), in each of `ranks` processes."""
     share = max(1, usable_cores() // ranks)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -1070,12 +1069,15 @@ def kv_memory_bytes(
     ranks: int = 1,
     most: int | None = None,
 ) -> int:
-    """Bytes of KV memory to take on a device; `beside`: what must stay free at least; `loading`:
-    bytes of weights that are not there yet; `ranks`: that share the memory of a CPU; `most`: what
-    is free on another GPU that is to have as much.
+    """Bytes of KV memory to take on a device.
+
+    Args:
+        beside: bytes that must stay free at least. loading: bytes of weights not loaded yet.
+        ranks: processes that share the memory of a CPU.
+        most: bytes free on another GPU that is to have as much.
 
     Raises:
-        ConfigError: there is not so much.
+        ConfigError: there is less than `size` asks for.
     """
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram // ranks

@@ -1,5 +1,5 @@
-"""What a model's directory needs on a device, read off its files before anything is loaded. Of
-several devices that hold it together, the first one."""
+"""What a model needs on a device, read off its files before anything is loaded. Where several
+devices hold it together, the figures are the first one's."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = ["Needs", "needs_of"]
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a model on a device.
+    """What a model needs on a device.
 
     Attributes:
-        models: what a person calls models of this architecture.
+        models: the common name of models of this architecture.
         parameters: numbers in its weights.
         windows: how many layers have a sliding window, by the window's size.
         max_positions: tokens that a sequence of the model may have.
         quantization: how the weights are stored, or rounded when they are loaded; None: as numbers
             of 16 or 32 bits.
-        dtype, device: that would be chosen.
-        weight_bytes: with the copies that a CPU is given.
+        dtype, device: the ones that would be chosen.
+        weight_bytes: with the copies that are made for a CPU.
         kv_bytes_per_token: keys and values of one token, over all layers.
-        kv_tokens: how many KV memory holds here; 0: the model does not fit.
+        kv_tokens: tokens that KV memory would hold here; 0: the model does not fit.
         max_model_len: the longest sequence that would be answered here.
         problem: why it would not run as it is; None: it would.
     """
@@ -68,7 +68,7 @@ class Needs:
 
 
 def needs_of(options: EngineOptions) -> Needs:
-    """Of the engine that options describe.
+    """The needs of the engine that options describe.
 
     Raises:
         ConfigError: there is no such model, or its family is not supported.

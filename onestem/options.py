@@ -1,4 +1,4 @@
-"""`EngineOptions`: all that an engine can be told, declared once; `InputOptions`: a job's input.
+"""`EngineOptions`: all options of an engine, declared once; `InputOptions`: a job's input.
 
 `LLM`'s arguments, the command line's options, `ONESTEM_*` variables, configuration files, a job's
 identity and what a server says of its engine derive from it.
@@ -61,7 +61,7 @@ OTHER_VARIABLES = (CONFIG, "ONESTEM_CPU_ISA")
 """Variables of ours that are no options."""
 
 TABLES = ("serve", "input")
-"""Of a configuration file: options of others than the engine."""
+"""Tables of a configuration file: options of others than the engine."""
 
 MAX_PASSED = 2048
 
@@ -117,7 +117,7 @@ class Options(Checked):
 
     Attributes:
         table: the table of a configuration file that holds them; "": its top.
-        panel: of a verb's help that lists them; None: the one of its own options.
+        panel: the panel of a verb's help that lists them; None: that of its own options.
     """
 
     error: ClassVar[type[OnestemError]] = ConfigError
@@ -140,7 +140,7 @@ class Options(Checked):
         return "_".join(word for word in words if word).replace("-", "_").upper()
 
     def flags(self) -> list[str]:
-        """Command line arguments that say what these options were told."""
+        """Command line arguments that give these options."""
         return [
             _argument(named, getattr(self, name))
             for name, named in self.offered().items()
@@ -242,8 +242,7 @@ class EngineOptions(Options):
         default="raw_logprobs", json_schema_extra={"identity": True}
     )
     """Log-probabilities of sampled tokens: raw_logprobs (the model's own) or processed_logprobs
-    (what the token was drawn from: behind penalties, masks, temperature, top-k, top-p and
-    min-p)."""
+    (what the token was drawn from: after penalties, masks, temperature, top-k, top-p and min-p)."""
 
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**64 - 1, json_schema_extra={EXPECTED: "a 64-bit integer"}
@@ -269,12 +268,12 @@ class EngineOptions(Options):
 
     @property
     def makes_weights_up(self) -> bool:
-        """`random_weights`, or where nothing is said of it, whether the model is a shape."""
+        """`random_weights`; where it is not given, whether the model is a shape."""
         return is_shape(self.model) if self.random_weights is None else self.random_weights
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on beside the model: part of a job's identity. Of options as `LLM`
-        has settled them."""
+        """What answers depend on besides the model: part of a job's identity. The options must be
+        settled, as `LLM` has them."""
         fields = type(self).model_fields.items()
         marked = {name for name, field in fields if extra_of(field).get("identity")}
         device = {"device": self.device.partition(":")[0]}
@@ -300,7 +299,7 @@ class InputOptions(Options):
     column that holds messages."""
 
     completions: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
-    """What is scored behind --prompt: text, a JSON list of texts, or {column} for a list."""
+    """What is scored after --prompt: text, a JSON list of texts, or {column} for a list."""
 
     text: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
     """A text of each row that is scored whole."""
@@ -330,13 +329,13 @@ def _with_model(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
 
 
 def extra_of(field: FieldInfo) -> dict[str, Any]:
-    """What a declaration says beside type, range and help: `flag`, its name on the command line
-    ("": it is not there); `metavar`; `identity`, whether answers depend on it."""
+    """What a declaration says besides type, range and help: `flag`, its name on the command line
+    ("": it has none); `metavar`; `identity`, whether answers depend on it."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """Of a torch.dtype its name."""
+    """A torch.dtype as its name; other values unchanged."""
     name = str(dtype).removeprefix("torch.")
     if name not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError("expected auto, float32, bfloat16 or float16")
@@ -359,7 +358,7 @@ class Source:
 
 
 class Defaults:
-    """What the environment and a file say of options; the environment goes before the file.
+    """Options from the environment and a file; the environment goes before the file.
 
     Args:
         file: in TOML; None: the one that ONESTEM_CONFIG names, if any. Keys are options' names,
@@ -379,7 +378,7 @@ class Defaults:
         self._tables = {} if self.file is None else _read(self.file)
 
     def sources(self, kind: type[Options]) -> Iterator[Source]:
-        """Those that say something of `kind`, in rising order."""
+        """Sources that give options of `kind`, each going before the ones listed earlier."""
         table = self._tables if not kind.table else self._tables.get(kind.table, {})
         if self.file is not None:
             values: dict[str, Any] = {}
@@ -397,13 +396,13 @@ class Defaults:
     def options(
         self, kind: type[Given], given: Mapping[str, Any] | None = None
     ) -> tuple[Given, dict[str, str]]:
-        """Options of a kind, and where each came from that is not its built-in default.
+        """Options of a kind, and the source of each that is not its built-in default.
 
         Args:
-            given: what goes before environment and file.
+            given: options that go before environment and file.
 
         Raises:
-            ConfigError: a value cannot be, or there is no such option; it says whose it is.
+            ConfigError: a bad value, or no such option; it names the source.
         """
         values: dict[str, Any] = {}
         origins: dict[str, str] = {}
@@ -466,8 +465,8 @@ def _parsed(kind: type[Options], name: str, text: str) -> Any:
 def takes(
     declared: Callable[P, EngineOptions],
 ) -> Callable[[Callable[[Own, EngineOptions], None]], Callable[Concatenate[Own, P], None]]:
-    """Let a method be called with the arguments that options are declared to have; it gets the
-    options, with what environment and file say of those that are not given."""
+    """Let a method be called with the arguments that options declare; it gets the options, with
+    environment and file as defaults."""
 
     def of(
         method: Callable[[Own, EngineOptions], None],

@@ -1,4 +1,4 @@
-"""A bar for whoever waits at a terminal."""
+"""A progress bar at a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks and what comes back: plain values, no torch.
+"""Requests and their outputs: plain values, no torch.
 
 A *request* is what the user sent; a *sequence* is one continuation of it (a request with n = 4 has
 four). Field names are those that users of vLLM and of OpenAI's API know.
@@ -171,7 +171,7 @@ def _mapping(value: Any) -> Any:
 
 
 def _format(value: dict[str, Any]) -> dict[str, Any]:
-    """As it was given, and its own: whether it is one is all that is asked here."""
+    """A copy of a response format, checked and otherwise as it was given."""
     check(ResponseFormat, value, "response_format")
     try:
         return deepcopy(value)
@@ -384,7 +384,7 @@ class SamplingParams(Checked):
     """Maximum tokens to sample; None: up to the model's length."""
 
     min_tokens: int = Field(default=0, ge=0)
-    """End-of-sequence and stop conditions cannot hold before so many tokens."""
+    """Minimum tokens before an end-of-sequence token or a stop condition can end the answer."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 is greedy."""
@@ -423,20 +423,19 @@ class SamplingParams(Checked):
     """Go on after an end-of-sequence token."""
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """For each sampled token its log-probability, and those of so many of the most probable ones.
+    """For each sampled token its log-probability, and those of this number of most probable tokens.
     They are the model's own: natural logarithms at temperature 1, before penalties, bias, masks,
-    top-k, top-p and min-p; or behind all of these (the option `logprobs_mode`)."""
+    top-k, top-p and min-p; or after all of these (the option `logprobs_mode`)."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """The same for the prompt's tokens (their first has none)."""
+    """The same for the prompt's tokens (the first has none)."""
 
     logit_bias: Bias | None = None
     """Token id to a number that is added to its logit."""
 
     choices: Texts | None = None
-    """Pick the most probable of these texts instead of sampling. What steers sampling means nothing
-    then: stop, min_tokens, penalties and bias are refused; temperature, top_k, top_p, min_p and
-    seed have no effect."""
+    """Pick the most probable of these texts instead of sampling. stop, min_tokens, penalties and
+    bias are refused with it; temperature, top_k, top_p, min_p and seed have no effect."""
 
     response_format: Format | None = None
     """OpenAI's object: `{"type": "json_schema", "json_schema": {...}}`, `{"type": "json_object"}`
@@ -495,7 +494,7 @@ class SamplingParams(Checked):
 
 
 def masking_fields(params: SamplingParams) -> list[str]:
-    """Fields of a request that forbid tokens, the one most to blame first."""
+    """Fields of a request that forbid tokens, the most likely cause first."""
     early = params.min_tokens > 0
     present = {
         "response_format": params.response_format is not None,
@@ -508,8 +507,8 @@ def masking_fields(params: SamplingParams) -> list[str]:
 
 
 def why_masked(params: SamplingParams) -> str | None:
-    """The `stop_reason` of such a sequence: the fields at fault, and the way out. None: it has no
-    such fields, and the logits are to blame."""
+    """The `stop_reason` of a sequence that no token may follow: the fields at fault, and the way
+    out. None: it has no such fields, so the logits are the cause."""
     fields = masking_fields(params)
     if not fields:
         return None
@@ -526,7 +525,7 @@ def is_masked(reason: int | str | None) -> bool:
 
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-"""Of requests that are there for their keys and values, or for the time of their first token."""
+"""For requests that only compute keys and values, or only measure the time to a first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -536,7 +535,7 @@ class Request:
     Attributes:
         request_id: unique among the requests an engine holds.
         prompt_token_ids: at least one id, BOS included where the model wants it.
-        params: see `SamplingParams`; `seed` is set by whoever makes the request.
+        params: see `SamplingParams`; `seed` is set where the request is made.
         prompt: the text, if there was one (only handed back).
         pml: the prompt as segments, if it imports modules; `prompt_token_ids` are its tokens in use
             in the order of their positions.
@@ -547,17 +546,15 @@ class Request:
             which shares what others compute but for the rows that it scores.
         cache_salt: prompts of different salts never match each other's cached tokens; "" is the
             common one.
-        common_prefix_tokens: the prompt's first so many tokens are without salt: a prefix meant
-            for all.
-        common_modules: the modules that a prompt in PML imports are without salt: a schema meant
-            for all.
+        common_prefix_tokens: number of the prompt's first tokens without salt: a prefix for all.
+        common_modules: the modules that a prompt in PML imports have no salt: a schema for all.
         priority: a `job`'s request runs in what `interactive` ones leave free.
-        prefilled_tokens: the prompt's last tokens that a chat template writes before an answer, and
-            not before the same answer in a later prompt (an empty `<think></think>`, say).
+        prefilled_tokens: number of the prompt's last tokens that a chat template writes before an
+            answer but not before the same answer in a later prompt (an empty `<think></think>`).
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
             cache until the group's last member has finished.
-        group_only: these tokens are all that it shares, and with its group alone (for measuring
-            what a plan saves; its modules are shared nevertheless).
+        group_only: it shares these tokens alone, and only with its group (for measuring what a plan
+            saves; its modules are shared nevertheless).
     """
 
     request_id: str
@@ -579,7 +576,7 @@ class Request:
 
     @property
     def module_salt(self) -> str:
-        """Of the modules that it imports."""
+        """Cache salt of the modules that it imports."""
         return "" if self.common_modules else self.cache_salt
 
 
@@ -588,8 +585,8 @@ class RequestMetrics:
     """What a request cost. Times are seconds of `time.monotonic()`.
 
     `num_computed_tokens` counts the prompt's rows that were computed for all of its sequences, also
-    again after a preemption; for one sequence that was never preempted, it and `num_cached_tokens`
-    are `num_prompt_tokens` together.
+    again after a preemption. For one sequence that was never preempted, it and `num_cached_tokens`
+    add up to `num_prompt_tokens`.
     """
 
     num_prompt_tokens: int = 0
@@ -605,14 +602,14 @@ class RequestMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Rerendered:
-    """A prompt goes on inside an answer that is stored, and in another way than the answer does:
-    its conversation is written differently than before.
+    """Where a prompt departs inside a stored answer: its conversation is written differently than
+    before.
 
     Attributes:
         at: index of the prompt's first token that differs.
         num_tokens: stored tokens of the conversation from there on.
-        offset: tokens from where the answer begins (with its `Request.prefilled_tokens`) to there.
-        earlier: the first ids of what is stored from there (at most 16).
+        offset: tokens from the answer's beginning (with its `Request.prefilled_tokens`) to `at`.
+        earlier: the first stored ids from there on (at most 16).
     """
 
     at: int
@@ -623,16 +620,16 @@ class Rerendered:
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse:
-    """What of a prompt was stored or being computed when it was admitted, and where that ended.
+    """What of a prompt was stored or being computed when it was admitted, and why the match ended.
 
     Attributes:
-        matched_tokens: its first so many tokens.
-        prefix: the longest pinned prefix among them, by name.
+        matched_tokens: number of its first tokens that matched.
+        prefix: name of the longest pinned prefix among them.
         ended: `prompt` (all of it but its last token, which is always computed), `differs` (what is
             stored goes on in another way), `new` (nothing stored goes on from there).
-        here: the token id where it ended, of the prompt.
-        there: first ids of what is stored beside it (at most 4, of the same cache salt).
-        rerendered: where it ended inside an answer.
+        here: the prompt's token id where the match ended.
+        there: ids that are stored in its place (at most 4, of the same cache salt).
+        rerendered: set where it ended inside an answer.
     """
 
     matched_tokens: int
@@ -645,9 +642,9 @@ class Reuse:
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One sequence's answer, or what is new in it (but for `cumulative_logprob`). `logprobs[i]`
-    belongs to `token_ids[i]`, and so does `weight_versions[i]`: of the weights that the token was
-    sampled with (`LLM.update_weights`)."""
+    """One sequence's answer, or what is new in it (but for `cumulative_logprob`). `logprobs[i]` and
+    `weight_versions[i]` belong to `token_ids[i]`; the latter is the version of the weights that the
+    token was sampled with (`LLM.update_weights`)."""
 
     index: int
     text: str
@@ -660,7 +657,7 @@ class CompletionOutput:
     weight_versions: list[int] = field(default_factory=list)
 
     def copy(self) -> CompletionOutput:
-        """With lists of its own."""
+        """A copy with lists of its own."""
         copied = replace(self, token_ids=[*self.token_ids], weight_versions=[*self.weight_versions])
         copied.logprobs = None if self.logprobs is None else [*self.logprobs]
         return copied
@@ -678,10 +675,10 @@ class CompletionOutput:
 
 
 class Told:
-    """How much of one sequence's answer was told.
+    """How much of one sequence's answer was handed out.
 
     Attributes:
-        text, tokens: so many characters and tokens. ended: and how it ended.
+        text, tokens: number of characters and of tokens. ended: whether its end was, too.
     """
 
     __slots__ = ("ended", "text", "tokens")
@@ -692,7 +689,7 @@ class Told:
         self.ended = False
 
     def news(self, sequence: CompletionOutput) -> CompletionOutput | None:
-        """What an answer has more than before, which is told by now; None: nothing."""
+        """What is new in an answer, which counts as handed out from now on; None: nothing."""
         if self.ended or (
             sequence.finish_reason is None
             and len(sequence.token_ids) == self.tokens
@@ -718,8 +715,8 @@ class Told:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request's answers; `finished` once each of its sequences has a `finish_reason`. `scores`:
-    of each of its paths, once all are known."""
+    """A request's answers; `finished` once each of its sequences has a `finish_reason`. `scores` is
+    set once those of all its paths are known."""
 
     request_id: str
     prompt: str | None
@@ -733,13 +730,13 @@ class RequestOutput:
 
 
 class _Described:
-    """An output whose log-probabilities become objects when they are read: few are."""
+    """An output whose log-probabilities become objects only when they are read: few are."""
 
     _entries: Iterable[TokenLogprobs | None]
     _describe: Callable[[TokenLogprobs], Logprobs]
 
     def _put_off(self, name: str, output: object, describe: Callable[..., Logprobs]) -> None:
-        """Take what an output has; the entries in the field `name` stay as they are for now."""
+        """Take an output's fields; the entries of the field `name` are described when read."""
         self.__dict__.update(output.__dict__)
         if self.__dict__[name] is not None:
             self._entries, self._describe = self.__dict__.pop(name), describe
@@ -776,7 +773,7 @@ class Answer(_Described, RequestOutput):
 
     @staticmethod
     def of(output: RequestOutput, describe: Callable[[TokenLogprobs], Logprobs]) -> Answer:
-        """What the engine gave; `describe` makes the objects of a token's entry."""
+        """An engine's output as an answer; `describe` makes the objects of a token's entry."""
         made = object.__new__(Answer)
         made._put_off("prompt_logprobs", output, describe)
         made.outputs = [object.__new__(Completion) for _ in output.outputs]

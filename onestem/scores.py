@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens: which rows have to be computed for them, each once.
 
-A token is scored by the logits behind the tokens before it. Items that begin alike (options of a
-prompt, prompts with the same examples, texts with one header) are paths of one tree: a row that
-several of them need is one item's to compute and to score for all of them. Options of one token
-take no rows of their own: all of them are read off the prompt's last row.
+A token is scored by the logits of the row before it. Items that begin alike (options of a prompt,
+prompts with the same examples, texts with one header) are paths of one tree. A row that several of
+them need is computed and scored by one of them, for all. Options of one token take no rows of their
+own: all of them are read off the prompt's last row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Score:
     Attributes:
         logprob: natural logarithm of the probability of all of them.
         token_ids: the tokens.
-        token_logprobs: of each, behind those before it.
+        token_logprobs: of each, given those before it.
         is_greedy: whether each of them is the most probable one in its place.
     """
 
@@ -58,13 +58,13 @@ class Score:
 
     @staticmethod
     def of(token_ids: ArrayLike, logprobs: NDArray[np.float64], greedy: NDArray[np.bool_]) -> Score:
-        """Of tokens with their log-probabilities, and whether each is the most probable one."""
+        """The score of tokens, from their log-probabilities and whether each is the top one."""
         ids, values = np.asarray(token_ids), logprobs.tolist()
         return Score(sum(values), tuple(ids.tolist()), tuple(values), bool(greedy.all()))
 
     @staticmethod
     def joined(parts: Sequence[Score]) -> Score:
-        """Of tokens that follow each other."""
+        """The score of several parts that follow each other."""
         return Score(
             sum(part.logprob for part in parts),
             tuple(token for part in parts for token in part.token_ids),
@@ -74,10 +74,10 @@ class Score:
 
 
 class ScorePath(NamedTuple):
-    """Tokens that are computed behind a prompt, and what rows score.
+    """Tokens that are computed after a prompt, and what rows score.
 
     Attributes:
-        tokens: int64 `[n]`, behind the prompt.
+        tokens: int64 `[n]`, after the prompt.
         rows: int64 `[m]`, ascending; 0 is the row of the prompt's last token, 1 that of the first
             of `tokens`, and -1 that of the prompt's last token but one.
         targets: int64 `[m]`, the token that each row scores. A row may score several.
@@ -89,10 +89,12 @@ class ScorePath(NamedTuple):
 
 
 class PathScores(NamedTuple):
-    """Attributes:
-    logprobs: float64 `[m]`, natural logarithms, of a path's targets.
-    is_greedy: bool `[m]`, whether a target is the most probable token; of equal ones the lowest
-        id is.
+    """Scores of a path's targets.
+
+    Attributes:
+        logprobs: float64 `[m]`, natural logarithms.
+        is_greedy: bool `[m]`, whether a target is the most probable token; of equal ones the lowest
+            id is.
     """
 
     logprobs: NDArray[np.float64]
@@ -128,17 +130,17 @@ class ScoreTree:
         self._keys: list[bytes] = []
         self.leaf_of = [0] * len(keys)
         for item in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
-            # Whoever begins with a key stands just before it here.
+            # In this order a key that begins with another one stands just before it.
             if not self._keys or not self._keys[-1].startswith(keys[item]):
                 self._keys.append(keys[item])
             self.leaf_of[item] = len(self._keys) - 1
         self.leaves = [np.frombuffer(key, ">u4").astype(np.int64) for key in self._keys]
         self._pieces: list[list[_Piece]] = []
-        self._places: list[IntArray] = []  # of a leaf's targets as asked for, among its different
+        self._places: list[IntArray] = []  # by leaf: each asked target's index among distinct ones
 
     def paths(self, order: Iterable[int], prompt_tokens: int | None = None) -> list[ScorePath]:
-        """What each leaf computes behind its first `prompt_tokens` (None: all are the prompt) and
-        scores, if they run in this order: a row is scored by the first that computes it."""
+        """What each leaf computes after its first `prompt_tokens` (None: all are the prompt), and
+        what it scores. Leaves run in `order`: the first that computes a row scores it."""
         owners = self._owners(order)
         asked: list[list[tuple[IntArray, IntArray]]] = [[] for _ in self.leaves]
         counts = [0] * len(self.leaves)
@@ -163,7 +165,7 @@ class ScoreTree:
         return paths
 
     def _owners(self, order: Iterable[int]) -> list[list[tuple[int, int]]]:
-        """Who computes the rows on each leaf's path: (first row, leaf), from the root down."""
+        """The leaves that compute the rows on each leaf's path: (first row, leaf), root first."""
         owners: list[list[tuple[int, int]]] = [[] for _ in self.leaves]
         known: list[tuple[bytes, int]] = []
         for leaf in order:
@@ -178,7 +180,7 @@ class ScoreTree:
         return owners
 
     def take(self, values: Sequence[NDArray[Value]]) -> list[NDArray[Value]]:
-        """`values[i]` belong to the targets of path i; those of each item's tokens."""
+        """The values of each item's tokens; `values[i]` belong to the targets of path i."""
         return [
             np.concatenate(
                 [values[leaf][self._places[leaf][first:end]] for leaf, first, end in pieces]
@@ -187,7 +189,7 @@ class ScoreTree:
         ]
 
     def scores(self, of_paths: Sequence[PathScores]) -> list[Score]:
-        """Of each item, what was asked for."""
+        """The score of each item."""
         logprobs = self.take([one.logprobs for one in of_paths])
         greedy = self.take([one.is_greedy for one in of_paths])
         given = [ids[start:] for ids, start in zip(self.items, self._starts, strict=True)]
@@ -195,7 +197,7 @@ class ScoreTree:
 
 
 def completion_tree(completions: Iterable[Ids]) -> tuple[ScoreTree, list[ScorePath]]:
-    """Token ids of texts that may follow one prompt, none of them empty; and their paths."""
+    """The tree and the paths of texts (token ids) that may follow one prompt; none is empty."""
     items = [[0, *ids] for ids in completions]  # the first stands for the prompt
     tree = ScoreTree(items, [1] * len(items))
     return tree, tree.paths(range(len(tree.leaves)), prompt_tokens=1)
@@ -208,8 +210,8 @@ class ScoreTask:
     Attributes:
         prompt: its token ids, one at least.
         completions: token ids of texts that may follow it, none of them empty.
-        whole: the prompt's tokens from the second on are scored too. So a text that is scored whole
-            is a prompt of all its tokens but the last, which is the only completion.
+        whole: the prompt's tokens from the second on are scored too. The prompt is a text without
+            its last token, and that token is the only completion.
     """
 
     prompt: Sequence[int]
@@ -222,8 +224,8 @@ class ScoreTask:
         completions: Sequence[str | Sequence[int]] | None,
         tokenizer: Encoder | None,
     ) -> ScoreTask:
-        """Of a prompt and its completions, all text or all ids; None: of a text or ids that are
-        scored whole. Raises `RequestError`."""
+        """The task for a prompt and its completions, all text or all ids; None: for a text or ids
+        that are scored whole. Raises `RequestError`."""
         if completions is not None:
             ids, given = pair_ids(prompt, completions, tokenizer)
             return ScoreTask(_listed(ids), list(map(_listed, given)))
@@ -240,16 +242,16 @@ class ScoreTask:
 
     @property
     def paths(self) -> tuple[ScorePath, ...]:
-        """Of the request."""
+        """The request's paths."""
         return tuple(self._tree[1])
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and its completions."""
+        """Tokens of the prompt and its completions."""
         return len(self.prompt) + sum(map(len, self.completions))
 
     def scores(self, of_paths: Sequence[PathScores]) -> list[Score]:
-        """Of each completion, or of the text."""
+        """The score of each completion, or of the text."""
         return self._tree[0].scores(of_paths)
 
 
@@ -295,7 +297,7 @@ def pair_ids(
 
 
 def whole_ids(text: str | Ids, tokenizer: Encoder | None) -> IntArray:
-    """A text behind the token that stands for its beginning, int64 `[n]`."""
+    """The ids of a text after the token that stands for its beginning, int64 `[n]`."""
     if isinstance(text, str):
         (text,) = _needed(tokenizer).encode_batch([text], add_special_tokens=False)
     ids = np.asarray(text, np.int64)
@@ -303,7 +305,7 @@ def whole_ids(text: str | Ids, tokenizer: Encoder | None) -> IntArray:
     if first is not None and (not len(ids) or ids[0] != first):
         ids = np.concatenate(([first], ids))
     if len(ids) < 2:
-        raise RequestError("text is empty: expected at least one token behind its first")
+        raise RequestError("text is empty: expected at least one token after its first")
     return ids
 
 
@@ -316,7 +318,7 @@ def _needed(tokenizer: Encoder | None) -> Encoder:
 def encode_pairs(
     prompt: str, completions: Sequence[str], encode_batch: EncodeBatch, first_id: int | None
 ) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a prompt and of texts that follow it. As lm-eval cuts them: the whole is encoded
+    """Token ids of a prompt and of texts that follow it, cut as lm-eval does. The whole is encoded
     and cut where the prompt's own ids end; spaces at the prompt's end belong to the completions.
 
     Args:
@@ -333,10 +335,11 @@ def encode_pairs(
 
 
 def rolling_windows(num_tokens: int, max_len: int) -> Iterator[tuple[int, int, int]]:
-    """A text of so many tokens in windows of at most `max_len` tokens that are computed: (first,
-    start, end) of each. Tokens start..end-1 are scored, behind those from `first` on; the text's
-    first token stands for its context and is not scored. As lm-eval cuts texts, with one token of
-    context at least: all tokens once, and the last ones with as much context as fits.
+    """Windows of a text, each of at most `max_len` computed tokens: (first, start, end).
+
+    Tokens start..end-1 are scored, given those from `first` on. The text's first token is only
+    context. Cut as lm-eval does: each other token is scored once, with at least one token of
+    context, and the last ones with as much as fits.
     """
     for start in range(1, num_tokens, max_len):
         end = min(start + max_len, num_tokens)
@@ -344,7 +347,7 @@ def rolling_windows(num_tokens: int, max_len: int) -> Iterator[tuple[int, int, i
 
 
 def _cut(owners: list[tuple[int, int]], first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(leaf, first row, end) of the parts of rows first..end-1 by whose they are."""
+    """Parts of rows first..end-1 by the leaf that computes them: (leaf, first row, end)."""
     until = [row for row, _ in owners[1:]] + [end]
     for (row, leaf), stop in zip(owners, until, strict=True):
         if max(row, first) < min(stop, end):

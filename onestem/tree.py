@@ -1,11 +1,11 @@
 """A radix tree over token ids: match, split, insert, remove. No policy, no torch.
 
-Edges carry the tokens, so a node is a run of tokens with the tokens before it given by its
-ancestors. Nodes may be subclassed to carry what belongs to their tokens; a split tells them.
+Edges carry the tokens: a node is a run of tokens, and its ancestors hold the tokens before it.
+Nodes may be subclassed to carry what belongs to their tokens; a split calls `split_off`.
 
-Equal tokens are not always the same thing: they may stand at other positions, or belong to somebody
-else. A node has a *label* that says so, and a sequence is cut into *stretches* of one label each; a
-match compares labels too, and no node goes past the end of a stretch.
+Equal tokens are not always the same: they may stand at other positions, or belong to another user.
+A node's *label* tells them apart, and a sequence is cut into *stretches* of one label each. A match
+compares labels too, and no node goes past the end of a stretch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["PLAIN", "Label", "Node", "RadixTree", "Stretch", "common_length", "c
 
 
 class Label(NamedTuple):
-    """What tokens have to have in common beside their ids.
+    """What tokens must have in common besides their ids.
 
     Attributes:
-        space: who may see them, and what they saw that is not on their path: runs of different
-            spaces never match ("" is the common one).
+        space: which requests may see them, and what they saw that is not on their path. Runs of
+            different spaces never match ("" is the common one).
         shift: position of a token minus its index in the sequence.
     """
 
@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
 
 
 PLAIN: tuple[Stretch, ...] = (Stretch(0, Label()),)
-"""A sequence whose tokens everybody may match, at the positions of their indices."""
+"""A sequence whose tokens any sequence may match, at the positions of their indices."""
 
 
 class Node:
@@ -83,7 +83,7 @@ class Node:
 
     @property
     def key(self) -> tuple[Label, int]:
-        """What it is found by below its parent."""
+        """Its key below its parent."""
         return self.label, self.tokens[0]
 
     def split_off(self, at: int) -> Self:
@@ -113,8 +113,8 @@ M = TypeVar("M", bound=Node)
 class RadixTree(Generic[N]):
     """Nodes keyed by their label and first token below their parent.
 
-    `num_splits` counts splits: a node's path changes with nothing else. `num_inserted` counts
-    insertions: a sequence finds more with little else.
+    `num_splits` counts splits: nothing else changes a node's path. `num_inserted` counts
+    insertions: little else lets a sequence match more.
     """
 
     def __init__(self, root: N) -> None:
@@ -132,8 +132,8 @@ class RadixTree(Generic[N]):
 
         Args:
             tokens: int32 `[n]`.
-            limit: match at most so many tokens.
-            stretches: what the tokens' nodes must be labelled, by `start`.
+            limit: maximum tokens to match.
+            stretches: the labels that the tokens' nodes must have, by `start`.
 
         Returns:
             the node (the root if nothing matches) and how many tokens its path covers.
@@ -146,8 +146,8 @@ class RadixTree(Generic[N]):
         return node, at
 
     def descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
-        """From a node on which tokens 0..at-1 end, as far down as the others are there with a
-        label: the node where that ends, split there if need be, and their number."""
+        """Match further tokens of one label below a node that ends tokens 0..at-1: the last node
+        that matches, split where the match ends, and how many tokens its path covers."""
         while at < len(tokens):
             child = node.children.get((label, int(tokens[at])))
             if child is None:
@@ -178,11 +178,11 @@ class RadixTree(Generic[N]):
         return at
 
     def overlap(self, other: RadixTree[M], least: int) -> Iterator[tuple[N, int]]:
-        """What `num_found` of another tree is for this tree's sequences, all of them together.
+        """What `num_found` of another tree is for each sequence of this tree, in one pass.
 
         Yields:
-            each node, and how many of the tokens down to its end are there; not those of which
-            fewer than `least` are.
+            each node, and how many of the tokens down to its end are in the other tree; nodes with
+            fewer than `least` are left out.
         """
         stack: list[tuple[N, int, M, int]] = [(self.root, 0, other.root, 0)]
         while stack:
@@ -209,7 +209,7 @@ class RadixTree(Generic[N]):
                     yield from ((below, found) for below in subtree(node.children[key]))
 
     def split(self, node: N, at: int) -> N:
-        """Split a run after `at` of its tokens; give the upper part. `node` stays the lower."""
+        """Split a run after `at` of its tokens and return the upper part; `node` is the lower."""
         if not 0 < at < len(node.tokens):
             raise ValueError(f"split at {at}, expected 1 to {len(node.tokens) - 1}")
         key, parent = node.key, node.parent

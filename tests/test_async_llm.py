@@ -289,7 +289,7 @@ def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model,
             stream = served.generate([5, 6], LONG)
             await anext(stream)
             launcher.kill()
-            with pytest.raises(OnestemError, match="the engine died, and the weights it was given"):
+            with pytest.raises(OnestemError, match="died and its updated weights are lost"):
                 await whole(stream)
             while served._client.state != "running":
                 await asyncio.sleep(0.01)

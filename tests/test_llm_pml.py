@@ -151,7 +151,7 @@ def test_compare_shows_both_ways_of_each_prompt(llm):
 def test_compare_needs_something_cached(tmp_path):
     prompt = str(EXAMPLES / "tutor" / "prompt.xml")
     for option, reason in (
-        (["--isolation", "off"], "isolation is off, and that is compared anyway"),
+        (["--isolation", "off"], "isolation is off, which is compared anyway"),
         (["--share", "off"], "share is off"),
         (["--kv-memory", "5MiB", "--max-model-len", "600"], "too few for the prompt's modules"),
     ):

@@ -1,4 +1,4 @@
-"""What the first lines of a job say: why the first bad one is bad, and whether any is good."""
+"""Watches the first lines of a job: the fault of the first bad one, and whether any is good."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from onestem.errors import JobError, RequestError
 
 __all__ = ["FirstLines"]
 
-LIMIT = 256  # where so many first lines are all bad, the file is of another format
+LIMIT = 256  # if the first lines up to here are all bad, the file has another format
 
 
 class FirstLines:
-    """Watches the first pass: tells of the first bad line, refuses a job that begins with bad
-    lines alone. A refused job's error names that line, and nothing else is told.
+    """Watches the first pass: reports the first bad line, and refuses a job that begins with
+    nothing but bad lines. A refused job's error names the first one instead.
 
     Args:
         source: the input.
@@ -31,7 +31,7 @@ class FirstLines:
         self._first: str | None = None
 
     def see(self, lines: Sequence[tuple[int, RequestError | None]]) -> None:
-        """Line number and error (None: a good line) of each of the next lines.
+        """Take line number and error (None: a good line) of each of the next lines.
 
         Raises:
             JobError: none of the first lines is good.
@@ -48,7 +48,7 @@ class FirstLines:
             self._tell = None
 
     def end(self) -> None:
-        """There are no more lines; raises `JobError` as `see` does."""
+        """Note the end of the lines; raises `JobError` as `see` does."""
         if self._first and not self._accepted:
             raise JobError(
                 f"{self._first} (0 of the first {self._num_lines} {self._source.unit}s can be "

@@ -1,4 +1,4 @@
-"""A line of an OpenAI batch file -> `BatchRequest`, or a `LineError` that says what is wrong.
+"""Parses a line of an OpenAI batch file to a `BatchRequest`, or a `LineError` with the reason.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "..."}}
     {"custom_id": "b", "prompt": "...", "completions": ["...", "..."]}
@@ -6,9 +6,9 @@
 
 The second and third are short for lines of /v1/score with these fields as their body.
 
-A line is UTF-8 JSON. Lines end with LF or CRLF, the last one need not; a byte order mark before
-the first is skipped; blank lines hold no request and get no result. Keys that stand twice in an
-object are refused, since only one of their values could be honoured.
+A line is UTF-8 JSON. Lines end with LF or CRLF; the last one need not. A byte order mark before the
+first is skipped. Blank lines hold no request and get no result. Duplicate keys in an object are
+refused, since only one of their values could be used.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LINE_DEPTH = MAX_DEPTH + 1  # a line is a body with an object around it
 
 
 class LineError(RequestError):
-    """One line of the input that gets an error object instead of an answer.
+    """A line of the input that gets an error object instead of an answer.
 
-    `code` is for programs; `custom_id` is the line's, as far as it could be read.
+    `code` is for programs; `custom_id` is the line's, if it could be read.
     """
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
@@ -65,7 +65,7 @@ class BatchRequest:
 
 
 def parse_line(raw: bytes) -> BatchRequest:
-    """The request in a line of the input; raises `LineError` alone, whatever the bytes are."""
+    """The request in a line of the input. Any bytes raise nothing but `LineError`."""
     try:
         record = read_object(raw, "the line", LINE_DEPTH)
     except JsonError as error:
@@ -91,7 +91,7 @@ def url_of(record: Mapping[str, Any]) -> object:
 
 
 def _is_short(record: Mapping[str, Any]) -> bool:
-    """Whether a line is the body of one that asks for scores."""
+    """Whether a line is in the short form of a /v1/score line."""
     return not record.keys().isdisjoint(("completions", "text")) and record.keys().isdisjoint(
         ("method", "url", "body")
     )
@@ -109,7 +109,7 @@ def _custom_id(record: Mapping[str, Any]) -> str:
 
 
 def _what_a_line_is(record: Mapping[str, Any]) -> str:
-    """A batch line in short, for an error of a line that is a plain prompt or chat."""
+    """The expected form of a batch line, for the error of a line that is a plain prompt or chat."""
     for url, name in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
         if name in record and "body" not in record:
             line = f'"custom_id": "1", "method": "POST", "url": "{url}", "body": {{"{name}": ...}}'

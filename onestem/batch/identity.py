@@ -1,4 +1,4 @@
-"""Which model a directory holds, as a short text that changes when its answers might."""
+"""Identity of the model in a directory: a short text that changes when its answers might."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onestem.errors import JobError
 __all__ = ["model_identity"]
 
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
-WHOLE_BYTES = 64 << 20  # larger files are sampled: to read a large model again takes minutes
+WHOLE_BYTES = 64 << 20  # larger files are sampled: reading a large model takes minutes
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 
@@ -19,8 +19,8 @@ SAMPLE_BYTES = 64 << 10
 def model_identity(directory: str | os.PathLike[str]) -> str:
     """16 hexadecimal digits over config, tokenizer and weights in a model directory.
 
-    Files of up to 64 MiB count in full, of larger ones the size and 64 samples of 64 KiB spread
-    over it, first and last included: enough to tell one training of a model from another.
+    Files of up to 64 MiB are hashed in full. Larger ones count by size and 64 samples of 64 KiB,
+    from the beginning to the end. That is enough to tell trainings of a model apart.
     """
     folder = Path(directory)
     digest = hashlib.sha256()

@@ -1,9 +1,9 @@
 """What a job reads: OpenAI batch lines, or rows of JSON lines, CSV, Parquet or a data set.
 
-Whatever it is, it is read as a stream of batch lines: `templates` makes one of each row. A file's
-name says its form: .csv, .tsv, .parquet; any other is JSON lines. A folder is a data set that
-`datasets.save_to_disk` has written, or one of data files (`NAME.parquet`, `NAME-00000-of-00002.csv`
-and so on), which are read one after the other, in the order of their names.
+Every input is read as a stream of batch lines: `templates` makes one of each row. A file's suffix
+gives its form: .csv, .tsv, .parquet; any other is JSON lines. A folder is a data set that
+`datasets.save_to_disk` wrote, or one of data files (`NAME.parquet`, `NAME-00000-of-00002.csv` and
+so on). These are read one after the other, in the order of their names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onestem.options import InputOptions
 __all__ = ["MAX_LINE_BYTES", "InputSurvey", "JobInput"]
 
 See = Callable[[bytes], object]
-Numbered = tuple[int, bytes | LineError]  # a line's or row's number from 1, and a batch line
+Numbered = tuple[int, bytes | LineError]  # (number of the line or row from 1, batch line)
 
 MAX_LINE_BYTES = 16 << 20
 ROWS_AT_A_TIME = 256
@@ -44,7 +44,7 @@ EXTRA = "pip install 'onestem[data]'"
 
 @dataclass(frozen=True)
 class InputSurvey:
-    """What one look at the input says: its hash, bytes, and lines that are not blank."""
+    """Facts from one pass over the input: its hash, bytes, and lines that are not blank."""
 
     sha256: str
     num_bytes: int
@@ -61,27 +61,27 @@ class Rows(Protocol):
     def columns(self) -> Sequence[str]: ...
 
     def count(self, see: See) -> int:
-        """Rows; `see` gets all bytes that they are stored in."""
+        """Number of rows; `see` gets all bytes of their files."""
         ...
 
     def read(self, wanted: Sequence[str], see: See) -> Iterator[Mapping[str, Any] | LineError]:
-        """The rows, with the columns that are wanted at least."""
+        """The rows, with at least the wanted columns."""
         ...
 
 
 class JobInput:
-    """An input that is there.
+    """An existing input.
 
     Args:
         path: a file, or the folder of a data set.
         options: how its rows become requests.
 
     Attributes:
-        unit: what a person calls one of its items.
-        identity: what of the options a job's answers depend on.
+        unit: word for one of its items: line or row.
+        identity: the options that a job's answers depend on.
 
     Raises:
-        JobError: it cannot be read.
+        JobError: the input cannot be read.
         ConfigError: the options do not fit it.
     """
 
@@ -101,7 +101,7 @@ class JobInput:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of its files."""
+        """Bytes of all its files."""
         paths = [self.path] if self._rows is None else self._rows.paths
         return sum(path.stat().st_size for path in paths)
 
@@ -117,7 +117,7 @@ class JobInput:
         return InputSurvey(seen.digest.hexdigest(), seen.num_bytes, count)
 
     def read(self, see: See) -> Iterator[Numbered]:
-        """Batch lines, by number; an error for one that is too long or cannot be made.
+        """(number, batch line) of each line; an error for one that is too long or cannot be made.
 
         `see` gets every byte of the input, in the order of `survey`.
         """
@@ -132,7 +132,7 @@ class JobInput:
                 yield number, self._line(number, row)
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Rows that can be read, by number, of an input that has a template."""
+        """(number, row) of each readable row, for an input with a template."""
         assert self.recipe is not None
         if self._rows is not None:
             with _data_errors(self.path):
@@ -183,7 +183,7 @@ def _too_long(unit: str) -> LineError:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """A file of the input, which is read more than once and so has to be a file."""
+    """Open a file of the input. It must be a regular file, since it is read more than once."""
     if path.exists() and not path.is_file():
         raise JobError(f"{path} is not a regular file: a job is read twice, save it first")
     try:
@@ -274,7 +274,7 @@ def _split(path: Path, asked: str | None, there: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _data_errors(path: Path) -> Iterator[None]:
-    """What a library says of a damaged file, as one line."""
+    """Turn a library's error about a damaged file into one line."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -299,7 +299,7 @@ class Files:
 
     @cached_property
     def columns(self) -> Sequence[str]:
-        """Of the first file."""
+        """Columns of the first file."""
         first = self.paths[0]
         if self.is_csv:
             with open_file(first) as file:
@@ -352,7 +352,7 @@ def _json_rows(path: Path, see: See) -> Iterator[Mapping[str, Any] | LineError]:
 
 
 class _Csv:
-    """A CSV file with a header. A cell that is no UTF-8 is refused by who uses it."""
+    """A CSV file with a header. Cells that are not UTF-8 are refused when a template uses them."""
 
     def __init__(self, path: Path, file: IO[bytes], delimiter: str, see: See) -> None:
         self._path = path
@@ -416,7 +416,7 @@ def _parquet_rows(path: Path, wanted: Sequence[str], see: See) -> Iterator[Mappi
 
 
 class Saved:
-    """What `datasets.Dataset.save_to_disk` has written."""
+    """A data set that `datasets.Dataset.save_to_disk` wrote."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -454,7 +454,7 @@ class Saved:
 
 
 class _Shares:
-    """Files whose bytes are told as the rows in them are read, which are not read in order."""
+    """Reports the bytes of files in step with their rows, whose reading has another order."""
 
     def __init__(self, paths: Sequence[Path], see: See) -> None:
         self._paths, self._see = paths, see
@@ -463,7 +463,7 @@ class _Shares:
         self._told = 0
 
     def until(self, share: float) -> None:
-        """Tell of so much of them, at least."""
+        """Report at least this share of the bytes."""
         while self._told < share * self._total:
             piece = next(self._pieces, None)
             if piece is None:

@@ -1,4 +1,4 @@
-"""What a caller of `run_job` hands in and gets back."""
+"""Arguments and results of `run_job`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Planner(Protocol):
 
 
 class EngineDiedError(JobError):
-    """The engine failed as a whole, and whoever uses it needs another one.
+    """The engine failed as a whole; another one is needed to go on.
 
     Attributes:
         there: ids of the requests that it had.
-        num_settled: lines that became errors with it, as they were there before.
+        num_settled: lines that became errors, since an engine had died with them before.
     """
 
     def __init__(self, message: str, there: Collection[str] = (), *, num_settled: int = 0) -> None:
@@ -55,21 +55,21 @@ class EngineDiedError(JobError):
 
 
 DIED_TWICE = "the engine died twice while it answered this line"
-"""How the message of a line begins that engines died of."""
+"""Beginning of the message of a line that engines died with."""
 
-# Pulls requests as it has room, hands outputs back in any order; raises `EngineDiedError`.
+# Pulls requests as it has room, returns outputs in any order; raises `EngineDiedError`.
 Run = Callable[[Iterable[Request]], Iterable[RequestOutput]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a job is.
+    """Progress of a job.
 
     Attributes:
         stage: "read": `done` and `total` are bytes of the input; "run": lines; "write": lines,
-            told once, when the output is ready to be renamed.
+            reported once, when the output is ready to be renamed.
         failed: lines with an error so far.
-        last: the output that was just written down; None where it is not that which is told.
+        last: the output that was written last; None if the report is about something else.
     """
 
     stage: Stage
@@ -81,17 +81,19 @@ class Progress:
 
 @dataclass(kw_only=True)
 class JobSummary:
-    """What a job came to.
+    """The result of a job.
 
     Attributes:
         total: lines with a result: all lines of the input that are not blank.
         failed: of these, lines with an error object.
-        resumed: results that were there before this run; their cost is not in what follows.
-        already_complete: the output was there, whole; this run computed nothing.
+        resumed: results from earlier runs; their cost is not in the counts below.
+        already_complete: the output was complete before this run, which computed nothing.
         num_prompt_tokens: prompt tokens of the requests answered in this run.
         num_cached_tokens, num_computed_tokens, num_output_tokens: sums of their metrics.
-        read_seconds: hashing and first pass. plan_seconds: planning. seconds: all of it.
-        plan: what the planner said, None where nothing was planned.
+        read_seconds: hashing and first pass.
+        plan_seconds: planning.
+        seconds: the whole run.
+        plan: the planner's plan; None: nothing was planned.
     """
 
     output: Path
@@ -117,7 +119,7 @@ class JobSummary:
         return 1 if self.failed else 0
 
     def last_line(self) -> str:
-        """The last thing that a person is told."""
+        """The last line of output, for people."""
         done = "already complete" if self.already_complete else "complete"
         return f"{self.output}: {done}: {self.total} lines, {self.failed} failed"
 
@@ -129,11 +131,11 @@ class JobSummary:
 
 
 class JobInterrupted(KeyboardInterrupt):
-    """Ctrl-C, after what is finished has been written down. Its text says how to go on."""
+    """Ctrl-C, raised after all finished answers are written. Its text says how to go on."""
 
 
 class SpooledPrompts:
-    """The prompts of some lines, as the planner reads them: from the disk, by index."""
+    """The prompts of some lines for the planner, read from the disk by index."""
 
     def __init__(self, spool: Spool, indices: IntArray) -> None:
         self._spool = spool
@@ -144,19 +146,19 @@ class SpooledPrompts:
 
     @property
     def lengths(self) -> IntArray:
-        """`[num_prompts]` tokens of each."""
+        """`[num_prompts]` tokens of each prompt."""
         return self._spool.num_ids[self._indices]
 
     @property
     def folder(self) -> Path:
-        """Where there is room for as many ids again."""
+        """A folder with room for a second copy of the ids."""
         return self._spool.folder
 
     def __getitem__(self, i: int, /) -> npt.NDArray[np.int32]:
         return self._spool.prompt(int(self._indices[i]))
 
     def place_of(self, request_id: str) -> int | None:
-        """Where a line's request stands among them; None: it is not one of them."""
+        """Index of a line's request among these prompts; None: it is not one of them."""
         name = split_result_id(request_id)
         assert name is not None, f"a request of nobody: {request_id}"
         index = self._spool.index_of(name[1])
@@ -165,6 +167,6 @@ class SpooledPrompts:
         return place if there else None
 
     def answers(self) -> IntArray:
-        """`[num_prompts]` how many answers each asks for (n). Reads each line's record."""
+        """`[num_prompts]` number of answers that each asks for (n). Reads each line's record."""
         asked = (self._spool.spooled_request(i).sampling for i in self._indices.tolist())
         return np.array([sampling.get("n") or 1 for sampling in asked], np.int64)

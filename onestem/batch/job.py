@@ -1,24 +1,24 @@
-"""Run a job: an OpenAI batch file in, a result file out, whatever happens in between.
+"""Runs a job: an OpenAI batch file in, a result file out, whatever happens in between.
 
     OUT.jsonl is there, whole and in input order, or it is not there.
 
-1. Hash the input; take the lock; look whether OUT.jsonl or work on it is there already, and whose.
+1. Hash the input, take the lock, and check for an existing OUT.jsonl or work on it, and its job.
 2. First pass (`spool`): check and tokenise each line. Skipped where an earlier run has done it.
    A job whose first lines are all bad ends here and leaves nothing (`first_lines`).
-3. Plan what has no result yet, hand it to the engine in that order, append each result to
-   OUT.jsonl.partial as it comes (`journal`).
+3. Plan the lines without a result, pass them to the engine in that order, and append each result
+   to OUT.jsonl.partial as it comes (`journal`).
 4. Write the results in input order, rename that file to OUT.jsonl, remove the rest.
 
-A process killed anywhere continues with the same command: 1 and 2 depend on the input alone and are
-done again where incomplete, 3 goes on after the last whole line, 4 is done again. Ids and seeds
-come from the job and `custom_id`, so the file is that of a run without interruption as far as the
-engine answers a request alike whatever else is in its steps. (Numbers of another batch are summed
-in another order: log-probabilities, where asked for, agree to float32 rounding only.) Lines that
-ended in an error are not tried again.
+A process killed at any point continues with the same command. 1 and 2 depend on the input alone and
+are repeated where incomplete, 3 goes on after the last whole line, 4 is repeated. Ids and seeds
+come from the job and `custom_id`. So the file equals that of a run without interruption, as far as
+the engine's answer to a request does not depend on what else is in its steps. (Other batches sum in
+another order, so log-probabilities agree only to float32 rounding.) Lines that ended in an error
+are not tried again.
 
-Memory, beside what tokenizer, planner and engine hold: about 100 bytes per line of the job and tens
-of MiB for a chunk of 256 lines or one line of 16 MiB. Token ids are read when they are planned, and
-a request's when the engine pulls it.
+Memory, beside that of tokenizer, planner and engine: about 100 bytes per line of the job, and tens
+of MiB for a chunk of 256 lines or one line of 16 MiB. Token ids are read for planning, and again
+when the engine pulls a request.
 Disk: 4 bytes per prompt token, as much again while a job is planned, and twice the size of the
 output at the end.
 """
@@ -85,33 +85,33 @@ def run_job(
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
 ) -> JobSummary:
-    """Run a job to its end, or go on with it.
+    """Run a job, or continue it, to its end.
 
     Args:
         source: a file of batch lines, or an input of another form.
         tokenizer: None: the model has none; then lines need token ids and results carry them.
         validate: raises `RequestError` for a request that can never be answered.
-        run: the engine; where lines are planned, it is given `PlannedLines`. An output with
-            finish_reason "error" becomes an error object (its message is a `stop_reason` that is
-            text); one with "abort" counts as not answered.
+        run: the engine; planned lines are passed as `PlannedLines`. An output with finish_reason
+            "error" becomes an error object, whose message is the `stop_reason` if that is text. An
+            output with "abort" counts as not answered.
         planner: None: input order.
         model_identity: differs whenever weights, config or tokenizer do.
         model_name: `model` in results of lines that name none.
-        options: all other options that change answers, by the names that a user knows.
-        token_bytes: the bytes that a token stands for, for log-probabilities.
-        compile_pml: markup and isolation to segments; None: lines with `pml` get an error. What it
-            depends on (schemas) belongs to `options`.
-        force: throw away an output, and work on it, that belongs to another job. This job's own
-            work is always continued.
-        keep_going: go on where none of the first 256 lines can be answered.
+        options: all other options that change answers, by the names that users know.
+        token_bytes: the bytes of a token, for log-probabilities.
+        compile_pml: markup and isolation to segments; None: lines with `pml` get an error. Put its
+            schemas in `options`.
+        force: delete an output, or unfinished work on it, of another job. This job's own work is
+            always continued.
+        keep_going: continue even if none of the first 256 lines can be answered.
         on_progress: called for each chunk read and each line written.
         on_first_error: called in the first pass, at most once, with the first line that cannot be
             answered and the reason, in one line.
 
     Raises:
         JobError: the job cannot start or go on; one line that says what to do.
-        EngineDiedError: `run` did. The next run tries the lines that it had one at a time; a line
-            that is there again when the engine dies gets an error object.
+        EngineDiedError: the engine died. The next run tries the engine's lines one at a time; a
+            line with which the engine dies again gets an error object.
         JobInterrupted: Ctrl-C.
     """
     began = time.perf_counter()
@@ -210,7 +210,7 @@ class _Job:
     # -- what is there already
 
     def _is_complete(self, force: bool) -> bool:
-        """Whether the output is there and this job's. One of another job is refused."""
+        """Whether this job's complete output exists. An output of another job is refused."""
         output, job = self._place.output, self._identity.job
         if not output.exists() or output.stat().st_size == 0:
             return False
@@ -241,7 +241,7 @@ class _Job:
         self._summary.already_complete = True
 
     def _claim(self, force: bool) -> None:
-        """See to it that what lies beside the output is of this job, or not there."""
+        """Make sure that work beside the output is of this job, or there is none."""
         if force and not self._is_ours():
             self._place.discard()
         manifest = self._place.read_manifest()
@@ -274,7 +274,7 @@ class _Job:
     # -- first pass
 
     def _read(self) -> None:
-        """The first pass, unless its result is there, whole."""
+        """Do the first pass, unless its complete result exists."""
         manifest = self._place.read_manifest()
         if manifest is not None and manifest.get("spool") == spool_sizes(self._place):
             return
@@ -294,7 +294,7 @@ class _Job:
                     f"{self._source.path} changed while it was read: give the command again"
                 )
         except BaseException:
-            if manifest is None:  # else it says whose the answers are
+            if manifest is None:  # else it names the job of the answers
                 self._place.discard_spool()
             raise
         self._place.write_manifest(self._identity.record() | {"spool": sizes})
@@ -328,7 +328,7 @@ class _Job:
         return error_line(job, line.line_number, line.custom_id, code, message)
 
     def _write_answers(self, spool: Spool, journal: Journal) -> None:
-        """Lines that an engine had when it died come last, each alone."""
+        """Answer all lines. Those that an engine had when it died come last, each alone."""
         missing = journal.missing
         is_suspect = np.isin(spool.line_numbers[missing], list(self._place.read_suspects()))
         parts = [missing[~is_suspect], *missing[is_suspect].reshape(-1, 1)]
@@ -359,7 +359,8 @@ class _Job:
     def _note_death(
         self, spool: Spool, journal: Journal, there: frozenset[int], error: EngineDiedError
     ) -> EngineDiedError:
-        """Remember who was there when the engine died. For who was there before, that is all."""
+        """Save the lines that the engine had when it died; those of an earlier death too get an
+        error."""
         suspects = self._place.read_suspects()
         for line_number in sorted(there & suspects):
             line = spool.spooled_request(spool.index_of(line_number))
@@ -374,7 +375,7 @@ class _Job:
         )
 
     def _requests(self, spool: Spool, indices: IntArray) -> Iterator[Request]:
-        """The requests at `indices` in input order, made as they are pulled."""
+        """The requests at `indices` in input order, made when they are pulled."""
         return (spool.request(int(index)) for index in indices)
 
     def _plan(self, spool: Spool, indices: IntArray, journal: Journal) -> PlannedLines | None:

@@ -1,8 +1,8 @@
-"""The answers so far: one line each, in the order in which they were finished.
+"""The answers so far: one line each, in the order in which they finished.
 
-A line is appended by one unbuffered write, so what the process has written survives its death, and
-at most the last line can be torn. Opening a journal reads it through, cuts a torn end and notes
-where each line is: 24 bytes of memory per line of the job. Lines are never held.
+A line is appended by one unbuffered write. So all that was written survives the process, and at
+most the last line can be torn. Opening a journal reads it through, cuts a torn end and notes where
+each line is: 24 bytes of memory per line of the job. The lines are not kept in memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from onestem.errors import JobError
 
 __all__ = ["UNKNOWN", "Journal", "ResultCounts", "result_line"]
 
-# A power cut may lose the answers of so many seconds; a killed process loses none.
+# A power cut may lose the answers of the last SYNC_SECONDS; a killed process loses none.
 SYNC_SECONDS = 10.0
 ABSENT = -1
 UNKNOWN = -1
 
 
 class ResultLine(NamedTuple):
-    """What a result line says: of which input line it is, whether it is an error, and how many
-    tokens were sampled (`UNKNOWN` of an error)."""
+    """Facts of a result line: the input line's number, whether it is an error, and the number of
+    sampled tokens (`UNKNOWN` for an error)."""
 
     line_number: int
     failed: bool
@@ -39,7 +39,7 @@ class ResultLine(NamedTuple):
 
 
 def result_line(raw: bytes, job: str) -> ResultLine | None:
-    """Of a whole result line of this job, else None."""
+    """The facts of a whole result line of this job; None for any other bytes."""
     if not raw.endswith(b"}\n"):
         return None
     try:
@@ -76,12 +76,12 @@ class Journal:
     """The file of finished answers, by index (see `spool`).
 
     Args:
-        path: the file; made if it is not there.
-        job: the job that each line has to belong to.
+        path: the file; created if missing.
+        job: the job that each line must belong to.
         line_numbers: `[num_lines]` the input's line numbers, ascending.
 
     Attributes:
-        output_tokens: `[num_lines]` tokens sampled for each; `UNKNOWN` without an answer.
+        output_tokens: `[num_lines]` tokens sampled for each line; `UNKNOWN` without an answer.
     """
 
     def __init__(self, path: Path, job: str, line_numbers: npt.NDArray[np.int64]) -> None:
@@ -107,8 +107,8 @@ class Journal:
     def _scan(self) -> int:
         """Note where each line is; returns where the last whole line ends.
 
-        A torn line is the last one and has no line end. Any other line that is not a result of
-        this job was put there by someone else, and to cut there could lose answers.
+        A torn line is the last one and has no line end. Any other line that is not a result of this
+        job is foreign: it is refused, since cutting there could lose answers.
         """
         end = 0
         with open(self.path, "rb") as file:
@@ -169,7 +169,7 @@ class Journal:
     def _append(self, line: bytes) -> None:
         written = os.write(self._file, line)
         try:
-            while written < len(line):  # a disk that is nearly full takes a part
+            while written < len(line):  # a nearly full disk may take only a part
                 written += os.write(self._file, line[written:])
         except OSError:
             os.ftruncate(self._file, self._end)
@@ -191,7 +191,7 @@ class Journal:
                 start, size = start + len(piece), size - len(piece)
 
     def _stretches(self) -> Iterator[tuple[int, int]]:
-        """(start, size) of what stands together both here and in input order."""
+        """(start, size) of lines that are consecutive both here and in input order."""
         if len(self._start) == 0:
             return
         breaks = np.flatnonzero(self._start[1:] != self._start[:-1] + self._size[:-1]) + 1
@@ -201,7 +201,7 @@ class Journal:
             yield int(self._start[begin]), int(size)
 
     def close(self) -> None:
-        """Flush to the disk and let go. Closing twice is fine."""
+        """Flush to the disk and close the file. Closing twice is fine."""
         if self._file >= 0:
             try:
                 self.sync()

@@ -1,9 +1,9 @@
-"""A prompt in pieces that could stand in another order: of a template, or found in its text.
+"""A prompt in pieces that could have another order: of a template, or found in its text.
 
-A piece is a field with what belongs to it (`Question: {question}`), or text between fields. Of a
-template its pieces are known. In a text they are found by what prompts of a job have in common:
-labels at the beginning of lines (`Question: ...`), and sentences that are alike but for numbers
-(`Today is 2026-11-23.`).
+A piece is a field with its label (`Question: {question}`), or text between fields. A template shows
+its pieces. In a text they are found by what the job's prompts have in common: labels at the
+beginning of lines (`Question: ...`), and sentences that differ only in numbers (`Today is
+2026-11-23.`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LABEL = re.compile(r"[^\w\n]{0,3}([A-Za-z][\w ()/-]{0,30}):")
 CLOSING = re.compile(r"\s*</[^<>\n]*>")
 LINE_END, SPACE = re.compile(r"\s*\n\s*"), re.compile(r"\s+")
 NUMBERED = re.compile(r"\S*\d\S*")
-MOST_CHARACTERS = 200  # of a sentence that is alike but for numbers
-LEAST_SHARE = 20  # one in so many prompts has a label that counts
+MOST_CHARACTERS = 200  # of a sentence that differs only in numbers
+LEAST_SHARE = 20  # labels and sentences count if one prompt in LEAST_SHARE has them
 NAME_CHARACTERS = 60
 
 
@@ -47,9 +47,9 @@ class Piece(NamedTuple):
     """A part of a message.
 
     Attributes:
-        name: what it is, for people; equal names are the same piece of two prompts.
-        text: its own.
-        gap: white space behind it, which stays where it is.
+        name: for people; equal names are the same piece of two prompts.
+        text: without the gap.
+        gap: white space after it, which stays in its place.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Pieces of a message, or of a prompt that is text (whose role is None)."""
+    """Pieces of a message, or of a plain text prompt (role None)."""
 
     role: str | None
     pieces: Sequence[Piece]
@@ -80,8 +80,8 @@ def joined(messages: Sequence[Message], order: Sequence[int]) -> list[str]:
     """Texts of the messages with their pieces in another order.
 
     Args:
-        order: pieces as numbered through all messages. A piece that is to stand behind one of a
-            later message moves to that message, if a user wrote it, or to the next that one did.
+        order: pieces, numbered through all messages. A piece that is to follow one of a later
+            message moves to the first user's message from that one on, if there is one.
     """
     flat = [(place, piece) for place, one in enumerate(messages) for piece in one.pieces]
     users = [i for i, message in enumerate(messages) if message.role in (None, "user")]
@@ -99,8 +99,8 @@ def joined(messages: Sequence[Message], order: Sequence[int]) -> list[str]:
 
 
 def _text(group: Sequence[int], flat: Sequence[tuple[int, Piece]]) -> str:
-    """Two pieces that were neighbours keep what is between them; others get the wider gap of
-    those that they had, a new line at least."""
+    """The pieces of a message as text. Neighbours stay as far apart as they were; other pieces get
+    the wider of the gaps that they had, at least a new line."""
     text = ""
     for number, following in pairwise(group):
         piece = flat[number][1]
@@ -120,8 +120,8 @@ def _width(gap: str) -> tuple[int, int]:
 
 
 def template_pieces(recipe: Recipe) -> Sequence[tuple[str | None, Sequence[Any]]] | None:
-    """Role, and (name, template, gap) of each piece, of each message of a template; None: they
-    are not known before a row is."""
+    """(role, (name, template, gap) of each piece) of each message of a template; None: these depend
+    on the row."""
     prompt = recipe.fields.get("prompt", recipe.fields.get("messages"))
     if isinstance(prompt, Template):
         role = None if recipe.kind == "completion" else "user"
@@ -138,7 +138,8 @@ def template_pieces(recipe: Recipe) -> Sequence[tuple[str | None, Sequence[Any]]
 
 
 def _split(template: Template) -> list[tuple[str, Template, str]]:
-    """The pieces of a template's text: each field with its label before and what ends its line."""
+    """The pieces of a template's text: each field with its label before it and the rest of its
+    line."""
     parts = [*template.parts]
     fields = [i for i, part in enumerate(parts) if isinstance(part, Field)]
     if not fields:
@@ -163,7 +164,7 @@ def _split(template: Template) -> list[tuple[str, Template, str]]:
 
 
 def _lead(literal: str | Field, pieces: list[tuple[str, Template, str]]) -> str:
-    """The label at the end of a literal; what is before it becomes a piece of its own."""
+    """The label at the end of a literal; the text before it becomes a piece of its own."""
     assert isinstance(literal, str)
     cut = literal.rstrip("\n").rfind("\n")
     text = literal[: max(cut, 0)].rstrip("\n")
@@ -181,7 +182,7 @@ class TextPieces:
     """Finds the pieces of texts.
 
     Args:
-        sample: prompts of the job, of which it learns what its texts have in common.
+        sample: prompts of the job, to learn what its texts have in common.
     """
 
     def __init__(self, sample: Iterable[Sequence[tuple[str | None, str]]]) -> None:
@@ -205,7 +206,7 @@ class TextPieces:
         }
 
     def of(self, parts: Sequence[tuple[str | None, str]]) -> list[Message]:
-        """Pieces of each message, whose texts they make."""
+        """Pieces of each message; joined, they give its text."""
         names: Counter[str] = Counter()
         return [Message(role, [*self._pieces(text, names)]) for role, text in parts]
 
@@ -234,7 +235,7 @@ def _numbered(name: str, names: Counter[str]) -> str:
 
 
 def _chunks(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Sentences and lines: text, white space behind it, whether it begins a line."""
+    """Sentences and lines: (text, white space after it, whether it begins a line)."""
     start, begins = 0, True
     for found in BREAK.finditer(text):
         yield text[start : found.start()], found.group(), begins
@@ -249,7 +250,7 @@ def _label(text: str, begins: bool) -> str | None:
 
 
 def _masked(text: str) -> str | None:
-    """A sentence without its numbers; None: it has none, or is long."""
+    """A sentence with # for its numbers; None: it has none, or is long."""
     if len(text) > MOST_CHARACTERS or not any(map(str.isdigit, text)):
         return None
     return NUMBERED.sub("#", text)
@@ -273,7 +274,7 @@ def rendered(
 
 
 def sources(slots: Sequence[tuple[str | None, Sequence[Any]]]) -> list[Message]:
-    """The pieces of a template, as templates are written."""
+    """The pieces of a template, in the syntax of templates."""
     return [
         Message(role, [Piece(name, template.source, gap) for name, template, gap in pieces])
         for role, pieces in slots

@@ -1,4 +1,4 @@
-"""A job's lines in the order in which they are to run."""
+"""A job's lines in the order in which they run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["PlannedLines"]
 
 
 class PlannedLines:
-    """Some lines without a result, planned together with those that have one: these say how long
+    """Some lines without a result, planned together with all that have one: these show how long
     answers are.
 
-    Iterated over, they are requests, made as they are pulled, in an order that answers change.
+    Iterating makes requests when they are pulled, in an order that new answers may change.
 
     Args:
         indices: of the lines to run, ascending.
 
     Attributes:
-        plan: of all of them.
-        positions: `[num_lines_to_run]` where the lines to run stand in the plan's order, rising.
+        plan: of all these lines.
+        positions: `[num_lines_to_run]` positions of the lines to run in the plan's order, rising.
     """
 
     def __init__(self, spool: Spool, indices: IntArray, journal: Journal, planner: Planner) -> None:
@@ -38,12 +38,12 @@ class PlannedLines:
             SpooledPrompts(spool, self._lines), output_lengths=spool.output_lengths(self._lines)
         )
         done = np.searchsorted(self._lines, answered)
-        # What is not known of an answer's length is -1 there and here.
+        # Unknown lengths of answers are -1 in both.
         self._order = RunningOrder(self.plan, done, journal.output_tokens[answered])
         self.positions = np.flatnonzero(~np.isin(self.plan.order, done))
 
     def note(self, index: int, output_tokens: int) -> None:
-        """A line is answered, with so many sampled tokens."""
+        """Note that a line is answered, and how many tokens were sampled."""
         self._order.note(int(np.searchsorted(self._lines, index)), output_tokens)
 
     def __iter__(self) -> Iterator[Request]:

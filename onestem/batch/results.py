@@ -1,4 +1,4 @@
-"""Outputs -> lines of the result file, in the shapes of OpenAI's batch API.
+"""Makes lines of the result file from outputs, in the shapes of OpenAI's batch API.
 
     {"id": ..., "custom_id": ...,
      "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
@@ -7,11 +7,11 @@
 
 Nothing in a line depends on when or in which order it was computed. `created` is always 0, and ids
 come from the job and the line:
-* `id` is `batch_req_<job>_<line number in the input>`. It is how a line finds its place again, and
-  how a finished file is recognised.
-* `request_id` and the body's `id` come from a hash of the job and `custom_id`, as does the seed of
-  a request that brings none.
-How many prompt tokens came from the cache depends on the order, so `usage` does not say.
+* `id` is `batch_req_<job>_<line number in the input>`. It gives a line its place in the output, and
+  identifies a finished file.
+* `request_id` and the body's `id` come from a hash of the job and `custom_id`. So does the seed of
+  a request without one.
+The number of prompt tokens from the cache depends on the order, so it is not in `usage`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _digest(job: str, custom_id: str) -> bytes:
 
 
 def derived_seed(job: str, custom_id: str) -> int:
-    """The seed of a request that brings none: 63 bits."""
+    """The seed of a request without one: 63 bits."""
     return int.from_bytes(_digest(job, custom_id)[:8], "big") >> 1
 
 
@@ -70,7 +70,7 @@ def error_line(job: str, line_number: int, custom_id: str | None, code: str, mes
 def answer_line(
     job: str, line_number: int, custom_id: str, body: Callable[[str], Mapping[str, Any]]
 ) -> bytes:
-    """The result of a line whose request was answered; `body` makes its body, with a name."""
+    """The result of a line whose request was answered; `body` makes its body, given an id."""
     name = _digest(job, custom_id).hex()[:24]
     return _line(
         {

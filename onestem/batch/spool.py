@@ -1,16 +1,16 @@
 """The first pass over a job's input: stream it, check it, tokenise it, keep what the run needs.
 
-The spool is three files of fixed or appended records, so that no part of the job is held in memory:
+The spool is three files of records, so that no part of the job is held in memory:
 * `ids`: int32, the token ids of all prompts, one after the other.
 * `requests`: a line of JSON per input line: how to answer it, or why it cannot be answered.
 * `lines`: six int64 per input line (`COLUMNS`).
 
 Blank lines have no record. A record's place in `lines` is its *index*, which counts from 0 and
-orders the results; its line number counts from 1, blank lines too, and is what a person sees.
+orders the results. Its line number, for people, counts from 1 and includes blank lines.
 
-Memory of the pass: one chunk (at most `CHUNK_LINES` lines or, but for its last line,
-`CHUNK_BYTES`), a line of at most `inputs.MAX_LINE_BYTES`, and 16 to 32 bytes per line to notice
-equal `custom_id`s.
+Memory of the pass: one chunk (at most `CHUNK_LINES` lines, and `CHUNK_BYTES` without its last
+line), a line of at most `inputs.MAX_LINE_BYTES`, and 16 to 32 bytes per line to detect equal
+`custom_id`s.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ NO_TOKENIZER = "the model has no tokenizer: give /v1/completions a prompt of tok
 
 
 class Tokenizer(Encoder, Protocol):
-    """What a job needs of a tokenizer. Texts that it refuses raise `RequestError`."""
+    """The tokenizer that a job needs. Refused texts raise `RequestError`."""
 
     def apply_chat_template(
         self,
@@ -81,7 +81,7 @@ class Tokenizer(Encoder, Protocol):
 
     @property
     def tool_form(self) -> ToolForm | None:
-        """How the model writes calls of tools."""
+        """The form in which the model writes tool calls."""
         ...
 
     def control_token(self, name: str, /) -> int | None:
@@ -89,14 +89,14 @@ class Tokenizer(Encoder, Protocol):
         ...
 
 
-Validate = Callable[[Request], object]  # raises RequestError for what can never be answered
+Validate = Callable[[Request], object]  # raises RequestError if no answer is possible
 CompilePml = Callable[[str, str], CompiledPrompt]  # markup and isolation to segments
 NO_SCHEMAS = "pml needs the schema that it names: give its file with --schema"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpooledRequest:
-    """A good line, its token ids aside."""
+    """A good line, without its token ids."""
 
     index: int
     line_number: int
@@ -112,7 +112,7 @@ class SpooledRequest:
     whole: bool = False
 
     def task(self, prompt: Sequence[int]) -> ScoreTask | None:
-        """What is scored, of a line that asks for scores; `prompt`: its token ids."""
+        """The score task of a line that asks for scores, else None; `prompt`: its token ids."""
         return ScoreTask(prompt, self.completions, self.whole) if self.completions else None
 
 
@@ -128,11 +128,11 @@ class SpooledError:
 
 
 class Spool:
-    """A finished spool, read by index. It stays on the disk, but for 8 bytes per line.
+    """A finished spool, read by index. It stays on the disk, except for 8 bytes per line.
 
     Attributes:
-        line_numbers: `[num_lines]` the input's, rising.
-        folder: where it is.
+        line_numbers: `[num_lines]` line numbers in the input, rising.
+        folder: of its files.
     """
 
     def __init__(self, place: Workplace, job: str, compile_pml: CompilePml | None = None) -> None:
@@ -151,7 +151,7 @@ class Spool:
         return len(self._table)
 
     def index_of(self, line_number: int) -> int:
-        """Of a line that has a record."""
+        """Index of a line that has a record."""
         return int(np.searchsorted(self.line_numbers, line_number))
 
     @property
@@ -161,17 +161,17 @@ class Spool:
 
     @property
     def is_request(self) -> npt.NDArray[np.bool_]:
-        """`[num_lines]` whether a line has a request in it."""
+        """`[num_lines]` whether a line holds a request."""
         flags: npt.NDArray[np.bool_] = self.num_ids != NO_REQUEST
         return flags
 
     @property
     def max_output(self) -> npt.NDArray[np.int64]:
-        """`[num_lines]` most tokens that all answers to a line can have; 0: not said."""
+        """`[num_lines]` maximum tokens of all answers to a line together; 0: not given."""
         return self._table[:, MAX_OUTPUT]
 
     def output_lengths(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """`max_output` of some lines as a planner takes it, at least 1; None where no line says."""
+        """`max_output` of some lines for a planner, at least 1; None if no line gives it."""
         lengths = self.max_output[indices]
         return np.maximum(lengths, 1) if lengths.any() else None
 
@@ -238,7 +238,7 @@ def _params(job: str, custom_id: str, sampling: Mapping[str, Any]) -> SamplingPa
 
 @dataclass
 class _Line:
-    """A line on its way through the first pass: first parsed, then tokenised, then checked."""
+    """A line during the first pass, which parses, tokenises and checks it."""
 
     number: int
     custom_id: str | None
@@ -266,12 +266,12 @@ def write_spool(
     first_lines: FirstLines,
     compile_pml: CompilePml | None = None,
 ) -> tuple[str, dict[str, int]]:
-    """The first pass.
+    """Do the first pass.
 
     Args:
-        tokenizer: None: only prompts of token ids are good.
+        tokenizer: None: only prompts of token ids are accepted.
         validate: raises `RequestError` for a request that can never be answered.
-        on_chunk: called after each chunk with the lines and the bytes read so far.
+        on_chunk: called after each chunk with the numbers of lines and bytes read so far.
         first_lines: sees all lines; it may refuse the job.
         compile_pml: None: lines with `pml` are refused.
 
@@ -366,7 +366,7 @@ class _FirstPass:
                 line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
 
     def _held(self, request: BatchRequest) -> BatchRequest:
-        """With tools in the model's form."""
+        """The request with tools in the model's form."""
         tokenizer = self._tokenizer
         if request.asked.tools is None or tokenizer is None:
             return request
@@ -377,7 +377,7 @@ class _FirstPass:
         return dataclasses.replace(request, asked=asked)
 
     def _tokenize(self, lines: list[_Line]) -> None:
-        """Texts of a chunk at once; if one of them is refused, each alone, to find out which."""
+        """Tokenise texts of a chunk at once; if one is refused, each alone, to find out which."""
         texts = {}
         for line in lines:
             assert line.request is not None
@@ -450,14 +450,14 @@ class _FirstPass:
 
 
 class _Seen:
-    """Names that were there before. 16 bytes of a hash stand for each, which may be of any length,
-    in sorted arrays of which each is more than twice as long as the next."""
+    """Names that were seen before, of any length, as 16 bytes of a hash each. They are in sorted
+    arrays, each more than twice as long as the next."""
 
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.bytes_]] = []
 
     def add(self, names: Sequence[str]) -> list[bool]:
-        """Whether each was there before, in an earlier call or in this one."""
+        """Whether each name was seen before, in an earlier call or in this one."""
         hashes = [hashlib.sha256(name.encode()).digest()[:HASH_BYTES] for name in names]
         added = np.array(hashes, f"S{HASH_BYTES}")
         seen = np.ones(len(added), np.bool_)
@@ -503,8 +503,8 @@ class _Writer:
 
 
 def _max_output(params: SamplingParams) -> int:
-    """Most tokens that all answers to a request can have; 0: not said. No model gives as many as
-    the bound, which keeps sums of a job's within 64 bits."""
+    """Maximum tokens of all answers to a request together; 0: not given. It is capped beyond what
+    any model can sample, so that sums over a job fit 64 bits."""
     return 0 if params.max_tokens is None else min(params.n * params.max_tokens, 2**31 - 1)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a table -> batch lines: `{column}` in a template stands for a row's value."""
+"""Makes batch lines of a table's rows: `{column}` in a template stands for a row's value."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Template:
-    """A text with fields; `parts` are what it is made of."""
+    """A text with fields; `parts` are its literals and fields."""
 
     parts: Sequence[str | Field]
 
     @staticmethod
     def of(text: str, option: str) -> Template:
-        """Read a template; raises `ConfigError`, which names the option that it came from."""
+        """Read a template; raises `ConfigError`, which names the template's option."""
         parts: list[str | Field] = []
         literal, end = "", 0
         for mark in MARK.finditer(text):
@@ -65,7 +65,7 @@ class Template:
 
     @property
     def source(self) -> str:
-        """As it is written."""
+        """The template as it is written."""
         return "".join(
             f"{{{part.column}}}"
             if isinstance(part, Field)
@@ -74,8 +74,8 @@ class Template:
         )
 
     def value(self, row: Row) -> Any:
-        """The text that a row makes; where the template is one field alone, a list or an object
-        stays what it is."""
+        """The template's text for a row. If the template is a single field, lists and objects are
+        kept as they are."""
         if len(self.parts) == 1 and isinstance(self.parts[0], Field):
             value = _value(row, self.parts[0].column)
             if isinstance(value, (list, dict)):
@@ -96,11 +96,11 @@ def _value(row: Row, column: str) -> Any:
 
 
 def text_of(value: Any, column: str) -> str:
-    """A value as it stands in a prompt: text as it is, all else as JSON."""
+    """A value as text in a prompt: text unchanged, all else as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes that were no text are read as halves of pairs
+    except UnicodeEncodeError as error:  # bytes that are not UTF-8 were read as lone surrogates
         raise LineError(
             "invalid_row", f"column {show(column)} is not UTF-8: save the file as UTF-8"
         ) from error
@@ -108,7 +108,7 @@ def text_of(value: Any, column: str) -> str:
 
 
 def _json_value(value: Any, column: str) -> Any:
-    """What Parquet and Arrow have beyond JSON, as JSON; nulls inside of objects are left out."""
+    """JSON for types of Parquet and Arrow that JSON lacks; nulls inside of objects are left out."""
     if isinstance(value, dict):
         each = {name: one for name, one in value.items() if one is not None}
         return {name: _json_value(one, column) for name, one in each.items()}
@@ -139,7 +139,7 @@ def _listed(columns: Collection[str]) -> str:
 
 
 def expected_columns(name: str, recipe: Recipe | None, there: Sequence[str]) -> None:
-    """Refuse, with a `ConfigError`, a table without the columns that are asked for."""
+    """Raise `ConfigError` for a table without the columns that the options name."""
     if recipe is None:
         raise ConfigError(
             f"{name} is a table with the columns {_listed(there)}: say what a prompt is made of, "
@@ -155,10 +155,10 @@ class Recipe:
     """How a row becomes a batch line.
 
     Attributes:
-        kind: what is asked.
+        kind: of request.
         fields: templates by the body's field: a `Template`, or lists and objects of them.
-        body: what else each body says.
-        id_column: names the results; None: the row's number.
+        body: other fields of each body.
+        id_column: column with the `custom_id`; None: the row's number.
     """
 
     kind: Kind
@@ -168,10 +168,10 @@ class Recipe:
 
     @staticmethod
     def of(options: InputOptions) -> Recipe | None:
-        """None: there is no template, and lines are batch lines.
+        """The recipe of the options; None: there is no template, and lines are batch lines.
 
         Raises:
-            ConfigError: the options do not fit together, or a template is none.
+            ConfigError: the options do not fit together, or a template is malformed.
         """
         given = {"prompt": options.prompt, "messages": options.messages,
                  "completions": options.completions, "text": options.text}  # fmt: skip
@@ -202,7 +202,7 @@ class Recipe:
         return Recipe(kind, fields, _read_body(options.body, fields), options.id)
 
     def asked(self) -> Iterator[tuple[str, str]]:
-        """Option and column of each place where a column is named."""
+        """(option, column) for each column that the options name."""
         for name, template in _templates(self.fields):
             yield from ((name, column) for column in template.columns)
         if self.id_column is not None:
@@ -210,7 +210,7 @@ class Recipe:
 
     @property
     def columns(self) -> list[str]:
-        """Those that are read, each once."""
+        """The columns that are read, each once."""
         return list(dict.fromkeys(column for _, column in self.asked()))
 
     def line(self, number: int, row: Row) -> bytes:
@@ -238,7 +238,7 @@ class Recipe:
 
 
 def _read(name: str, text: str) -> Any:
-    """A template of an option: JSON where the option takes JSON and it is a list, else text."""
+    """An option's template: JSON if the option takes JSON and the text is a list, else text."""
     option = f"--{name}"
     if name in ("messages", "completions") and text.lstrip().startswith("["):
         try:
@@ -268,7 +268,7 @@ def _read_body(text: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
-    """`value` with `of` of each text in it."""
+    """`value` with `of` applied to each text in it."""
     if isinstance(value, dict):
         return {name: _mapped(one, of) for name, one in value.items()}
     if isinstance(value, list):
@@ -301,7 +301,7 @@ def _rendered(value: Any, row: Row) -> Any:
 
 
 def _messages(value: Any) -> Any:
-    """Of a text one user's message: a text never says what its role is."""
+    """A text as one user's message; other values unchanged. A text never sets its own role."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 

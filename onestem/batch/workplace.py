@@ -1,4 +1,4 @@
-"""The files a job keeps beside its output, the lock on them, and which job they belong to.
+"""The files that a job keeps beside its output, their lock, and the job that they belong to.
 
 For `-o OUT.jsonl`:
 
@@ -35,7 +35,7 @@ FORMAT = 1
 
 @contextlib.contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """A full disk or a missing permission is the caller's to mend: one line that names the file."""
+    """Turn errors of the file system (disk full, no permission) into one line with the file."""
     try:
         yield
     except OSError as error:
@@ -46,7 +46,7 @@ def file_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class JobIdentity:
-    """All that answers depend on. Two runs with equal identities write equal bytes.
+    """All that answers depend on. Runs with equal identities write equal bytes.
 
     `options` are those that change answers (dtype, seed, ...), as JSON values.
     """
@@ -68,12 +68,12 @@ class JobIdentity:
 
     @cached_property
     def job(self) -> str:
-        """The job's name in ids: 16 hexadecimal digits of the hash of all of it."""
+        """The job's name in ids: 16 hexadecimal digits of the identity's hash."""
         text = json.dumps(self.record(), sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """In words, what is different in the manifest `other`."""
+        """What differs in the manifest `other`, in words."""
         mine = json.loads(json.dumps(self.record()))
         if other.get("format") != FORMAT:
             return ["another version of the program wrote it"]
@@ -94,10 +94,10 @@ class JobIdentity:
 
 
 class Workplace:
-    """Where the files of one output are. Makes nothing by itself."""
+    """Paths of the files of one output. Creating it makes no files."""
 
     def __init__(self, output: Path) -> None:
-        # A symbolic link stays one: the file that it points to is what gets replaced.
+        # A symbolic link stays: the file that it points to is replaced.
         self.output = Path(os.path.realpath(output))
         self.partial = self.output.with_name(self.output.name + ".partial")
         self.folder = self.output.with_name(self.output.name + ".work")
@@ -117,17 +117,17 @@ class Workplace:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the output's lock; the kernel lets go of it however the process ends."""
+        """Hold the output's lock; the kernel releases it however the process ends."""
         with file_errors(self.folder):
             lock = self._take_lock()
         try:
             yield
         finally:
-            self._remove_if_unused()  # before the lock is let go, so that nobody else holds it
+            self._remove_if_unused()  # under the lock, so that no other process holds it
             os.close(lock)
 
     def _remove_if_unused(self) -> None:
-        """Remove the folder where it holds nothing but the lock. What is not ours stays."""
+        """Remove the folder if it holds nothing but the lock. Files of others stay."""
         with contextlib.suppress(OSError):
             if os.listdir(self.folder) == [self.lock_file.name]:
                 self.lock_file.unlink()
@@ -163,7 +163,7 @@ class Workplace:
             return False
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest, or None where no first pass has been completed."""
+        """The manifest; None: no first pass has been completed."""
         try:
             record = json.loads(self.manifest.read_bytes())
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class Workplace:
         return record
 
     def write_manifest(self, record: Mapping[str, Any]) -> None:
-        """The manifest, whole or not at all, after the files it speaks of are on the disk."""
+        """Write the manifest, whole or not at all. Its files must be on the disk already."""
         draft = self.manifest.with_suffix(".draft")
         with open(draft, "wb") as file:
             file.write(json.dumps(record, indent=1).encode() + b"\n")
@@ -188,20 +188,20 @@ class Workplace:
         """Line numbers that an engine had when it died."""
         try:
             return frozenset(json.loads(self.suspects.read_bytes()))
-        except (FileNotFoundError, ValueError):  # none, or the disk was full: nobody is blamed
+        except (FileNotFoundError, ValueError):  # none, or the disk was full: no suspects
             return frozenset()
 
     def write_suspects(self, line_numbers: frozenset[int]) -> None:
         self.suspects.write_text(json.dumps(sorted(line_numbers)))
 
     def publish(self) -> None:
-        """`final` becomes the output, at once; a reader sees the old file or the whole new one."""
+        """Rename `final` to the output: readers see the old file or the whole new one."""
         os.replace(self.final, self.output)
         sync_folder(self.output.parent)
 
     def discard(self) -> None:
-        """Remove answers and spool. The manifest goes last: while there are answers beside the
-        output, it says whose they are."""
+        """Remove answers and spool. The manifest goes last: it names the job as long as there are
+        answers."""
         self.partial.unlink(missing_ok=True)
         self.discard_spool()
 

@@ -1,4 +1,4 @@
-"""One request to an OpenAI server, streamed, and what became of it."""
+"""One streamed request to an OpenAI server, and its outcome."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Target", "open_client"]
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask, and in which words.
+    """The model to ask, and the form of requests.
 
     Attributes:
         model: the name that requests carry.
         chat: ask `/v1/chat/completions` (text prompts) instead of `/v1/completions`.
         plain: send only OpenAI's own fields. Otherwise also `ignore_eos` and `return_token_ids`,
-            which vLLM and Onestem have, so that answers are as long as asked and can be counted.
+            which vLLM and Onestem have, so that answers have the asked length and can be counted.
         extra: more fields of the body.
     """
 
@@ -65,10 +65,10 @@ class Target:
     async def send(
         self, client: httpx2.AsyncClient, ask: Ask, outcome: Outcome, began: float
     ) -> Outcome:
-        """Ask, read the answer to its end, and write down what came when.
+        """Ask, read the answer to its end, and record what came when.
 
-        Times are those of the running loop, less `began`. Cancelled, it closes the connection and
-        leaves in `outcome` what came until then.
+        Times are those of the running loop, less `began`. If cancelled, it closes the connection
+        and leaves in `outcome` what came until then.
         """
         clock = asyncio.get_running_loop().time
         answer = Answer(None if self.plain else ask.output_tokens)
@@ -111,6 +111,6 @@ def open_client(base_url: str, api_key: str | None, timeout: float) -> httpx2.As
         timeout=httpx2.Timeout(timeout, connect=60.0, pool=None),
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
         trust_env=False,
-        # Reading the certificates takes half a second of a core: only where they are needed.
+        # Reading the certificates takes half a second of a core, so only if they are needed.
         verify=base_url.startswith("https:"),
     )

@@ -28,14 +28,14 @@ def default_clients() -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Which requests of a run are a client's: number `index`, and each `of`-th after it."""
+    """A client's requests of a run: number `index`, and each `of`-th after it."""
 
     index: int = 0
     of: int = 1
 
 
 ALONE = Part()
-# What the processes of a crowd have in common; set as each starts.
+# What the processes of a crowd share; set when each starts.
 _shared: dict[str, Any] = {}
 
 
@@ -44,7 +44,7 @@ def _start(missed: Any, together: Any) -> None:
 
 
 class _AllHopeless(Hopeless):
-    """`Hopeless`, of what all clients have sent and have to send."""
+    """`Hopeless` over all clients' requests, sent or not."""
 
     def __init__(self, limit: float, part: Part, total: int) -> None:
         super().__init__(limit)
@@ -57,19 +57,19 @@ class _AllHopeless(Hopeless):
 
 
 def hopeless(limit: float, part: Part, total: int) -> Hopeless:
-    """Says whether a run of `total` requests, of which this client has a part, is hopeless."""
+    """The test whether a run of `total` requests is hopeless, of which this client has a part."""
     return Hopeless(limit) if part == ALONE else _AllHopeless(limit, part, total)
 
 
 def wait_for_all(part: Part) -> None:
-    """Return when all clients of the run are here."""
+    """Return when all clients of the run have called this."""
     if part != ALONE:
         _shared["missed"][part.index] = 0
         _shared["together"].wait(START_SECONDS)
 
 
 class Crowd:
-    """Some client processes; they stay for all runs, until `close`."""
+    """Client processes, which stay for all runs, until `close`."""
 
     def __init__(self, clients: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -78,8 +78,8 @@ class Crowd:
         self._pool = ProcessPoolExecutor(clients, context, _start, shared)
 
     def run(self, drive: Callable[[Part], list[Outcome]]) -> list[Outcome]:
-        """What `drive` (of a module's top level, with arguments that can be pickled) gives for each
-        part, in the requests' order."""
+        """Run `drive` for each part; the outcomes in the requests' order. `drive` must be of a
+        module's top level, with arguments that can be pickled."""
         parts = [Part(index, self._clients) for index in range(self._clients)]
         outcomes = [one for part in self._pool.map(drive, parts) for one in part]
         return sorted(outcomes, key=lambda outcome: outcome.index)

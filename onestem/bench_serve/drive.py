@@ -1,4 +1,4 @@
-"""An open loop: requests leave when the schedule says, whatever became of those before."""
+"""An open loop: requests leave when the schedule says, whether earlier ones have ended or not."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from onestem.bench_serve.workload import Ask
 
 __all__ = ["Hopeless", "drive"]
 
-# How often a run asks whether it can still hold, in seconds.
+# Seconds between a run's checks whether it can still hold.
 LOOK = 0.5
 
 
 class Hopeless:
-    """Says whether a run has missed its limit for certain, so that the rest need not be waited for.
+    """Says whether a run has certainly missed its limit, so that the rest need not be waited for.
 
     Certain: more than a tenth of all its requests have failed, or have taken longer than `limit`
-    seconds per token that they asked for, whether they have ended or not.
+    seconds per token that they asked for, ended or not.
     """
 
     most = 0.1
@@ -34,7 +34,7 @@ class Hopeless:
         return self.count(outcomes, now) > self.most * len(outcomes)
 
     def count(self, outcomes: Sequence[Outcome], now: float) -> int:
-        """Requests that have missed the limit for certain."""
+        """Requests that have certainly missed the limit."""
         return sum(self._missed(outcome, now) for outcome in outcomes)
 
     def _missed(self, outcome: Outcome, now: float) -> bool:
@@ -52,8 +52,8 @@ async def drive(
 ) -> list[Outcome]:
     """Send every request at its time (seconds from now) and wait for all answers.
 
-    With `give_up`, a run that it calls hopeless is cut off: what has not ended, or was not sent, is
-    a failure ("given up").
+    With `give_up`, a run that it calls hopeless is cut off: requests that have not ended or were
+    not sent are failures ("given up").
     """
     began = asyncio.get_running_loop().time()
     outcomes = [

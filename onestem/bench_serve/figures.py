@@ -14,11 +14,11 @@ __all__ = ["Outcome", "distribution", "summary", "within_limit"]
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are seconds since the run began.
+    """The outcome of one request. Times are seconds since the run began.
 
     Attributes:
-        arrival: when the schedule says it comes; latencies count from here, so a client that is
-            late hides nothing.
+        arrival: when the schedule says it comes; latencies count from here, so that a late client
+            hides nothing.
         sent: when it was sent.
         token_times: when each chunk that brought tokens came.
         ended: when the stream had ended, or had failed.
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def per_token(self) -> float:
-        """Seconds per output token behind the first one; 0 for an answer of one token."""
+        """Seconds per output token after the first one; 0 for an answer of one token."""
         if self.output_tokens < 2 or not self.token_times:
             return 0.0
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
@@ -77,14 +77,14 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 def within_limit(outcomes: Sequence[Outcome], limit: float) -> bool:
     """Whether the 90th percentile of normalised latency is at most `limit` seconds per token.
 
-    That is: at least nine of ten requests stay within it. One that failed does not.
+    That is: at least nine of ten requests stay within it. A failed one does not.
     """
     good = sum(outcome.ok and outcome.normalised <= limit for outcome in outcomes)
     return good >= 0.9 * len(outcomes)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The figures of one run; latencies in seconds, of the requests that were answered well."""
+    """The figures of one run; latencies in seconds, of requests that were answered correctly."""
     good = [outcome for outcome in outcomes if outcome.ok]
     gaps = [gap for outcome in good for gap in np.diff(outcome.token_times)]
     seconds = max((outcome.ended for outcome in outcomes), default=0.0)

@@ -23,21 +23,21 @@ from onestem.lengths import named
 
 __all__ = ["Bench", "model_name"]
 
-# Of a run by duration: a 90th percentile of fewer says nothing.
+# Minimum of a run by duration: a 90th percentile of fewer says nothing.
 FEWEST_REQUESTS = 20
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A workload, a server, and how long and strict a run is.
+    """A workload, a server, and the length and limit of a run.
 
     Attributes:
         limit: seconds per output token that nine of ten requests must stay within.
         requests: requests of a run; None: as many as arrive within `duration` seconds, at least
             20.
-        timeout: most seconds without a byte of an answer.
+        timeout: maximum seconds without a byte of an answer.
         clients: processes that a run's requests are dealt out to; `close` ends them.
-        runs: numbers of the runs; each has questions of its own.
+        runs: numbers of the runs; each run has its own questions.
     """
 
     base_url: str
@@ -52,11 +52,11 @@ class Bench:
     runs: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def warm_up(self) -> None:
-        """One short request of each application, so that every server has its system prompt."""
+        """Send a short request of each application, so that the server has its system prompt."""
         asyncio.run(self._warm_up(range(self.workload.apps)))
 
     def measure(self, rate: float, *, cut: bool = False) -> dict[str, Any]:
-        """One run at `rate` requests per second; `cut` ends one that cannot hold any more."""
+        """One run at `rate` requests per second; `cut` ends it once it cannot hold any more."""
         run = next(self.runs)
         outcomes = self._outcomes(rate, cut, run)
         given_up = any(outcome.failure == "given up" for outcome in outcomes)
@@ -90,7 +90,7 @@ class Bench:
         search.record(rate, run["held"])
         _tell(run)
         if run["given_up"]:
-            # An answer says that the server has put away what was cut off.
+            # An answer shows that the server is done with what was cut off.
             asyncio.run(self._warm_up(range(1)))
         return run
 

@@ -1,4 +1,4 @@
-"""The largest rate that holds: larger or smaller until it is bracketed, then bisection."""
+"""Search for the largest rate that holds: bracket it by factors, then bisect."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["RateSearch"]
 
 
 class RateSearch:
-    """Proposes rates until those that held and failed are `resolution` apart (0.05: 5%), `factor`
-    by factor until there are such.
+    """Proposes rates until the highest that held and the lowest that failed are `resolution` apart
+    (0.05: 5%). Until there are both, rates change by `factor`.
 
-    `next_rate` is None once the search has ended; `record` says how a proposed rate went. `best` is
-    then the highest rate that held, None where not even `least` did.
+    `next_rate` is None once the search has ended; `record` takes a proposed rate's result. `best`
+    is then the highest rate that held; None where not even `least` did.
     """
 
     def __init__(

@@ -25,16 +25,16 @@ ONESTEM = [sys.executable, "-m", "onestem"]
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of this machine on which no process listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def onestem_command(port: int, state: Path, options: Sequence[str]) -> list[str]:
-    """Our own server, told to refuse and to forget nothing: an open loop may queue for long.
+    """Our own server's command, with limits on queue and time that an open loop does not reach.
 
-    `state` is a folder of this run alone: jobs of another server do not belong in it.
+    `state` must be a folder of this run alone: it must hold no jobs of another server.
     """
     own = {"host": "127.0.0.1", "port": port, "state": state, "timeout": 86400, "max-queue": 10**6}
     return [*ONESTEM, "serve", *(f"--{name}={value}" for name, value in own.items()), *options]
@@ -50,11 +50,10 @@ def serving(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Iterator[str]:
-    """Run a server, in a folder, that answers `/health` with 200 once it is ready; gives its base
-    URL.
+    """Run a server in `folder`; gives its base URL. It must answer `/health` with 200 once ready.
 
-    Its output goes to `log` (a temporary file without one). At the end it gets SIGTERM, and SIGKILL
-    if it has not stopped 30 seconds later, with all processes of its group.
+    Its output goes to `log` (else to a temporary file). At the end it gets SIGTERM, and 30 seconds
+    later, if it still runs, SIGKILL with all processes of its group.
     """
     with _exit_on_sigterm(), log.open("w+b") if log else tempfile.TemporaryFile("w+b") as output:
         process = subprocess.Popen(
@@ -75,7 +74,7 @@ def serving(
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """A benchmark that is told to stop must stop its server too: the default would leave it."""
+    """Exit on SIGTERM, so that the server is stopped too: by default it would go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a streamed answer says, and whether anything of it is missing, doubled or out of order."""
+"""Reads a streamed answer, and checks for parts that are missing, doubled or out of order."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Events:
 class Answer:
     """One streamed completion or chat completion with one choice, as it arrives.
 
-    `faults` tells what is wrong with it: an event that is no JSON, an error object, a foreign
-    choice or id, anything behind the finish reason or [DONE], a text offset that goes back, no
-    finish reason, a stream that just ends, fewer or more tokens than were asked or counted.
+    `faults` lists what is wrong with it. An event is not JSON, is an error object, or has another
+    choice or id. A chunk comes after the finish reason or [DONE]. A text offset goes back. There is
+    no finish reason, the stream ends early, or tokens are fewer or more than asked or counted.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Answer:
     def feed(self, received: bytes, now: float) -> None:
         for data in self._events.feed(received):
             if self._done:
-                self._fault("an event behind [DONE]")
+                self._fault("an event after [DONE]")
             elif data == b"[DONE]":
                 self._done = True
             else:
                 self._chunk(data, now)
 
     def end(self) -> None:
-        """The connection has ended: what should have been there?"""
+        """Note what is missing when the connection has ended."""
         if self._events.torn:
             self._fault("the stream ends within an event")
         if not self._done:
@@ -119,7 +119,7 @@ class Answer:
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         ids = choice.get("token_ids") or []
         if self.finish_reason is not None:
-            self._fault("a chunk behind the finish_reason")
+            self._fault("a chunk after the finish_reason")
         self._offsets(choice.get("logprobs") or {})
         self.text.append(text)
         self.token_ids.extend(ids)
@@ -130,7 +130,7 @@ class Answer:
     def _offsets(self, logprobs: dict[str, Any]) -> None:
         for offset in logprobs.get("text_offset") or []:
             if offset < self._text_end:
-                self._fault(f"text offset {offset} behind {self._text_end}")
+                self._fault(f"text offset {offset} after {self._text_end}")
             self._text_end = max(self._text_end, offset)
 
     def _check_counts(self) -> None:

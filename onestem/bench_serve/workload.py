@@ -1,6 +1,6 @@
-"""What is asked and when: seeded arrivals, prompt and answer lengths, system prompts.
+"""Workloads: seeded arrivals, prompt and answer lengths, system prompts.
 
-No conversations are needed: a benchmark asks for as many tokens as it wants.
+No data set of conversations is needed: a benchmark asks for as many tokens as it wants.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from onestem.lengths import DATA_SETS, Lengths, draw_length
 
 __all__ = ["Ask", "Workload"]
 
-# Streams of random numbers of one seed.
+# Streams of random numbers from one seed.
 ARRIVALS, SYSTEMS, LENGTHS, QUESTION = 0, 1, 2, 3
-# Token ids below are often special (padding, begin, end, bytes): a prompt has none of them.
+# Lower token ids are often special (padding, begin, end, bytes): a prompt has none of them.
 FIRST_ID = 300
 WORDS = (  # noqa: SIM905
     "the of and to in is that for it as was with be by on not he this are or his from at which but "
@@ -28,7 +28,7 @@ WORDS = (  # noqa: SIM905
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: `prompt` is token ids, or text where the server shall tokenise."""
+    """One request: `prompt` is token ids, or text for the server to tokenise."""
 
     index: int
     app: int
@@ -47,16 +47,16 @@ class Ask:
 class Workload:
     """Requests of `apps` applications; request i of a run is a function of the seed, i and the run.
 
-    Runs differ in the words of the questions alone: an answer that a prefix cache kept from the
-    run before would tell nothing. Arrivals, lengths and system prompts are the same in all.
+    Runs differ only in the words of the questions, so that no run is answered from what a prefix
+    cache kept of an earlier one. Arrivals, lengths and system prompts are the same in all.
 
     Attributes:
         system_tokens: tokens of each application's system prompt (words, with `text`).
-        question, answer: lengths of a request's own text and of what is sampled.
+        question, answer: lengths of a request's own text and of its sampled tokens.
         scale: factor of both; system prompts keep their length.
         vocab_size: ids are drawn from 300..vocab_size - 1.
         text: prompts of common words instead of token ids, about a token each.
-        systems: texts of the applications' system prompts, in place of drawn ones.
+        systems: texts of the applications' system prompts, instead of drawn ones.
     """
 
     seed: int = 0
@@ -100,7 +100,7 @@ class Workload:
         return Ask(index, app, self._systems[app], self._draw(words, question), answer)
 
     def warm_up(self, app: int, run: int = 0) -> Ask:
-        """A short request of an application that is none of the measured ones."""
+        """A short request of an application, other than the measured ones."""
         rng = np.random.default_rng((self.seed, QUESTION, run, 2**31 + app))
         return Ask(-1 - app, app, self._systems[app], self._draw(rng, 16), 8)
 

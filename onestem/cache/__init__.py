@@ -1,4 +1,4 @@
-"""Who owns which page of KV memory. Bookkeeping only: no torch."""
+"""Ownership of the pages of KV memory. Bookkeeping only: no torch."""
 
 from onestem.cache.modules import ModuleRun, ModuleStore
 from onestem.cache.pages import PagePool

@@ -1,7 +1,7 @@
 """Runs that are not part of a sequence: modules of prompts in PML, found by key.
 
-A module run's keys and values are a function of its key (`onestem.pml.segments`), so whoever names
-the key may read them. Its pages are of the same pool as the tree's, and are evicted in one order.
+A module run's keys and values are a function of its key (`onestem.pml.segments`), so every request
+that names the key may read them. Its pages share the tree's pool and eviction order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ModuleRun(Run):
     """Tokens of a module at consecutive positions.
 
     Attributes:
-        name: by which it is found.
-        kept: False: it goes as soon as nobody holds it (placeholders; `share="off"`).
+        name: the key by which it is found.
+        kept: False: it is freed as soon as nobody holds it (placeholders; `share="off"`).
     """
 
     __slots__ = ("kept", "name")
@@ -35,7 +35,7 @@ class ModuleRun(Run):
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is computed, or will be in the present step."""
+        """Whether all of it is computed, or will be in the current step."""
         return self.computed == len(self.tokens)
 
 
@@ -44,7 +44,7 @@ class ModuleStore:
 
     Args:
         pool: the KV pages.
-        idle: what may be evicted, here and in the tree.
+        idle: runs that may be evicted, here and in the tree.
     """
 
     def __init__(self, pool: PagePool, idle: IdleRuns) -> None:
@@ -58,11 +58,11 @@ class ModuleStore:
     def attach(
         self, name: Hashable, tokens: np.ndarray, position: int, owner: object, *, kept: bool = True
     ) -> ModuleRun:
-        """The run of a name, pinned; if it is new, `owner` is to compute it.
+        """Pin and return the run of a name. If it is new, `owner` has to compute it.
 
         Args:
             tokens: int32 `[n]`.
-            position: of the first.
+            position: of the first token.
         """
         run = self._runs.get(name)
         if run is None:
@@ -77,7 +77,7 @@ class ModuleStore:
             self.pool.hold(run.pages)
 
     def unpin(self, run: ModuleRun) -> None:
-        """Let go of a run. What nobody holds stays until its pages are wanted."""
+        """Release a run. If nobody holds it, it stays until its pages are needed."""
         run.pins -= 1
         if run.pins:
             return
@@ -91,12 +91,12 @@ class ModuleStore:
             self._drop(run)
 
     def note_use(self, run: ModuleRun, owner: object) -> None:
-        """A sequence imports a run: it is used, unless the sequence is to compute it."""
+        """Note that a sequence imports a run: a use, unless the sequence has to compute it."""
         if run.owner is not owner:
             self._idle.use(run, beside=True)
 
     def evict(self, run: Run, last_used: int, pages: int) -> int:
-        """Free a run, all of it, that nobody has held since `last_used`."""
+        """Free all of a run that nobody has held since `last_used`; the pages it had, or 0."""
         assert isinstance(run, ModuleRun)
         current = run.pins == 0 and run.last_used == last_used
         if not current or self._runs.get(run.name) is not run:

@@ -14,9 +14,9 @@ __all__ = ["PagePool"]
 class PagePool:
     """Pages 0..num_pages-1 of `page_size` slots.
 
-    A page is referred to by the runs whose tokens stand in it (several after a split), and goes
-    back when the last of them lets go. It is *held* while any of these runs is pinned: pages that
-    are neither free nor held can be had by evicting.
+    Runs whose tokens are in a page refer to it (several do after a split). It is free again when
+    the last of them releases it. It is *held* while any of these runs is pinned: pages that are
+    neither free nor held can be evicted.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -39,7 +39,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Free pages and those that eviction can free."""
+        """Pages that are free or that eviction can free."""
         return self.num_pages - self._num_held
 
     def pages_for(self, tokens: int, offset: int = 0) -> int:
@@ -47,9 +47,9 @@ class PagePool:
         return -(-(offset + tokens) // self.page_size) if tokens > 0 else 0
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take free pages, consecutive ones where there are such (a run that lies in consecutive
-        slots is read in place); if possible those behind page `after`, else the lowest (memory that
-        was used before costs no page faults)."""
+        """Take `count` free pages, consecutive where possible: a run in consecutive slots is read
+        in place. Pages next to page `after` come first, then the lowest: memory that was used
+        before costs no page faults."""
         if count > self._num_free:
             raise CacheError(f"{count} pages asked, {self._num_free} of {self.num_pages} are free")
         pages = self._stretch(count, after)
@@ -61,7 +61,8 @@ class PagePool:
         return [int(page) for page in pages]
 
     def allocate_each(self, after: np.ndarray) -> np.ndarray:
-        """A free page behind each of these, int64 `[n]` (-1: anywhere), and else the lowest."""
+        """Take a free page for each of `after`, int64 `[n]`: the next one, or the lowest if that is
+        taken or `after` is -1."""
         wanted = after + 1
         fits = (after >= 0) & (wanted < self.num_pages)
         fits[fits] = self._free[wanted[fits]]
@@ -75,7 +76,7 @@ class PagePool:
         return pages
 
     def hold_new(self, pages: np.ndarray) -> None:
-        """`hold` of different pages that nobody holds."""
+        """`hold` for distinct pages that are not held."""
         self._num_held += len(pages)
         self._holds[pages] = 1
 
@@ -95,13 +96,13 @@ class PagePool:
         return free[:count]
 
     def share(self, page: int, held: bool) -> None:
-        """A further run refers to a page (after a split)."""
+        """Count a further run that refers to a page (after a split)."""
         self._refs[page] += 1
         if held:
             self.hold([page])
 
     def release(self, pages: Iterable[int]) -> None:
-        """A run that is not pinned lets go of its pages."""
+        """Drop the references of a run that is not pinned; pages without any are free."""
         for page in pages:
             self._refs[page] -= 1
             if self._refs[page] == 0:
@@ -110,7 +111,7 @@ class PagePool:
                 self._lowest = min(self._lowest, page)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """The run of these pages became pinned (or a pinned run got them)."""
+        """Note that the run of these pages became pinned (or that a pinned run got them)."""
         for page in pages:
             self._num_held += int(self._holds[page] == 0)
             self._holds[page] += 1

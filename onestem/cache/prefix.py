@@ -1,10 +1,10 @@
-"""The tree of runs: what KV is stored for which tokens, who holds it, and what goes first.
+"""The tree of runs: which tokens have KV, who holds it, and what is evicted first.
 
-Every sequence walks a path of runs; its last run is the one it writes. A run is entered in the
-tree as soon as its tokens are known, so that others can wait for it instead of computing it again.
+Every sequence holds a path of runs and writes the last one. A run enters the tree as soon as its
+tokens are known, so that other sequences wait for it instead of computing it again.
 
-Runs have labels (`onestem.tree`): prompts of different cache salts, or that see different modules,
-share nothing, and a run ends where positions jump.
+Runs have labels (`onestem.tree`). Prompts with different cache salts or different modules share
+nothing. A run ends where positions jump.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from onestem.tree import PLAIN, Label, RadixTree, Stretch, cut
 
 __all__ = ["PrefixCache"]
 
-# Pages that a run loses at a time: those that free up one by one would be scattered. Few of a small
-# pool: what is left of the run may be wanted.
+# Minimum pages that a run loses at a time: pages freed one by one would be scattered. A small pool
+# frees fewer, since what is left of the run may be needed.
 LEAST_EVICTED, LEAST_EVICTED_SHARE = 16, 1 / 64
 
 
 class PrefixCache:
-    """Runs in a tree and in pages.
+    """The runs, their tree and their pages.
 
     Attributes:
         modules: runs outside of the tree, in the same pages.
 
     Args:
         pool: the KV pages.
-        enabled: False stores nothing for others (`share="off"`): every path is private.
-        idle: which runs go first; None: as `IdleRuns` says.
+        enabled: False: every path is private, and nothing is shared (`share="off"`).
+        idle: the eviction order; None: a new `IdleRuns`.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class PrefixCache:
     ) -> Run:
         """Give a sequence its path over `tokens` (int32 `[n]`), pinned, down to the run it writes.
 
-        At most `limit` leading tokens are taken from what is stored or being computed; the rest
-        becomes runs of its own, one for each stretch, entered in the tree unless another run there
-        begins alike.
+        At most `limit` leading tokens come from runs that are stored or being computed. The rest
+        becomes new runs, one for each stretch. They enter the tree unless a run there begins with
+        the same tokens.
         """
         node, matched = self.root, 0
         if self.enabled:
@@ -76,7 +76,7 @@ class PrefixCache:
         return node
 
     def note_use(self, node: Run, owner: object) -> None:
-        """A sequence was given its path: it goes on from the last run that it is not to compute."""
+        """Note that a sequence continues the last run of its path that it need not compute."""
         own = 0
         while node.owner is owner and node.computed == 0 and node.parent is not None:
             own = self.tree.holds(node)
@@ -112,7 +112,7 @@ class PrefixCache:
         return run
 
     def _may_enter(self, run: Run) -> bool:
-        """Whether a run can be found: its parent can, and nothing there begins alike."""
+        """Whether a run can enter the tree: its parent is in it, and no sibling begins alike."""
         parent = run.parent
         assert parent is not None
         return parent not in self._private and run.key not in parent.children
@@ -129,7 +129,7 @@ class PrefixCache:
                 self.pool.hold(run.pages)
 
     def unpin(self, node: Run) -> None:
-        """Let go of a path. What nobody holds stays until its pages are wanted."""
+        """Release a path. Runs that nobody holds stay until their pages are needed."""
         self._idle.clock += 1
         for run in reversed(node.path()):
             run.pins -= 1
@@ -138,7 +138,7 @@ class PrefixCache:
                 self._retire(run)
 
     def _retire(self, run: Run) -> None:
-        """Nobody holds a run any more: keep what is computed, if others can find it."""
+        """Keep the computed part of a run that nobody holds any more, if others can find it."""
         run.owner, run.grows = None, False
         self._idle.let_go(run)
         if run in self._private:
@@ -147,18 +147,18 @@ class PrefixCache:
             self._drop(run)
             return
         if run.computed < len(run.tokens):
-            # Nobody is below it: whoever is holds this run too.
+            # Nothing is below it: a holder of a run below would hold this one too.
             assert not run.children
             del run.tokens[run.computed :]
         self._note_idle(run)
 
     def _adopt(self, run: Run) -> None:
-        """Enter a private run in the tree, without the first tokens that another has there (equal
-        prompts' answers begin alike, with the prompt's last token at least)."""
+        """Enter a private run in the tree, less the leading tokens that another run has there.
+        Answers to equal prompts share at least the prompt's last token."""
         if not self.enabled or not run.computed or run.parent is None:
             return
-        # Sequences that part from a prompt stand below a run that another of the same tokens may
-        # have kept out of the tree: they are adopted below that one.
+        # The parent may be private too, kept out by a run of the same tokens in the tree: adopt
+        # below that one.
         parent: Run | None = run.parent
         own = run.tokens[: run.computed]
         lead = own[:0]
@@ -168,10 +168,10 @@ class PrefixCache:
             return
         tokens = np.array(lead + own, np.int32)
         node, known = self.tree.descend(parent, tokens, 0, run.label)
-        # Above what is kept all must be computed: nobody may be left to do it.
+        # Everything above must be computed: there may be no owner left to do it.
         if any(above.computed < len(above.tokens) for above in node.path()):
             return
-        # Of a run that grows, what is not computed yet cannot be matched.
+        # The part of a growing run that is not yet computed cannot be matched.
         if known < len(lead) or known == len(tokens):
             return
         if (run.label, int(tokens[known])) in node.children:
@@ -192,7 +192,7 @@ class PrefixCache:
             self._note_idle(parent)
 
     def disown(self, node: Run, owner: object) -> None:
-        """An owner leaves: whoever else holds its unfinished runs may take them over."""
+        """Drop an owner: other holders of its unfinished runs may take them over."""
         for run in node.path():
             if run.owner is owner:
                 run.owner = None
@@ -200,7 +200,7 @@ class PrefixCache:
     # ----------------------------------------------------------------------------- pages
 
     def reserve(self, run: Run, tokens: int) -> bool:
-        """Give a pinned run pages for its first `tokens` tokens, evicting if need be."""
+        """Give a pinned run pages for its first `tokens` tokens, evicting if needed."""
         missing = self.pool.pages_for(tokens, run.offset) - len(run.pages)
         if missing <= 0:
             return True
@@ -213,7 +213,7 @@ class PrefixCache:
         return True
 
     def add_pages(self, runs: Sequence[Run]) -> bool:
-        """Give each of several pinned runs a page more; False: there are not enough, and nobody has
+        """Give each of several pinned runs a further page; False: there are too few, and no run
         got one."""
         if not runs:
             return True
@@ -227,7 +227,7 @@ class PrefixCache:
         return True
 
     def make_room(self, pages: int) -> bool:
-        """Evict, what saves least first, until so many pages are free."""
+        """Evict until `pages` pages are free, beginning with what saves least."""
         if pages > self.pool.num_available:
             return False
         while self.pool.num_free < pages:
@@ -240,8 +240,8 @@ class PrefixCache:
             self._idle.note(run, self)
 
     def evict(self, run: Run, last_used: int, pages: int) -> int:
-        """Take at least so many pages, or all, from the end of a leaf that nobody has held since
-        `last_used`: what begins like it still finds its beginning."""
+        """Free at least `pages` pages, or all, from the end of a leaf that nobody has held since
+        `last_used`. Its beginning can still be matched. Returns the pages freed."""
         current = run.pins == 0 and not run.children and run.last_used == last_used
         if not current or not self.tree.holds(run):
             return 0
@@ -253,7 +253,7 @@ class PrefixCache:
         return lost
 
     def _shorten(self, run: Run, pages: int) -> None:
-        """Keep the tokens in a leaf's first pages."""
+        """Keep only the tokens in a leaf's first `pages` pages."""
         self.pool.release(run.pages[pages:])
         run.pages, run.pages_array = run.pages[:pages], None
         run.computed = min(run.computed, pages * self.pool.page_size - run.offset)

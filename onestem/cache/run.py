@@ -1,4 +1,4 @@
-"""A run: tokens whose keys and values are stored once, and the pages that they stand in."""
+"""A run: tokens whose keys and values are stored once, and the pages that hold them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Run(Node):
     Attributes:
         pages: page ids of the first tokens; allocated as the tokens are computed.
         offset: slot of the first token in its first page.
-        computed: leading tokens whose KV is written, or scheduled to be in the present step.
+        computed: leading tokens whose KV is written, or is scheduled for the current step.
         pins: sequences (and groups) whose path holds this run.
-        owner: who computes what is not yet computed (any object), or None.
-        grows: a sequence appends its answer to it. Nobody else holds it, and whoever matches its
-            tokens splits it: the writer keeps the lower part, of at least one token.
+        owner: the object that computes the rest of it, or None.
+        grows: a sequence appends its answer to it, and nobody else holds it. A sequence that
+            matches its tokens splits it: the writer keeps the lower part, of at least one token.
         answer_at: index in the sequence from which its tokens are an answer's.
-        last_used: the cache's clock when it was last let go.
-        rank: given then: of runs that nobody holds the lowest goes first.
-        is_continued: a sequence has gone on from its end.
-        is_shared: so has another.
+        last_used: the cache's clock when it was last released.
+        rank: set then; of runs that nobody holds, the lowest is evicted first.
+        is_continued: a sequence has continued from its end.
+        is_shared: a second one has.
         uid: number of creation; orders rows so that a run's rows are neighbours.
     """
 
@@ -79,7 +79,7 @@ class Run(Node):
         return min(self.computed, len(self.tokens) - 1) if self.grows else len(self.tokens)
 
     def split_off(self, at: int) -> Run:
-        """Nothing is copied: where the cut falls inside a page, both parts refer to it."""
+        """Split without copying: if the cut falls inside a page, both parts refer to it."""
         upper = super().split_off(at)
         upper.pool, upper.owner = self.pool, self.owner
         upper.pins, upper.last_used, upper.rank = self.pins, self.last_used, self.rank
@@ -101,13 +101,13 @@ class Run(Node):
         return upper
 
     def page_ids(self) -> np.ndarray:
-        """int32 `[len(pages)]`."""
+        """`pages` as int32 `[len(pages)]`."""
         if self.pages_array is None or len(self.pages_array) != len(self.pages):
             self.pages_array = np.array(self.pages, dtype=np.int32)
         return self.pages_array
 
     def slots(self, first: int, end: int) -> np.ndarray:
-        """int64: where tokens first..end-1 of this run stand."""
+        """Slots of tokens first..end-1 of this run, int64."""
         assert self.pool is not None
         index = np.arange(self.offset + first, self.offset + end)
         size = self.pool.page_size

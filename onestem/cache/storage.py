@@ -1,8 +1,8 @@
 """Keys and values of modules outside of the KV pages: host memory, and files on a disk.
 
-A module is a flat tensor under a name: of each layer that has its own, keys and then values, each
-`[num_tokens, num_kv_heads, head_dim]`. Both tiers have a budget and let go what was used least
-recently. A file says which model, dtype and module it is of and carries checksums: one that is
+A module is a flat tensor under a name. For each layer that has its own, it has the keys and then
+the values, each `[num_tokens, num_kv_heads, head_dim]`. Both tiers have a budget and evict the
+least recently used. A file names its model, dtype and module and carries checksums: a file that is
 damaged, or of something else, is never used.
 """
 
@@ -29,7 +29,7 @@ from onestem.errors import ConfigError
 __all__ = ["DiskStore", "HostStore"]
 
 FORMAT = "onestem module 2"
-CHECKED_BYTES = 64 << 20  # that have a checksum
+CHECKED_BYTES = 64 << 20  # for each checksum
 PROBED_BYTES = 4 << 20
 LEFTOVER_SECONDS = 3600.0  # no file takes so long to write
 _FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -62,7 +62,7 @@ class HostStore:
             return module
 
     def put(self, name: Hashable, module: Tensor) -> bool:
-        """Keep a module; False where it alone exceeds the budget."""
+        """Keep a module; False if it alone exceeds the budget."""
         if module.nbytes > self.budget:
             return False
         with self._lock:
@@ -76,12 +76,12 @@ class HostStore:
 
 
 class DiskStore:
-    """Modules in files of a folder, which several processes and models may share.
+    """Modules in files of a folder. Several processes and models may share it.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it does not exist.
         budget: bytes of all modules' files in it.
-        identity: of the model: files of others are not used. It names weights, tokenizer and dtype.
+        identity: the model's weights, tokenizer and dtype; files of other models are not used.
     """
 
     def __init__(self, folder: Path, budget: int, identity: str) -> None:
@@ -95,7 +95,7 @@ class DiskStore:
         self._remove_leftovers()
 
     def path(self, name: Hashable) -> Path:
-        """Where a module is, or would be."""
+        """The file that holds a module, or would."""
         digest = hashlib.blake2b(f"{FORMAT}\0{self.identity}\0{name!r}".encode(), digest_size=16)
         return self.folder / f"{digest.hexdigest()}.safetensors"
 
@@ -103,7 +103,7 @@ class DiskStore:
         return self.path(name).is_file()
 
     def get(self, name: Hashable, num_values: int, dtype: torch.dtype) -> Tensor | None:
-        """A module; None where there is no file, or it is not what it should be."""
+        """A module; None if there is no file, or its contents are not what they should be."""
         path = self.path(name)
         try:
             with safe_open(path, "pt") as file:
@@ -122,7 +122,7 @@ class DiskStore:
         return module
 
     def put(self, name: Hashable, module: Tensor) -> bool:
-        """Write a module: a reader finds all of it or nothing. False where there is no room."""
+        """Write a module: a reader finds all of it or nothing. False if there is no room."""
         if module.nbytes > self.budget:
             return False
         path = self.path(name)
@@ -140,8 +140,8 @@ class DiskStore:
         return True
 
     def measure(self, name: Hashable) -> float | None:
-        """Bytes per second, checksum included, of the first few MiB of a module's file; None where
-        there is none."""
+        """Bytes per second, checksum included, of reading the first 4 MiB of a module's file; None
+        if there is none."""
         started = time.perf_counter()
         try:
             with open(self.path(name), "rb") as file:
@@ -156,7 +156,7 @@ class DiskStore:
         return {"format": FORMAT, "identity": self.identity, "module": named}
 
     def files(self) -> list[tuple[float, int, Path]]:
-        """(last use, bytes, path) of all modules' files, of whatever model; the oldest first."""
+        """(last use, bytes, path) of all modules' files, of any model, the oldest first."""
         found = []
         for path in self.folder.iterdir():
             if _FILE.fullmatch(path.name):
@@ -166,7 +166,7 @@ class DiskStore:
         return sorted(found)
 
     def _remove_leftovers(self) -> None:
-        """What processes that were killed had begun to write."""
+        """Remove files that killed processes left unfinished."""
         for part in self.folder.glob(".*.safetensors.*.part"):
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
@@ -184,6 +184,6 @@ class DiskStore:
 
 
 def _checksums(module: Tensor) -> str:
-    """CRC-32 of so many bytes at a time."""
+    """CRC-32 of each `CHECKED_BYTES` of a module."""
     pieces = module.view(torch.uint8).split(CHECKED_BYTES)
     return " ".join(f"{zlib.crc32(piece.numpy().data):08x}" for piece in pieces)

@@ -69,7 +69,7 @@ def main() -> None:
     try:
         _run()
     except SystemExit as ended:
-        # The end of the interpreter may take seconds, and an interrupt there is a traceback.
+        # The interpreter's end may take seconds, and an interrupt there would print a traceback.
         again = ended.code == INTERRUPTED
         signal.signal(signal.SIGINT, _end_at_once if again else before)
         raise

@@ -1,4 +1,4 @@
-"""`onestem batch`: a file of requests in, a file of results out, whatever happens in between."""
+"""`onestem batch`: a file of requests in, a file of results out, resumable at any moment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where results go.")
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace an output, or work on it, of another job.")
+    bool, typer.Option("--force", help="Overwrite output or unfinished work of a different job.")
 ]
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Go on if the first 256 lines all fail.")
@@ -78,7 +78,7 @@ def batch(
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
 ) -> None:
-    """Answer OpenAI batch lines; killed at any moment, the same command goes on.
+    """Answer OpenAI batch lines. If killed at any moment, the same command goes on.
 
     With --prompt or --messages the input is rows of JSON lines, CSV, Parquet or a data set, and
     each makes a request (docs/inputs.md).
@@ -88,14 +88,14 @@ def batch(
     256 lines can be answered, the job is refused and leaves no files (see --keep-going).
 
     While it runs, finished answers are in OUT.jsonl.partial and the rest of its work in
-    OUT.jsonl.work; both are gone when OUT.jsonl is complete. A continued job writes the bytes of
-    an uninterrupted one in float32, but for the last digits of log-probabilities.
+    OUT.jsonl.work; both are gone when OUT.jsonl is complete. In float32 a continued job writes the
+    bytes of an uninterrupted one, except the last digits of log-probabilities.
 
     At the end a line says what was computed. Where `onestem plan` has measured this device for the
-    model before, two more say what was predicted and what came true (docs/cost-model.md).
+    model before, two more lines compare the prediction with the job (docs/cost-model.md).
 
-    With --replicas the job's groups are dealt to engines in actors of Ray (docs/replicas.md); the
-    file is the same, and the same command goes on with any number of them.
+    With --replicas the job's groups are dealt to engines in actors of Ray (docs/replicas.md). The
+    file is the same, and the same command goes on with any number of replicas.
 
     Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
     refused, 130 after Ctrl-C.
@@ -117,15 +117,15 @@ def score(
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score completions of prompts, or whole texts; killed, the same command goes on.
+    """Score completions of prompts, or whole texts. If killed, the same command goes on.
 
     A line is {"custom_id": ..., "prompt": ..., "completions": [...]} or {"custom_id": ..., "text":
     ...}, with text or token ids. Its result has logprob, token_ids, token_logprobs and is_greedy of
     each completion, or of the text (docs/scores.md). Rows of a table make lines with --prompt and
     --completions, or with --text (docs/inputs.md).
 
-    Apart from its lines it is `onestem batch`: the same errors, files, continuation and exit codes.
-    Each takes the other's lines too.
+    Errors, files, continuation and exit codes are those of `onestem batch`. Each command takes the
+    other's lines too.
     """
     load = partial(_load, engine, replicas, ray_address)
     source = open_input(input_file, rows)
@@ -135,7 +135,7 @@ def score(
 
 
 def open_input(path: Path, rows: InputOptions) -> JobInput:
-    """What a job reads; raises `OnestemError` where it is not there, or not as options say."""
+    """A job's input; raises `OnestemError` where it is missing, or not as the options say."""
     from onestem.batch import JobInput
 
     if not path.exists():

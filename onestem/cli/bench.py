@@ -1,4 +1,4 @@
-"""`onestem bench`: measure what a user would want to know, one JSON line each."""
+"""`onestem bench`: measurements for users, one JSON line each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def batch(
         typer.Option(metavar="LENGTHS", help="Tokens of each prefix; '400,101' makes two levels."),
     ] = "1000",
     distinct: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Tokens of its own that each request has.")
+        str, typer.Option(metavar="LENGTHS", help="Tokens of each request's own part.")
     ] = "50",
     output: Annotated[
         str, typer.Option(metavar="LENGTHS", help="Tokens to sample for each request.")

@@ -1,4 +1,4 @@
-"""`onestem bench attention`: synthetic steps, against their floors and against others."""
+"""`onestem bench attention`: synthetic steps, against their floors and against other kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attention(
     prefix: Annotated[
         str, typer.Option(help="Tokens of the prefix; '2048,512' makes two levels.")
     ] = "2048",
-    suffix: Annotated[int, typer.Option(help="Tokens of its own that each decode has.")] = 128,
+    suffix: Annotated[int, typer.Option(help="Tokens of each decode's own part.")] = 128,
     heads: Annotated[
         str, typer.Option(help="Query heads/KV heads, several with commas: 32/8,16/1.")
     ] = "32/8",
@@ -54,7 +54,7 @@ def attention(
         bool, typer.Option("--json", help="One JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Time attention of one step, with sharing and without. Exit code 1: its error is more than
+    """Time the attention of one step, with sharing and without. Exit code 1: its error is more than
     twice that of plain attention in the same dtype."""
     import torch
 
@@ -93,7 +93,7 @@ def dtype_of(name: str) -> Any:
 
 
 def check_heads(heads: Heads, device: str) -> None:
-    """Raise for heads or a device that cannot be."""
+    """Raise for impossible heads or an unavailable device."""
     import torch
 
     if device not in ("cpu", "cuda"):

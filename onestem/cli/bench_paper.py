@@ -39,8 +39,8 @@ def paper(
     part: Annotated[
         float,
         typer.Option(
-            help="Factor of numbers of requests and of a sweep's points alone: lengths, batches "
-            "and models keep their size."
+            help="Factor of the numbers of requests and of a sweep's points; lengths, batches and "
+            "models keep their size."
         ),
     ] = 1.0,
     against: Annotated[
@@ -52,7 +52,7 @@ def paper(
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where NAME.json and NAME.svg go, and all's paper.html."),
+        typer.Option(metavar="DIR", help="Folder of NAME.json and NAME.svg; of all: paper.html."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON line for each instead of a table.")
@@ -63,7 +63,7 @@ def paper(
 
     Models are the papers' shapes with random weights unless --model names another. Every number of
     ours is measured or counted in this run: with --share off, sharing gains nothing. Exit code 1:
-    some of all could not run.
+    with all, some could not run.
     """
     from onestem.errors import ConfigError
     from onestem.paper.bench import Bench
@@ -86,7 +86,7 @@ def paper(
 def _run_all(
     experiments: Iterable[Experiment], run: Callable[[Experiment], dict[str, Any]], out: Path
 ) -> int:
-    """Run what can run, and write the report of it; how many could not."""
+    """Run what can run, and write the report; returns how many could not run."""
     from onestem.errors import OnestemError
     from onestem.paper.report import html_of
 
@@ -117,7 +117,7 @@ def _list(experiments: Iterable[Experiment], as_json: bool) -> None:
 def _run(
     experiment: Experiment, *, bench: Bench, out: Path | None, as_json: bool, quiet: bool
 ) -> dict[str, Any]:
-    """Run, show and write one."""
+    """Run one experiment, show it and write it."""
     from onestem.paper.run import run_experiment
 
     command = "onestem " + shlex.join(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""`onestem bench pml`: prompts of modules, with modules at hand against everything computed."""
+"""`onestem bench pml`: prompts of modules, with modules cached against everything computed."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def pml(
     output: Annotated[int, typer.Option(help="library: tokens sampled per prompt.", min=1)] = 64,
     new: Annotated[int, typer.Option(help="Tokens of text of each prompt.", min=1)] = 50,
     isolation: Annotated[
-        str, typer.Option(help="Who sees what: anchored or isolated.")
+        str, typer.Option(help="What cached tokens attend to: anchored or isolated.")
     ] = "anchored",
     seed: Annotated[int, typer.Option(help="Seed of the token ids.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line, not a table.")] = False,
 ) -> None:
     """Time prompts of modules over random token ids, greedy.
 
-    first-token prints the time to the first token with the modules in a tier, that of the same
-    prompt computed whole, and at which share of the layers' matrix products alone the latter ran.
-    The disk tier is measured with its files dropped from the page cache.
+    first-token prints the time to the first token with the modules in a tier, and with the same
+    prompt computed whole. It also prints the latter's speed as a share of the layers' matrix
+    products alone. The disk tier is measured with its files dropped from the page cache.
     """
     from onestem.bench_pml import (
         FirstTokenCase,

@@ -1,4 +1,4 @@
-"""`onestem bench serve`: load a server that speaks OpenAI's API and say what it sustains."""
+"""`onestem bench serve`: load a server that speaks OpenAI's API and find the rate it sustains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["serve"]
 SERVER = "Our own server"
 WORKLOAD = "Workload"
 RUN = "Run"
-SHARED = ("model", "seed")  # of our server's options: those that say something of others too
+SHARED = ("model", "seed")  # options of our server that also apply to another one
 
 
 @options.with_options
@@ -129,16 +129,15 @@ def serve(
     duration: Annotated[
         float,
         typer.Option(
-            help="Seconds of arrivals of a run, of 20 requests at least, where --requests is not "
-            "given.",
+            help="Seconds of arrivals of a run without --requests; it has at least 20 requests.",
             rich_help_panel=RUN,
         ),
     ] = 60.0,
     limit: Annotated[
         float | None,
         typer.Option(
-            help="A rate holds if nine of ten requests take at most this many seconds per output "
-            "token, from arrival to end (default: 0.5 for a CPU; 0.05 with --device cuda).",
+            help="Seconds per output token, from arrival to end, that nine of ten requests may "
+            "take where a rate holds (default: 0.5 for a CPU; 0.05 with --device cuda).",
             rich_help_panel=RUN,
         ),
     ] = None,
@@ -148,7 +147,7 @@ def serve(
     resolution: Annotated[
         float,
         typer.Option(
-            help="The search ends when what held and what did not are this part apart.",
+            help="The search ends when a rate that held and one that did not are this share apart.",
             rich_help_panel=RUN,
         ),
     ] = 0.05,
@@ -163,7 +162,7 @@ def serve(
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(help="Most seconds without a byte of an answer.", rich_help_panel=RUN),
+        typer.Option(help="Maximum seconds without a byte of an answer.", rich_help_panel=RUN),
     ] = 600.0,
     log: Annotated[
         Path | None,
@@ -173,11 +172,11 @@ def serve(
         bool, typer.Option("--json", help="One JSON line instead of a table.")
     ] = False,
 ) -> None:
-    """Load a server with arrivals that wait for nothing, and say what rate it sustains.
+    """Load a server with arrivals that wait for nothing, and find the rate that it sustains.
 
-    Poisson arrivals, questions and answers as long as ShareGPT's or as asked for, system prompts
-    that applications share, all from the seed. Every stream is checked: what is missing, doubled or
-    out of order counts as torn and ends the command with code 1.
+    The seed gives Poisson arrivals, questions and answers (of ShareGPT's lengths by default), and
+    applications' system prompts. Every stream is checked: one with parts missing, doubled or out of
+    order counts as torn, and the command ends with code 1.
     """
     from onestem.bench_serve.client import Target
     from onestem.bench_serve.crowd import default_clients
@@ -220,7 +219,7 @@ def serve(
 
 
 def _refuse_server_options(context: typer.Context) -> None:
-    """A server that runs already has its own settings."""
+    """Refuse options of our own server for one that runs already."""
     own = {name: flag for name, flag in EngineOptions.offered().items() if name not in SHARED}
     for name, flag in {**own, "app": "app", "log": "log"}.items():
         source = context.get_parameter_source(name)
@@ -248,7 +247,7 @@ def _text(entry: str) -> str:
 
 
 def _vocab_size(model: str | None) -> int:
-    """Of a model of ours; 32000 where another server has its own."""
+    """Vocabulary size of a model; 32000 where the server's is unknown."""
     if model is None:
         return 32000
     file = find_model(model) / "config.json"

@@ -25,8 +25,8 @@ def env(
         typer.Option(metavar="FILE", help="TOML file with defaults (default: ONESTEM_CONFIG's)."),
     ] = None,
 ) -> None:
-    """Show devices, threads, chosen implementations and versions, and the options that environment
-    and file give: each value, and where it came from."""
+    """Show devices, threads, chosen implementations and versions, and the options from environment
+    and file, each with its value and source."""
     facts = _facts(Defaults(config))
     if as_json:
         typer.echo(json.dumps(facts))

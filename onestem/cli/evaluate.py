@@ -39,7 +39,7 @@ def evaluate(
 ) -> None:
     r"""Evaluate a model with lm-eval's tasks; examples and options are computed once.
 
-    Needs lm-eval: pip install 'onestem\[eval]'. All of its options are there with
+    Needs lm-eval: pip install 'onestem\[eval]'. All of its own options:
     python -m onestem.evals.lm_eval --model onestem --model_args pretrained=MODEL (docs/scores.md).
     """
     from onestem.errors import ConfigError

@@ -18,7 +18,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="One prompt or more.")],
     engine: EngineOptions,
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy (default: the model's).")
     ] = None,
@@ -37,7 +37,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System prompt, with --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line per prompt.")] = False,
 ) -> None:
-    """Answer prompts; several, and the n answers of each, share what they have in common."""
+    """Answer prompts. What they and their n answers have in common is computed once."""
     from onestem.errors import ConfigError
     from onestem.request import SamplingParams
 

@@ -1,4 +1,4 @@
-"""`onestem models`: which families there are, and what a model would need here."""
+"""`onestem models`: the supported families, and what a model would need here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def models(
         str | None, typer.Argument(metavar="DIR", help="Model directory, shape:NAME, or hub name.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Read the weights, and tell what their format adds.")
+        bool, typer.Option("--check", help="Read the weights, and show the errors of their format.")
     ] = False,
     original: Annotated[
         Path | None,
@@ -46,11 +46,11 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """List the families of models that are supported, or with a directory: what the model would
-    need on this machine, and whether its files are complete. No weights are loaded.
+    """List the supported families of models. With a directory: show what the model would need on
+    this machine, and whether its files are complete. No weights are loaded.
 
-    With --check quantised weights are read, layer by layer: errors of weights (where --quantization
-    rounds them, or --original has what they were) and of products of random rows, as shares.
+    With --check quantised weights are read layer by layer, and the relative errors of products of
+    random rows are shown. With --quantization or --original, errors of weights are shown too.
 
     Exit code: 0 if it would run, 1 if files are missing or memory is too small, 2 if it is not
     supported.

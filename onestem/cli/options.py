@@ -1,4 +1,4 @@
-"""How declared options (`onestem.options`) become a verb's, and how they become an `LLM`."""
+"""Declared options (`onestem.options`) on a verb's command line, and an `LLM` from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_options(verb: Verb) -> Verb:
     """Offer on the command line the fields of each parameter whose type is a kind of `Options`.
 
     The verb gets them with the defaults of environment and file. A parameter of the verb's own with
-    the name of a field stands in for it, and is the field's value too.
+    the name of a field replaces that field's option, and gives its value.
     """
     own = inspect.signature(verb, eval_str=True).parameters
     kinds = {name: found for name, one in own.items() if (found := _kind(one.annotation))}
@@ -70,7 +70,7 @@ def with_options(verb: Verb) -> Verb:
 
 
 def _kind(annotation: Any) -> tuple[type[Options], list[str]] | None:
-    """The options that a parameter is, and which of their fields are offered."""
+    """The kind of options of a parameter, and which of its fields are offered; None: no options."""
     only: Collection[str] | None = None
     if get_origin(annotation) is Annotated:
         only = next((one.names for one in annotation.__metadata__ if isinstance(one, Only)), None)
@@ -116,7 +116,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def load_llm(options: EngineOptions) -> LLM:
-    """Import torch and load a model; a verb that needs none starts fast."""
+    """Import torch and load a model; verbs without a model start fast without this."""
     from onestem.llm import LLM
 
     return LLM.from_options(options)

@@ -43,7 +43,7 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="auto, cpu, cuda or cuda:N; or a device that need not be here: h200.",
+            help="auto, cpu, cuda or cuda:N; or a device that this machine need not have: h200.",
             rich_help_panel=options.ENGINE,
         ),
     ] = None,
@@ -51,8 +51,8 @@ def plan(
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="What the job will take. The first time this device's rates are measured, which "
-            "takes some seconds, and kept.",
+            help="Predict what the job takes. The first time, this device's rates are measured, "
+            "which takes some seconds, and kept.",
         ),
     ] = True,
     schemas: Annotated[
@@ -66,16 +66,15 @@ def plan(
         typer.Option(
             min=1,
             max=4096,
-            help="Also what the job takes dealt to so many engines of this kind "
-            "(docs/replicas.md).",
+            help="Also predict the job on this number of engines of this kind (docs/replicas.md).",
         ),
     ] = None,
     advises: Annotated[
         bool,
         typer.Option(
             "--advice/--no-advice",
-            help="What another order of the prompts' fields would save. Where one saves more, the "
-            "job is tokenised again in that order.",
+            help="Show what another order of the prompts' fields would save. Where one saves more, "
+            "the job is tokenised again in that order.",
         ),
     ] = True,
     html: Annotated[
@@ -84,7 +83,7 @@ def plan(
     ] = None,
     price_per_hour: Annotated[
         str | None,
-        typer.Option(metavar="PRICE", help="Of the device: 2.50, $2.50 or 2.50EUR; tells costs."),
+        typer.Option(metavar="PRICE", help="The device's, to show costs: 2.50, $2.50 or 2.50EUR."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
     keep_going: KeepGoing = False,

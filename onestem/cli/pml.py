@@ -20,14 +20,16 @@ app = typer.Typer(
 )
 
 
-Isolation = Annotated[str, typer.Option(help="Who sees what: anchored, isolated or off.")]
+Isolation = Annotated[
+    str, typer.Option(help="What cached tokens attend to: anchored, isolated or off.")
+]
 Schemas = Annotated[
     list[Path] | None,
     typer.Option(
-        "--schema", metavar="FILE", help="Its schema (default: the *.xml beside it that is)."
+        "--schema", metavar="FILE", help="Its schema (default: the *.xml beside it that holds it)."
     ),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum tokens of an answer.")]
 
 
 @app.command("check")
@@ -103,7 +105,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Answer a prompt; what it cost goes to stderr.
+    """Answer a prompt; its cost goes to stderr.
 
     The time to the first token is that of the engine, without loading the model.
     """
@@ -134,7 +136,7 @@ def compare(
     files: Annotated[list[Path], typer.Argument(metavar="PROMPT", help="Files of prompts.")],
     schemas: Schemas = None,
     isolation: Annotated[
-        str, typer.Option(help="Who sees what: anchored or isolated.")
+        str, typer.Option(help="What cached tokens attend to: anchored or isolated.")
     ] = "anchored",
     repeat: Annotated[int, typer.Option(help="Times to the first token measured.", min=1)] = 5,
     max_tokens: MaxTokens = 128,
@@ -143,8 +145,8 @@ def compare(
 ) -> None:
     """Answer prompts twice: with their modules cached, and computed whole.
 
-    Both answers stand beside each other, with the times to the first token: medians, measured in
-    turns. Computed whole is what isolation=off is: ordinary causal attention.
+    Both answers stand beside each other, with the median times to the first token, measured in
+    turns. Computed whole is isolation=off: ordinary causal attention.
     """
     from rich.console import Console
 
@@ -180,8 +182,8 @@ def encode(
 ) -> None:
     """Compute a schema's modules and keep them on the disk.
 
-    What is there already is checked and not computed again. `onestem pml run` with the same model,
-    dtype and isolation then reads them.
+    Stored modules are checked and not computed again. `onestem pml run` with the same model, dtype
+    and isolation then reads them.
     """
     from onestem.cli.pml_run import default_disk, encode_line, encode_schema
     from onestem.pml import parse_isolation, read_schema
@@ -209,7 +211,7 @@ def memory(
     """Memory of one cached token, in MiB, from the config alone.
 
     The first column counts a key and a value for each query head, as table 2 of the Prompt Cache
-    paper does; the second those that the model has and that are stored.
+    paper does. The second counts those that are stored, for each KV head.
     """
     from onestem.cli.pml_memory import find_config
     from onestem.models.memory import token_memory

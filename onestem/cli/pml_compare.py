@@ -22,9 +22,9 @@ __all__ = ["check_comparable", "comparison_table", "side_by_side"]
 
 
 def check_comparable(isolation: str, share: str) -> None:
-    """Raise `ConfigError` for options with which nothing is cached."""
+    """Raise `ConfigError` for options under which nothing is cached."""
     if isolation == "off":
-        raise ConfigError("isolation is off, and that is compared anyway: anchored or isolated")
+        raise ConfigError("isolation is off, which is compared anyway: give anchored or isolated")
     if share == "off":
         raise ConfigError("share is off, so that nothing is cached: compare with full or storage")
 
@@ -68,7 +68,7 @@ def side_by_side(
 
 
 def _answer(llm: LLM, compiled: CompiledPrompt, params: SamplingParams) -> RequestOutput:
-    """Of a prompt that finds its modules in the cache, and nothing else."""
+    """The answer to a prompt that finds its modules in the cache, and nothing else."""
     request = llm.pml_request(compiled, params)
     request = replace(request, cache_salt=secrets.token_hex(8), common_modules=True)
     llm.engine.validate(request)
@@ -85,7 +85,7 @@ def _check_cached(llm: LLM, facts: dict[str, Any], compiled: CompiledPrompt) -> 
 
 
 def comparison_table(name: str, facts: dict[str, Any]) -> Table:
-    """Both ways beside each other, to be read on a terminal."""
+    """Both ways beside each other, for a terminal."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What `onestem pml run` and `encode` do: an answer and its cost; modules put on a disk."""
+"""What `onestem pml run` and `encode` do: an answer and its cost; modules written to a disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def default_disk() -> Path:
-    """Where modules are kept if nothing else is said."""
+    """The default folder for modules."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "onestem" / "modules"
 
@@ -41,7 +41,7 @@ def find_schema_file(prompt_file: Path, prompt: Prompt) -> Path:
         try:
             found = read(path)
         except PmlError:
-            continue  # a broken file beside it is not this prompt's business
+            continue  # a broken file beside it does not concern this prompt
         if isinstance(found, Schema) and found.name == prompt.schema:
             return path
     raise ConfigError(
@@ -78,7 +78,7 @@ def cost_line(facts: dict[str, Any]) -> str:
 
 
 def encode_schema(llm: LLM, schema: Schema, isolation: str, *, quiet: bool) -> dict[str, Any]:
-    """Have all of a schema's cached text computed, or found in the tiers; what that came to.
+    """Have all of a schema's cached text computed, or found in the tiers; returns its figures.
 
     Raises:
         ConfigError: some of it could not be written.

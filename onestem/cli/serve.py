@@ -27,11 +27,10 @@ def serve(
     """Serve a model: chats, completions, files, batches, prefixes, PML; a page at /.
 
     The openai client works with base_url=http://HOST:PORT/v1. Logs are lines on stderr.
-    SIGTERM or Ctrl-C ends it: running answers end, batches are put down and go on with the next
-    start.
+    SIGTERM or Ctrl-C ends it: running answers end, batches stop and go on with the next start.
     """
     if name is not None:
-        told = context.params["model"]  # a variable or a file gives way
+        told = context.params["model"]  # MODEL goes before a variable or a file
         if told not in (None, name):
             raise ConfigError(f"the model is {name!r}, and --model is {told!r}: give one of them")
         engine = engine.replace(model=name)
@@ -46,5 +45,5 @@ def _set_up_logs(server: Settings, model: str) -> None:
 
     style = server.log_format or default_format()
     set_up(server.log_level, style)
-    if style == "text":  # the imports take seconds; a program has no need to know
+    if style == "text":  # the imports take seconds; only people need to know
         log.info("starting", model=model)

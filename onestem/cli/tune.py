@@ -21,7 +21,7 @@ def tune(
     ] = None,
 ) -> None:
     """Time candidate configurations of the attention kernels on this GPU (a minute or two) and
-    write the fastest to its file, which later starts read. Nothing is ever tuned at start."""
+    write the fastest to its file, which later starts read. No start tunes anything."""
     import torch
 
     from onestem.cli.bench_attention import check_heads, dtype_of

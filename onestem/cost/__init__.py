@@ -1,4 +1,4 @@
-"""What a step costs, and so a job, before anything is computed: docs/cost-model.md. No torch."""
+"""The cost of a step, and so of a job, before it runs: docs/cost-model.md. No torch."""
 
 from onestem.cost.deal import TOKENS, Weights, deal_costs
 from onestem.cost.job import Forecast, Limits, Work, forecast

@@ -1,4 +1,4 @@
-"""What requests of a plan cost where they are dealt to replicas."""
+"""Costs of a plan's requests, for dealing them to replicas."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Weights:
     """Seconds of a token in full steps.
 
     Attributes:
-        prompt: of a prompt's token that is computed.
-        sampled: of a token that is sampled.
-        context: of each token of its own that a request's prompt has, for each token sampled.
+        prompt: for each prompt token computed.
+        sampled: for each token sampled.
+        context: for each token sampled, times the tokens that only this request's prompt has.
     """
 
     prompt: float
@@ -30,7 +30,7 @@ class Weights:
 
     @staticmethod
     def of(cost: StepCost, limits: Limits, work: Work) -> Weights:
-        """On a device, with as many decodes in a step as a job has requests that memory holds."""
+        """Weights on a device, with as many decodes in a step as memory holds."""
         held = work.own() + work.outputs * work.answers / 2
         rows = limits.kv_tokens * work.answers.sum() / max(1.0, float(held.sum()))
         rows = min(max(1.0, rows), float(limits.step_tokens), float(work.answers.sum()))
@@ -41,14 +41,14 @@ class Weights:
 
 
 TOKENS = Weights(1.0, 1.0, 0.0)
-"""Where no rates are known."""
+"""The weights if no rates are known."""
 
 
 def deal_costs(plan: JobPlan, positions: IntArray, weights: Weights) -> Costs:
-    """Of some requests of a plan.
+    """Costs of some requests of a plan.
 
     Args:
-        positions: where they stand in the plan's order, rising.
+        positions: their places in the plan's order, rising.
     """
     work = Work.of(plan, plan.output_tokens)
     if len(positions) < len(plan.order):

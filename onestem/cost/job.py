@@ -1,8 +1,8 @@
-"""A planned job's steps, simulated: its seconds, the tokens it computes, its KV memory.
+"""Simulation of a planned job's steps: its seconds, the tokens it computes, its KV memory.
 
-The rules are the scheduler's (`engine.schedule`): who runs decodes in each step, prompts have what
-the step's tokens leave, requests enter in planned order as memory allows, and where it runs out the
-newest is preempted and computed again. Steps in which only lengths change are taken together.
+The rules are the scheduler's (`engine.schedule`). Running sequences decode in each step, and
+prompts get the tokens that are left. Requests enter in planned order as memory allows. When memory
+runs out, the newest is preempted and computed again. Steps that differ only in lengths are merged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onestem.planner import JobPlan
 __all__ = ["Forecast", "Limits", "Work", "forecast"]
 
 LOOKAHEAD_TOKENS = 32  # decodes that admission leaves room for, per sequence
-MOST_ROUNDS = 20_000  # of steps with prompts; longer jobs are taken in strides of several steps
+MOST_ROUNDS = 20_000  # of steps with prompts; in longer jobs a round is several steps
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,9 +31,9 @@ IntArray = npt.NDArray[np.int64]
 class Limits:
     """Attributes:
     step_tokens: rows of a step (`EngineOptions.max_step_tokens`).
-    kv_tokens: what KV memory holds.
+    kv_tokens: tokens that KV memory holds.
     page_size: tokens in a page; each run of a sequence leaves half of its last page empty.
-    num_seqs: sequences that run at once (`EngineOptions.max_num_seqs`); None: any number.
+    num_seqs: maximum running sequences (`EngineOptions.max_num_seqs`); None: any number.
     """
 
     step_tokens: int
@@ -51,7 +51,7 @@ class Work:
         outputs: `[num_requests]` tokens of each answer.
         answers: `[num_requests]` sequences of each request (n).
         home: `[num_requests]` the deepest node on each prompt's path.
-        parent, edge: `[num_nodes]` node above, and tokens that a node adds to it.
+        parent, edge: `[num_nodes]` the node above, and the tokens that a node adds to it.
     """
 
     tokens: IntArray
@@ -63,7 +63,7 @@ class Work:
 
     @staticmethod
     def of(plan: JobPlan, outputs: IntArray | None, answers: IntArray | None = None) -> Work:
-        """Of a plan.
+        """The work of a plan.
 
         Args:
             outputs: `[num_requests]` sampled tokens of all answers to each request, in input order;
@@ -82,7 +82,7 @@ class Work:
         """Some of the requests, with the prefixes that they have.
 
         Args:
-            positions: of the requests, in the order in which they are to run.
+            positions: of the requests, in the order in which they run.
         """
         home = self.home[positions]
         used = np.zeros(len(self.parent), np.bool_)
@@ -102,7 +102,7 @@ class Work:
         )
 
     def unshared(self) -> Work:
-        """The same where each sequence has all of its prompt to itself (`share="off"`)."""
+        """The same work with nothing shared: each sequence has a prompt alone (`share="off"`)."""
         each = np.repeat(np.arange(len(self.tokens)), self.answers)
         root = np.zeros(1, np.int64)
         return Work(
@@ -132,15 +132,16 @@ class Work:
 
 @dataclass
 class Forecast:
-    """What a job comes to.
+    """The totals of a job.
 
     Attributes:
-        seconds: of all steps. linear_seconds, attention_seconds, sampling_seconds, host_seconds:
-            their parts; where the host works beside the device, they are more than the whole.
-        steps: launches of the model. rows: what they compute, prompts' tokens and decodes.
-        computed_prompt_tokens: of these, prompts' tokens; those computed again after a preemption
-            are counted again.
-        peak_kv_tokens: maximum tokens in KV memory at a time. num_preempted: requests.
+        seconds: of all steps.
+        linear_seconds, attention_seconds, sampling_seconds, host_seconds: their parts; they add up
+            to more if the host works while the device does.
+        steps: launches of the model. rows: prompt tokens and decodes that they compute.
+        computed_prompt_tokens: prompt tokens among the rows; those computed again after a
+            preemption are counted again.
+        peak_kv_tokens: maximum tokens in KV memory. num_preempted: requests.
     """
 
     seconds: float = 0.0
@@ -160,7 +161,7 @@ class Forecast:
 
 
 def forecast(cost: StepCost, work: Work, limits: Limits) -> Forecast:
-    """Run a job by its costs alone. 100,000 requests take seconds."""
+    """Simulate a job by its costs. 100,000 requests take seconds."""
     return _Run(cost, work, limits).result()
 
 
@@ -170,8 +171,8 @@ class _Prompt:
 
     Attributes:
         left: tokens still to be computed.
-        context: those that are there already.
-        outputs: tokens that it still samples.
+        context: tokens that are already computed.
+        outputs: tokens still to be sampled.
     """
 
     request: int
@@ -182,7 +183,7 @@ class _Prompt:
 
 @dataclass
 class _Chunks:
-    """What a step computes of prompts."""
+    """The chunks of prompts that a step computes."""
 
     tokens: int = 0
     ended: list[_Prompt] = field(default_factory=list)
@@ -190,7 +191,7 @@ class _Chunks:
 
 
 def _numbers(values: IntArray) -> array[int]:
-    """As quick to read one by one as a list, in a fifth of its memory."""
+    """Values as an array: read one by one as fast as a list, in a fifth of its memory."""
     return array("q", values.astype(np.int64, copy=False).tobytes())
 
 
@@ -206,30 +207,30 @@ class _Run:
         self.parent, self.edge = _numbers(work.parent), _numbers(work.edge)
         self.members = self._members()
         self.seeing = array("q", bytes(8 * len(self.parent)))  # rows that see each node
-        self.walking = array("d", bytes(8 * len(self.parent)))  # seconds of them, in each step
+        self.walking = array("d", bytes(8 * len(self.parent)))  # seconds of these, in each step
         total = sum(self.own) + sum(self.opened)
         self.stride = 1 + total // (limits.step_tokens * MOST_ROUNDS)
-        self.next = 0  # request that has not been admitted
+        self.next = 0  # the first request that is not yet admitted
         self.prompts: deque[_Prompt] = deque()
         self.again: deque[_Prompt] = deque()  # preempted
         self.ends: list[tuple[int, int]] = []  # (step, request), a heap
         self.running: dict[int, int] = {}  # request -> step at whose end it ends
-        self.held = self.reserved = 0  # tokens in memory, and those that are spoken for
+        self.held = self.reserved = 0  # tokens in memory, and tokens reserved
         self.rows = 0  # that decode
-        self.sequences = 0  # that were admitted and have not ended
+        self.sequences = 0  # admitted and not ended
         self.shapes: set[float] = set()  # numbers of rows that steps had
-        self.own_tokens = 0  # that these see alone
-        self.fixed = 0.0  # seconds of what they see together, and of their states, in each step
+        self.own_tokens = 0  # that one row alone sees
+        self.fixed = 0.0  # seconds of shared runs, and of rows' states, in each step
 
     def _members(self) -> array[int]:
-        """Requests that are still to end, below each node."""
+        """Requests below each node that have not ended."""
         members = _numbers(np.bincount(self.work.home, minlength=len(self.parent)))
         for node in range(len(self.parent) - 1, 0, -1):
             members[self.parent[node]] += members[node]
         return members
 
     def result(self) -> Forecast:
-        """After all steps."""
+        """The forecast after all steps."""
         while self.next < len(self.tokens) or self.prompts or self.again or self.running:
             self._round()
         return self.done
@@ -253,21 +254,21 @@ class _Run:
             self._preempt(next(reversed(self.running)))
 
     def _first_end(self) -> tuple[int, int] | None:
-        """The step at whose end somebody ends, and who; those that were preempted are forgotten."""
+        """The next step after which a request ends, and the request; preempted ones are dropped."""
         while self.ends and self.running.get(self.ends[0][1]) != self.ends[0][0]:
             heappop(self.ends)
         return self.ends[0] if self.ends else None
 
     def _quiet_steps(self) -> int:
-        """Steps of decodes alone until somebody ends, or memory is full."""
+        """Steps of decodes alone until a request ends or memory is full."""
         first = self._first_end()
-        assert first is not None  # somebody decodes, since no prompt is computed
+        assert first is not None  # some request decodes, since no prompt is computed
         until = first[0] - self.done.steps
         room = (self.limits.kv_tokens - self.held) // max(1, self.rows)
         return max(1, min(until, room))
 
     def _chunks(self) -> _Chunks:
-        """Prompts' tokens of the next step (of a stride's, together)."""
+        """Prompt tokens of the next step (or of all steps of a stride)."""
         most = self.limits.step_tokens
         budget = self.stride * max(most - self.rows, (most + 1) // 2)
         taken: list[tuple[_Prompt, int, int]] = []
@@ -283,8 +284,8 @@ class _Run:
         return self._attended(taken)
 
     def _attended(self, taken: list[tuple[_Prompt, int, int]]) -> _Chunks:
-        """Tokens of chunks, and their attention: what others have computed is walked for all chunks
-        below one node together."""
+        """Tokens and attention of chunks: all chunks below one node share the walk over what is
+        already computed."""
         cost = self.cost
         chunks = _Chunks(ended=[prompt for prompt, _, _ in taken if prompt.left == 0])
         together: dict[int, int] = {}
@@ -305,7 +306,7 @@ class _Run:
         return chunks
 
     def _spend(self, chunks: _Chunks, steps: int) -> None:
-        """Seconds of these steps."""
+        """Add the seconds and rows of these steps."""
         cost, done, tokens = self.cost, self.done, chunks.tokens / steps
         sampled = self.rows + sum(self.answers[one.request] for one in chunks.ended) / steps
         # Own runs grow by a token in each step.
@@ -326,19 +327,19 @@ class _Run:
         done.rows += steps * self.rows + chunks.tokens
         done.computed_prompt_tokens += chunks.tokens
 
-    # ------------------------------------------------------------------------- who is there
+    # ------------------------------------------------------------------------- requests
 
     def _ahead(self, request: int) -> int:
-        """Tokens that are kept free for its decodes."""
+        """Tokens that are kept free for a request's decodes."""
         return self.answers[request] * min(LOOKAHEAD_TOKENS, self.outputs[request])
 
     def _slack(self, request: int) -> int:
-        """Tokens that its runs leave empty in their last pages."""
+        """Tokens that a request's runs leave empty in their last pages."""
         n = self.answers[request]
         return (n + (n > 1)) * self.limits.page_size // 2
 
     def _admit(self) -> bool:
-        """The next request, if memory allows or nobody else runs."""
+        """Admit the next request, if memory allows or no other runs; whether one was."""
         if self.again:
             prompt = self.again[0]
             new = prompt.left
@@ -367,7 +368,7 @@ class _Run:
         return True
 
     def _join(self, prompt: _Prompt) -> None:
-        """A prompt is computed: its first token is sampled with its last row."""
+        """Let a computed prompt decode: its last row samples the first token."""
         request = prompt.request
         last = self.done.steps + prompt.outputs - 1
         self.running[request] = last
@@ -379,7 +380,7 @@ class _Run:
             heappush(self.ends, (last, request))
 
     def _count(self, request: int, sign: int) -> None:
-        """Rows of a request come (1) or go (-1), with what they see."""
+        """Add (1) or remove (-1) the rows of a request, with what they see."""
         n, node, own = self.answers[request], self.home[request], self.own[request]
         self.rows += sign * n
         self.fixed += sign * n * self.cost.own_walk_seconds
@@ -396,11 +397,11 @@ class _Run:
             node = above
 
     def _sampled(self, request: int) -> int:
-        """Tokens of each of its answers that are in memory; the last one sampled is not."""
+        """Tokens of each of a request's answers in memory; the last one sampled is not."""
         return self.done.steps - (self.running[request] - self.outputs[request] + 1)
 
     def _leave(self, request: int) -> int:
-        """A request decodes no more; what it had sampled, of each answer."""
+        """Remove a request that decodes; returns the tokens in memory of each answer."""
         sampled = self._sampled(request)
         del self.running[request]
         self.sequences -= self.answers[request]
@@ -420,7 +421,7 @@ class _Run:
             node = self.parent[node]
 
     def _preempt(self, request: int) -> None:
-        """The newest gives its memory up and is computed again, before all who wait."""
+        """Preempt a request: it frees its memory and is computed again before new requests."""
         sampled = min(self._leave(request), self.outputs[request] - 1)
         self.done.num_preempted += 1
         left = self.own[request] + self.answers[request] * sampled

@@ -1,8 +1,8 @@
 """The rates of this device, measured in a few seconds with the code that engines run, and kept.
 
-Linear layers, attention and sampling are those of a model of the same shape with random weights and
-as many layers as no cache holds; where it has experts, with MLPs as large as what a row takes of
-them. What the host takes is measured on engines of a model of nothing.
+Linear layers, attention and sampling are those of a model of the same shape with random weights. It
+has more layers than a cache holds; in place of experts it has MLPs of the size that a row takes.
+The host is measured on engines whose model computes next to nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from onestem.request import Request, SamplingParams
 
 __all__ = ["keep_rates", "known_rates", "measure", "rates_here"]
 
-CACHE_BYTES = 192 << 20  # more than a processor's caches hold, mostly
+CACHE_BYTES = 192 << 20  # more than most processors' caches hold
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-SLOW_SECONDS = 0.3  # no more rows than take so long are measured: the rate stays as it is
+SLOW_SECONDS = 0.3  # a step that takes longer is the last measured: the rate stays from there
 ENOUGH_SECONDS, MOST_REPEATS = 0.1, 5  # of a measurement
-SLOW_CALL_SECONDS, WARM_SECONDS = 2e-3, 1.0  # calls of a GPU that take longer are timed so long
-# Rows that see a run together, and how many runs of so many tokens there are.
+SLOW_CALL_SECONDS, WARM_SECONDS = 2e-3, 1.0  # slower GPU calls are timed for the latter
+# Rows that see a run together, number of runs, and tokens of each.
 WALKS = ((1, 64, 512), (2, 32, 512), (4, 16, 512), (16, 4, 512), (64, 1, 1024), (256, 1, 1024))
 GPU_WALKS = (
     (1, 256, 2048), (4, 64, 2048), (16, 16, 2048), (64, 8, 4096), (256, 4, 8192), (1024, 1, 8192),
@@ -69,7 +69,7 @@ def rates_here(
     device: torch.device,
     quantization: Quantize | None = None,
 ) -> Rates:
-    """The rates of this device for a model: those kept, or they are measured and kept.
+    """The rates of this device for a model: those kept, or newly measured and kept.
 
     Args:
         quantization: the format of the layers' weights.
@@ -88,7 +88,7 @@ def keep_rates(
     rates: Rates,
     quantization: Quantize | None = None,
 ) -> None:
-    """Write rates where `known_rates` finds them: in XDG_CACHE_HOME, by all that they depend on.
+    """Write rates where `known_rates` finds them: in XDG_CACHE_HOME, keyed by `_facts`.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -113,7 +113,7 @@ def known_rates(
     device: torch.device,
     quantization: Quantize | None = None,
 ) -> Rates | None:
-    """The rates that were kept; None: there are none."""
+    """The rates that were kept, or None."""
     try:
         kept = json.loads(_file(_facts(config, dtype, device, quantization)).read_text())
         return Rates.from_dict(kept["rates"])
@@ -124,7 +124,7 @@ def known_rates(
 def _facts(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: Quantize | None
 ) -> dict[str, Any]:
-    """What rates depend on."""
+    """All that rates depend on."""
     form = {} if quantization is None else {"quantization": quantization}
     return form | {
         "device": device_name(device),
@@ -144,7 +144,7 @@ def _file(facts: Mapping[str, Any]) -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """As people call it."""
+    """The device's common name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -167,12 +167,12 @@ def measure(
     quantization: Quantize | None = None,
     clock: Clock = time.perf_counter,
 ) -> Rates:
-    """The rates of this device for a model's shape; takes some seconds.
+    """Measure the rates of this device for a model's shape; takes some seconds.
 
     Args:
         quantization: the format of the layers' weights; rates in bytes are as if they had 16 bits.
-        clock: what seconds are, on a CPU; `time.process_time` of one thread is what they would be
-            on a machine that nobody else uses.
+        clock: the clock on a CPU; `time.process_time` of one thread gives the seconds of a machine
+            that nobody else uses.
     """
     config = config.without_experts()
     layer_bytes = ModelShape.of(config, dtype.itemsize).layer_parameters * dtype.itemsize
@@ -215,13 +215,13 @@ def _memory_bytes(device: torch.device) -> int:
 def _seconds(
     call: Callable[[], object], device: torch.device, clock: Clock, *, cold: bool = True
 ) -> float:
-    """The median of some calls. On a GPU launches follow each other as an engine's do; on a CPU,
-    where they are to be cold, the caches hold something else before each."""
+    """The median of some calls. On a GPU launches follow each other as an engine's do. On a CPU,
+    `cold` fills the caches with something else before each call."""
     if device.type == "cuda":
         call()
         times = events_ms(call, MOST_REPEATS)
         if min(times) / 1e3 > SLOW_CALL_SECONDS:
-            # Under a load that lasts, the power limit lowers the clock.
+            # Under a lasting load, the power limit lowers the clock.
             times = events_ms(call, round(WARM_SECONDS * 1e3 / min(times)))[-MOST_REPEATS:]
         return statistics.median(times) / 1e3
     other = torch.zeros(CACHE_BYTES // 4, device="cpu")
@@ -237,7 +237,7 @@ def _seconds(
 
 
 def _linear(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clock) -> Curve:
-    """Steps of the model without attention and logits."""
+    """Rates of steps of the model without attention and logits."""
     rows = [count for count in ROWS if count <= decoder.step_rows]
     pages = -(-rows[-1] // PAGE_SIZE)
     runner = make_runner(decoder, impl, num_pages=pages, page_size=PAGE_SIZE, share="no-attention")
@@ -251,8 +251,8 @@ def _linear(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clo
 
 
 def _runs(runner: StepRunner, rows: int, sampled: int) -> Callable[[], object]:
-    """A step of so many rows that see nothing."""
-    # Products of equal rows take less power, so a GPU's clock stays higher.
+    """A call that runs a step of `rows` rows that see nothing."""
+    # Random ids: products of equal rows take less power, so a GPU's clock would stay higher.
     ids = np.random.default_rng(0).integers(0, runner.decoder.config.vocab_size, rows)
     positions, wanted = np.zeros(rows, np.int64), np.arange(sampled)
     inputs = StepInputs(ids, positions, np.arange(rows), {}, wanted, [], positions[:0], [], 0)
@@ -261,13 +261,13 @@ def _runs(runner: StepRunner, rows: int, sampled: int) -> Callable[[], object]:
 
 
 def _curve(seconds: dict[int, float], flops_per_row: float, num_bytes: float) -> Curve:
-    """Of products that took so long, by their rows; memory is read as fast as with the fewest."""
+    """The curve of products that took `seconds`, by rows; the shortest gives the bytes' rate."""
     rates = tuple(flops_per_row * rows / taken for rows, taken in seconds.items())
     return Curve(tuple(seconds), rates, num_bytes / min(seconds.values()))
 
 
 def _attention(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clock) -> Curve:
-    """Decodes behind runs of some tokens each."""
+    """Rates of decodes after runs of several lengths."""
     on_gpu, measured = decoder.device.type == "cuda", {}
     walks = GPU_WALKS if on_gpu else WALKS
     pages = _pages(
@@ -296,7 +296,7 @@ def _rows(
     decoder: Decoder, shape: ModelShape, impl: AttentionImpl, attention: Curve, clock: Clock
 ) -> tuple[float, float]:
     """`Rates.row_bytes` and `Rates.walk_seconds`: what chunks of prompts, and decodes, after shared
-    runs take beside their walks. On a GPU both are hidden behind the reading of keys and values."""
+    runs take besides their walks. 0 on a GPU: it overlaps with reading keys and values."""
     if decoder.device.type == "cuda":
         return 0.0, 0.0
     groups, each, shared, own = CHUNKS
@@ -351,7 +351,7 @@ def _num_pages(groups: int, each: int, shared: int, own: int) -> int:
 
 
 def _call_seconds(decoder: Decoder, impl: AttentionImpl, clock: Clock) -> float:
-    """Attention of a layer that sees a page."""
+    """Seconds of attention of a layer that sees one page."""
     pages = Runner(decoder, impl, num_pages=1, page_size=PAGE_SIZE, share="full").pages
     prepare = _walks(decoder, impl, pages, 1, 1, PAGE_SIZE)
     if decoder.device.type == "cuda":
@@ -360,8 +360,8 @@ def _call_seconds(decoder: Decoder, impl: AttentionImpl, clock: Clock) -> float:
 
 
 def _shape_seconds(decoder: Decoder, impl: AttentionImpl, clock: Clock) -> float:
-    """How much longer the first step of a number of rows takes than the second. On a GPU rows are
-    padded to numbers that are known (`engine.step.graphs`)."""
+    """Seconds that the first step of a number of rows takes more than the second. On a GPU, rows
+    are padded to known numbers (`engine.step.graphs`)."""
     if decoder.device.type == "cuda":
         return 0.0
     most = max(FRESH_ROWS)
@@ -380,8 +380,8 @@ def _shape_seconds(decoder: Decoder, impl: AttentionImpl, clock: Clock) -> float
 def _walks(
     decoder: Decoder, impl: AttentionImpl, pages: Any, rows: int, count: int, tokens: int
 ) -> Callable[[], Callable[[], None]]:
-    """What prepares a step of `count` runs that `rows` rows see each, and gives its attention over
-    all layers."""
+    """A function that prepares a step of `count` runs, each seen by `rows` rows, and returns a call
+    of its attention over all layers."""
     builder = PlanBuilder(PAGE_SIZE)
     order = np.random.default_rng(0).permutation(count * tokens // PAGE_SIZE).astype(np.int32)
     each = tokens // PAGE_SIZE
@@ -394,7 +394,7 @@ def _walks(
 def _prepared(
     decoder: Decoder, impl: AttentionImpl, pages: Any, plan: AttentionPlan
 ) -> Callable[[], Callable[[], None]]:
-    """What prepares a plan, and gives its attention over all layers."""
+    """A function that prepares a plan and returns a call of its attention over all layers."""
     config = decoder.config
     q = {
         size: torch.randn(
@@ -416,7 +416,7 @@ def _prepared(
 
 
 def _head(decoder: Decoder, shape: ModelShape, clock: Clock) -> Curve:
-    """Logits and draws at temperature 1."""
+    """Rates of logits and draws at temperature 1."""
     draw, measured = resolve_sampling(decoder.device).draw, {}
     for rows in SAMPLED_ROWS:
         records = np.full(rows, IDLE)
@@ -433,14 +433,14 @@ def _head(decoder: Decoder, shape: ModelShape, clock: Clock) -> Curve:
 
 
 def _host(device: torch.device, clock: Clock) -> tuple[float, float, float, float]:
-    """Seconds of a step, of a row that decodes, of a prompt's token, of a request: the least
-    squares of some jobs, each counted by its share of the time."""
+    """Host seconds of a step, of a row that decodes, of a prompt's token and of a request: least
+    squares of the relative errors over some jobs."""
     nothing = random_decoder(_nothing(), dtype=torch.float32, device=device)
     most = max(count * (prompt + tokens + PAGE_SIZE) for count, prompt, tokens in HOST_JOBS)
     engine = Engine(nothing, None, GenerationDefaults(), num_pages=most // PAGE_SIZE, seed=0)
     runner = engine.launcher.runner
     model = 0.0
-    if runner.depth == 1:  # the model's part is in linear layers already
+    if runner.depth == 1:  # the model's part is already in linear layers
         model = _seconds(_runs(runner, 1, sampled=1), device, clock, cold=False)
     counted = []
     for count, prompt, tokens in HOST_JOBS:
@@ -456,7 +456,7 @@ def _host(device: torch.device, clock: Clock) -> tuple[float, float, float, floa
 def _host_run(
     engine: Engine, count: int, prompt: int, tokens: int, clock: Clock
 ) -> Iterator[tuple[float, int]]:
-    """Seconds and steps of a job, some times."""
+    """Seconds and steps of each of several runs of a job."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     ids = np.random.default_rng(0).integers(0, 64, (count, prompt)).tolist()
     for _ in range(3):
@@ -473,7 +473,7 @@ def _host_run(
 
 
 def _nothing() -> ModelConfig:
-    """A model whose forward pass is next to nothing."""
+    """A model whose forward pass takes next to no time."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=256,

@@ -1,4 +1,4 @@
-"""What a device reaches: rates of products by their rows, of memory, and what the host takes."""
+"""The rates of a device: of products by their rows, of memory, and of the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CURVES = ("linear", "attention", "head")
 
 @dataclass(frozen=True)
 class Curve:
-    """Products of some rows with a matrix that is read once: how fast they are.
+    """Rates of products of some rows with a matrix that is read once.
 
-    Between two numbers of rows time is linear; below the first it is that of the first, above the
+    Time is linear between two numbers of rows. Below the first it is that of the first; above the
     last the rate stays.
 
     Attributes:
         rows: rising numbers of rows.
-        flops: FLOP/s that each reached.
+        flops: FLOP/s with each.
         bytes: bytes/s at which the matrix is read at best.
     """
 
@@ -42,11 +42,11 @@ class Curve:
             raise ConfigError(f"rates: rows are {list(self.rows)}, expected rising numbers from 1")
 
     def seconds(self, flops_per_row: float, num_bytes: float, rows: float) -> float:
-        """Of one product: the longer of its FLOPs and its bytes."""
+        """Seconds of one product: the longer of its FLOPs and its bytes."""
         return max(flops_per_row * self._row_seconds(rows), num_bytes / self.bytes)
 
     def _row_seconds(self, rows: float) -> float:
-        """Seconds of so many rows with one FLOP each."""
+        """Seconds of `rows` rows with one FLOP each."""
         at = bisect_right(self.rows, rows)
         if at == 0:
             return self.rows[0] / self.flops[0]
@@ -59,24 +59,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device with one dtype.
+    """Rates of one device with one dtype.
 
     Attributes:
-        device: its name. source: how the figures came about.
+        device: its name.
+        source: where the figures come from.
         dtype: of weights, keys and values.
-        linear: of the layers' products, by rows of the step.
-        attention: of walks over a run's keys and values, by query heads for each KV head: rows that
-            see the run times heads that share a KV head.
-        head: of the head's product with its draws, by rows that sample.
+        linear: the layers' products, by rows of the step.
+        attention: walks over a run's keys and values, by query heads for each KV head (rows that
+            see the run times heads that share a KV head).
+        head: the head's product with its draws, by rows that sample.
         row_bytes: bytes/s at which queries, outputs and states of rows move; 0: as keys and values.
         walk_seconds: of a decode's walk over its own run, in each layer, besides what it reads.
         call_seconds: of a layer's attention, whatever it sees.
-        shape_seconds: of making products for a number of rows that no step had before.
+        shape_seconds: of preparing products for a number of rows that no step had before.
         step_seconds, row_seconds, token_seconds, request_seconds: of the host, for a step, a row
             that decodes, a prompt's token, and a request from its admission to its output.
         overlaps: the host works while the device computes the step before.
         step_tokens: rows of a full step.
-        memory_bytes: of the device; 0: not said.
+        memory_bytes: of the device; 0: unknown.
     """
 
     device: str
@@ -98,12 +99,12 @@ class Rates:
     memory_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """A dict for JSON."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Rates:
-        """What `to_dict` gave."""
+        """The rates that `to_dict` returned as `values`."""
         curves = {
             name: Curve(tuple(one["rows"]), tuple(one["flops"]), one["bytes"])
             for name in CURVES
@@ -121,7 +122,7 @@ def named_rates(name: str) -> Rates:
     """The rates of one of `named_devices`.
 
     Raises:
-        ConfigError: there are none of this name.
+        ConfigError: no device has this name.
     """
     if name not in named_devices():
         known = ", ".join(named_devices())

@@ -1,14 +1,14 @@
-"""What a step takes: linear layers, attention, sampling, host.
+"""Seconds of a step: linear layers, attention, sampling, host.
 
-A step has rows: one of each sequence that decodes, and those of chunks of prompts. Its seconds are
+A step has a row for each sequence that decodes, and the rows of prompts' chunks. Its seconds are
 
-    linear layers   max(2 * parameters * rows / rate(rows), parameter bytes / bandwidth); of experts
-                    likewise those that some row takes, each over its rows
+    linear layers   max(2 * parameters * rows / rate(rows), parameter bytes / bandwidth); the same
+                    for each expert that some row takes, over its rows
     attention       for each run, its keys and values walked once for all rows that see it:
                     max(FLOPs / rate(rows * query heads per KV head), bytes / bandwidth);
                     for each row, its queries, outputs and states that are merged: bytes / bandwidth
     sampling        the head's product with its draws, over rows that sample, as linear layers
-    host            so much for a step, a row that decodes, a prompt's token, a request
+    host            a constant each for a step, a row that decodes, a prompt's token, a request
 
 With bytes alone, attention is RelayAttention's eq. 8 to 10 (section 3.4): `attention` with and
 without sharing.
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_MERGED", "UNMERGED", "ExpertShape", "ModelShape", "StepCost"]
 
-# Passes over a row's queries or outputs: it reads its queries and writes its output (eq. 8). A run
-# that is walked apart takes the same, and its state is read; the first such also makes the row's
-# own state one that is read, and its output one that is written again (eq. 9: 7 in all).
+# Passes over a row's queries or outputs. A row reads its queries and writes its output (eq. 8). A
+# run that is walked apart adds the same, and its state is read. The first such run adds two more:
+# the row's own state is read too, and its output is written again (eq. 9: 7 in all).
 UNMERGED, FIRST_MERGED, MERGED = 2, 5, 3
 
 
-MXFP4_BYTES = 17 / 32  # of a weight: four bits, and eight for 32 of them
+MXFP4_BYTES = 17 / 32  # of a weight: four bits, and eight bits of scale for 32 weights
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class ExpertShape:
     """Experts of a model.
 
     Attributes:
-        layers: that have them.
-        num, top_k: in a layer, and how many a row takes.
-        parameters: of one.
-        weight_bytes: of a parameter.
+        layers: number of layers with experts.
+        num, top_k: experts in a layer, and how many a row takes.
+        parameters: of one expert.
+        weight_bytes: bytes of a parameter.
     """
 
     layers: int
@@ -55,26 +55,26 @@ class ExpertShape:
     weight_bytes: float
 
     def touched(self, rows: float) -> float:
-        """How many of a layer's some row takes, if each row takes any of them as likely."""
+        """Expected experts of a layer that some row takes, if all are equally likely."""
         return self.num * (1 - (1 - self.top_k / self.num) ** rows)
 
     @property
     def num_bytes(self) -> float:
-        """Of all."""
+        """Bytes of all experts."""
         return self.layers * self.num * self.parameters * self.weight_bytes
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as its costs depend on it.
+    """The sizes of a model that its costs depend on.
 
     Attributes:
-        layer_parameters: of all layers' products, without experts.
+        layer_parameters: parameters of all layers' products, without experts.
         hidden_size, vocab_size: the head's product.
         num_layers, num_q_heads, num_kv_heads, head_dim: attention.
-        itemsize: bytes of a weight, a key's or a value's element.
+        itemsize: bytes of a weight, and of an element of a key or value.
         experts: None: there are none.
-        layer_heads: each layer's KV heads, their size, and whether it has keys and values of its
+        layer_heads: each layer's KV heads, head size, and whether it has keys and values of its
             own; None: all layers are alike.
     """
 
@@ -91,10 +91,10 @@ class ModelShape:
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, *, on_gpu: bool = True) -> ModelShape:
-        """Biases and norms are left out. Windows are not known here: each layer sees all.
+        """The shape of a config, without biases, norms and windows: each layer sees all tokens.
 
         Args:
-            on_gpu: weights of four bits stay so.
+            on_gpu: weights of four bits keep their format.
         """
         wide, experts, shape = 3 if config.gated else 2, config.experts, None
         columns = 3 * config.num_layers * config.token_vectors
@@ -134,45 +134,45 @@ class ModelShape:
 
     @property
     def _read_values(self) -> int:
-        """Of a token's keys, over all layers that read them."""
+        """Elements of a token's keys, over all layers that read them."""
         return sum(count * size for count, size, _ in self._heads)
 
     @property
     def group(self) -> float:
-        """Query heads that share a KV head; over layers that differ, the mean of their products."""
+        """Query heads that share a KV head; if layers differ, the mean weighted by bytes read."""
         return self.num_q_heads * sum(size for _, size, _ in self._heads) / self._read_values
 
     @property
     def weight_bytes(self) -> float:
-        """Of the layers and the head."""
+        """Bytes of the layers' and the head's weights."""
         dense = (self.layer_parameters + self.hidden_size * self.vocab_size) * self.itemsize
         return dense + (0 if self.experts is None else self.experts.num_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token, as they are stored."""
+        """Bytes of a token's keys and values, as they are stored."""
         return 2 * sum(count * size * own for count, size, own in self._heads) * self.itemsize
 
     @property
     def read_bytes(self) -> int:
-        """The same, as layers read them: some read another's."""
+        """Bytes of a token's keys and values, as layers read them: some read another layer's."""
         return 2 * self._read_values * self.itemsize
 
     @property
     def token_flops(self) -> float:
-        """Of the two products of one query head with a token's keys and values, over all layers and
-        KV heads; a row has `group` times as many."""
+        """FLOPs of one query head's two products with a token's keys and values, over all layers
+        and KV heads; a row has `group` times as many."""
         return 4.0 * self._read_values
 
     @property
     def query_bytes(self) -> int:
-        """A row's queries, as many as its outputs, over all layers."""
+        """Bytes of a row's queries over all layers; its outputs have as many."""
         return self.num_q_heads * sum(size for _, size, _ in self._heads) * self.itemsize
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of parts of a step, for a model on a device.
+    """Seconds of the parts of a step, for a model on a device.
 
     Attributes:
         shared: a run is walked once for all rows that see it; False: once for each row
@@ -184,7 +184,7 @@ class StepCost:
     shared: bool = True
 
     def linear(self, rows: float) -> float:
-        """The layers' products."""
+        """Seconds of the layers' products."""
         if rows <= 0:
             return 0.0
         parameters, experts = self.shape.layer_parameters, self.shape.experts
@@ -200,7 +200,7 @@ class StepCost:
         return seconds
 
     def sampling(self, rows: float) -> float:
-        """Logits of so many rows, and their draws."""
+        """Seconds of logits and draws of `rows` rows."""
         if rows <= 0:
             return 0.0
         weights = self.shape.hidden_size * self.shape.vocab_size
@@ -208,7 +208,7 @@ class StepCost:
 
     @cached_property
     def walk(self) -> Callable[[float], float]:
-        """Of rows: seconds for each token of a run that is walked once for so many."""
+        """Function of rows: seconds per token of a run that is walked once for all of them."""
         flops, num_bytes = self.shape.token_flops, self.shape.read_bytes
         group, seconds = self.shape.group, self.rates.attention.seconds
 
@@ -220,25 +220,25 @@ class StepCost:
 
     @cached_property
     def pass_seconds(self) -> float:
-        """Of a pass over a row's queries, or over as many outputs."""
+        """Seconds of a pass over a row's queries or outputs."""
         return self.shape.query_bytes / (self.rates.row_bytes or self.rates.attention.bytes)
 
     @property
     def own_walk_seconds(self) -> float:
-        """Of a decode's row, beside its tokens: its walk over its own run in all layers."""
+        """Seconds of a decode's walk over its own run, in all layers, besides its tokens."""
         return self.shape.num_layers * self.rates.walk_seconds + self.passes(UNMERGED)
 
     def passes(self, count: float) -> float:
-        """Of so many passes."""
+        """Seconds of `count` passes."""
         return count * self.pass_seconds
 
     def run(self, tokens: float, rows: int, *, first: bool = True) -> float:
-        """A run that so many decodes see above their own tokens. It is walked once, and a state of
-        each row is merged; where reading it for each row is faster, an implementation does that
-        (`ops/work`).
+        """Seconds of a run that `rows` decodes see above their own tokens. It is walked once, and a
+        state of each row is merged; if reading it for each row is faster, an implementation does
+        that (`ops/work`).
 
         Args:
-            first: no run stands above it.
+            first: no run is above it.
         """
         apart = rows * tokens * self.walk(1)
         if rows <= 1 or not self.shared:
@@ -247,13 +247,13 @@ class StepCost:
         return min(apart, tokens * self.walk(rows) + merged)
 
     def attention(self, runs: list[tuple[int, int]], own: float, rows: int) -> float:
-        """Of `rows` decodes behind these runs, (tokens, rows) each from the first on, and `own`
-        tokens of their own."""
+        """Seconds of `rows` decodes with `own` tokens each, below `runs`: (tokens, rows) of each
+        run, the first on top."""
         above = sum(self.run(*run, first=i == 0) for i, run in enumerate(runs))
         return above + rows * (own * self.walk(1) + self.own_walk_seconds)
 
     def host(self, decodes: float, tokens: float, requests: float) -> float:
-        """Of a step with so many rows that decode, tokens of prompts, and requests that end."""
+        """Host seconds of a step: rows that decode, prompt tokens, and requests that end."""
         rates = self.rates
         return (
             rates.step_seconds
@@ -263,5 +263,5 @@ class StepCost:
         )
 
     def step(self, device: float, host: float) -> float:
-        """Of both."""
+        """Seconds of a step, from those of device and host."""
         return max(device, host) if self.rates.overlaps else device + host

@@ -58,9 +58,9 @@ __all__ = ["Engine", "EngineStats", "check_counts"]
 
 log = logging.getLogger(__name__)
 
-# A step that can only wait for a grammar ends after this, to see who else has come.
+# A step that can only wait for a grammar ends after this, to see what else has come.
 GATE_SECONDS = 0.02
-CHECK_SHARE = 0.001  # of the time may go into checking books
+CHECK_SHARE = 0.001  # of the time may go into `Engine.check`
 
 
 class Engine:
@@ -73,23 +73,23 @@ class Engine:
         share: `full`; `storage` (prefixes stored once, read by each sequence); `off` (nothing
             shared); `no-attention` (the ceiling: answers mean nothing).
         num_pages, page_size: KV memory.
-        max_model_len: most tokens of prompt and answer; None: the model's limit or what fits.
-        max_step_tokens: most rows of a step, half of them for prompts at least.
+        max_model_len: maximum tokens of prompt and answer; None: the model's limit or what fits.
+        max_step_tokens: maximum rows of a step, at least half of them for prompts.
         max_step_seconds: what a step may take, by the measured time of a prompt's row; None: no
             limit but `max_step_tokens`.
-        max_num_seqs: most sequences that run at once; None: as many as KV memory holds.
-        max_passed: how many later requests may go before one that waits, because their prefix is in
+        max_num_seqs: maximum sequences that run at once; None: as many as KV memory holds.
+        max_passed: maximum later requests that may pass a waiting one because their prefix is in
             the cache; 0: first come, first served.
         impl: attention implementation.
         logprobs_mode: log-probabilities of sampled tokens are the model's own (`raw_logprobs`), or
             those that they are drawn with (`processed_logprobs`).
         seed: source of seeds for requests that have none; None draws from the system.
-        trace: where each step is told; the engine closes it.
+        trace: where each step is recorded; the engine closes it.
         runners: makes what runs the steps, with the arguments of `make_runner`, which is the
             default.
 
     Attributes:
-        on_begin: told of interactive requests whose turn it is, before the step that they are in.
+        on_begin: called with ids of interactive requests before the first step that they are in.
         residence: where weights and KV memory are.
         is_paused: nothing is computed, though requests are taken.
     """
@@ -202,14 +202,14 @@ class Engine:
 
     def validate(self, request: Request, token_ids: NDArray[np.integer] | None = None) -> None:
         """Raise `RequestError` for a request that can never be answered. Compiles its grammar, so
-        call it from a thread that nobody waits for. `token_ids`: those of the prompt, where an
-        array of them is there."""
+        call it from a thread that nothing waits for. `token_ids`: the prompt's, where there is
+        an array of them."""
         self._check(request, token_ids)
         self._compile(request)
 
     def prepare(self, request: Request) -> Future[Grammar] | None:
-        """All of `validate` but its grammar, which other threads compile; what goes wrong there is
-        the future's exception. None: it has no grammar. May be called from any thread."""
+        """`validate`, but other threads compile the grammar: what goes wrong there is the future's
+        exception. None: the request has no grammar. May be called from any thread."""
         self._check(request)
         if self._grammars is None:
             return None
@@ -246,7 +246,7 @@ class Engine:
         comes back as an error.
 
         Args:
-            key: whose it is: where several keys' requests wait, they take turns.
+            key: whose it is; where requests of several keys wait, the keys take turns.
             weight: the key's share of turns.
 
         Raises:
@@ -256,7 +256,7 @@ class Engine:
         self._interactive.push(request, key, weight)
 
     def _gate(self, request: Request) -> Gate:
-        """A grammar that no thread has compiled yet delays its request, and nobody else."""
+        """A grammar that no thread has compiled yet delays its request, and no other."""
         answer, reason = self._factory.gate(request)
         if answer is Gate.REFUSE:
             self._factory.forget(request.request_id)
@@ -265,7 +265,7 @@ class Engine:
         return answer
 
     def _prefetch(self, request: Request) -> None:
-        """Have modules that the request will read copied nearer while it waits."""
+        """While a request waits, read modules that it needs from the disk."""
         if self.tiers is not None and request.pml is not None:
             self.prefetch_modules(
                 [s for s in request.pml.segments if s.kind == "cached"], request.module_salt
@@ -274,7 +274,7 @@ class Engine:
     def prefetch_modules(
         self, segments: Iterable[Segment | EncodedSegment], cache_salt: str = ""
     ) -> None:
-        """Read modules that may soon be wanted from the disk, as far as they are there alone."""
+        """Read modules that may soon be wanted from the disk, if they are only there."""
         if self.tiers is not None:
             store = self.cache.modules
             self.tiers.prefetch(
@@ -291,13 +291,13 @@ class Engine:
             )
 
     def add_job(self, job_id: str, requests: Iterable[Request], *, first: bool = False) -> None:
-        """Queue a job behind those that are here: its requests (in planned order, read as there is
-        room) run in what interactive requests leave free. One that can never be answered comes back
-        from `step` as an error. An exception of the iterator comes out of `step`, and the next step
+        """Queue a job after those that are here. Its requests, in planned order and read as there
+        is room, run in what interactive requests leave free. One that can never be answered comes
+        back from `step` as an error. `step` raises an exception of the iterator, and the next step
         reads on.
 
         Args:
-            first: before other jobs' requests, but for those that have begun.
+            first: before other jobs' requests, except those that have begun.
 
         Raises:
             RequestError: the engine has a job of this name that has not ended.
@@ -318,7 +318,8 @@ class Engine:
         return request
 
     def remove_job(self, job_id: str) -> list[RequestOutput]:
-        """Forget a job's requests that have not begun, and abort the others: their outputs."""
+        """Forget a job's requests that have not begun, and abort the others. Returns
+        their outputs."""
         self._queue.remove_job(job_id)
         outputs = []
         for request_id in self._jobs.remove(job_id):
@@ -345,7 +346,7 @@ class Engine:
             raise
 
     def unpin_prefix(self, name: str) -> None:
-        """Let a prefix go: it stays cached until its memory is wanted."""
+        """Unpin a prefix: it stays cached until its memory is wanted."""
         if not self.pins.remove(name):
             self.abort(prefix_id(name))
         self.scheduler.is_short = False
@@ -385,7 +386,7 @@ class Engine:
         return request_output(state)
 
     def has_unfinished(self) -> bool:
-        """Whether a step has something to do. An engine that falls idle checks its books now and
+        """Whether a step has something to do. An engine that falls idle calls `check` now and
         then."""
         if self._queue.holds or self._results.touched or self._factory.refused:
             return True
@@ -397,7 +398,7 @@ class Engine:
         return False
 
     def _check_now_and_then(self) -> None:
-        """Recounting many runs takes long, and the next request may come any moment."""
+        """Not each time: recounting many runs takes long, and a request may come any moment."""
         started = time.monotonic()
         if self._checked_at != self.scheduler.step and started >= self._check_from:
             self._checked_at = self.scheduler.step
@@ -444,7 +445,7 @@ class Engine:
         return request
 
     def _admissible(self, request: Request) -> None:
-        """All of `validate` but its grammar, for which it waits at the gate."""
+        """Check all of `validate` but the grammar, for which a request waits at the gate."""
         self.residence.check_ready()
         self._check_id(request)
         self._check(request)
@@ -452,7 +453,7 @@ class Engine:
         self._factory.arrivals[request.request_id] = time.monotonic()
 
     def _forget_ended(self) -> None:
-        """Requests whose last sequence has ended."""
+        """Forget requests whose last sequence has ended."""
         for state in self._results.ended:
             request = state.request
             self._states.pop(request.request_id, None)
@@ -470,8 +471,8 @@ class Engine:
         return outputs + [request_output(state) for state in going_on]
 
     def step_news(self) -> tuple[list[RequestOutput], list[RequestState]]:
-        """`step` for who hands tokens on as they come: outputs of requests that finished, and the
-        states of those that stream, have news and go on."""
+        """`step` for a caller that streams: outputs of requests that finished, and states of
+        streaming requests that have news and go on."""
         if self._queue.holds and not self._states and self._queue.peek() is None:
             self._factory.wait(GATE_SECONDS)
         try:
@@ -496,8 +497,8 @@ class Engine:
         return outputs, going_on
 
     def _step(self) -> None:
-        """Whose rows the next step has, its launch, and what became of the one before (on a CPU: of
-        itself)."""
+        """Choose the rows of the next step, launch it, and take what the one before gave (on a CPU:
+        what it gave itself)."""
         tried, launcher = self._suspects.tried, self.launcher
         began = time.perf_counter()
         with uninterrupted() as interrupts:
@@ -516,12 +517,12 @@ class Engine:
                 self._sample(edits, logits)
             depth = launcher.runner.depth if has_rows and tried is None else 1
             self._commit(depth - 1 if has_rows else 0)
-            if not self.scheduler.running:  # who is still in flight has ended
+            if not self.scheduler.running:  # sequences still in flight have ended
                 launcher.abandon()
             self._suspects.passed(has_rows=has_rows)
 
     def _apply(self, edits: Edits) -> bool:
-        """The rows of the next step; whether there are any."""
+        """Make the rows of the next step. Returns whether there are any."""
         for sequence, reason in edits.unfit:
             sequence.stop_reason = reason
             self._results.finish(sequence, "error")
@@ -532,7 +533,7 @@ class Engine:
         return len(self.order.inputs.positions) > 0
 
     def _sample(self, edits: Edits, logits: Logits) -> None:
-        """The step is on its way."""
+        """Sample the launched step's rows, and count the step."""
         self.scheduler.note_launched()
         self._results.note_launched(edits.chunks)
         self._save_modules(edits.chunks)
@@ -556,7 +557,7 @@ class Engine:
             )
 
     def _commit(self, most: int) -> None:
-        """Take the oldest steps in flight, until so many are left."""
+        """Take the oldest steps in flight, until `most` are left."""
         while len(self.launcher.flights) > most:
             began = time.perf_counter()
             flight = self.launcher.flights[0]
@@ -575,7 +576,7 @@ class Engine:
             self.tiers.note_step(flight.edits.prompt_rows, seconds)
 
     def _end_broken(self) -> None:
-        """Sequences that cannot be sampled."""
+        """End sequences that cannot be sampled."""
         broken, self.order.slots.broken = self.order.slots.broken, []
         for sequence, error in broken:
             if sequence.finish_reason is None:
@@ -592,8 +593,8 @@ class Engine:
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None
     ) -> int:
         """Write other weights over the model's, in the same memory: some tensors or all, by their
-        names in the checkpoint. Keys and values of the old ones are dropped; requests that run go
-        on with the new ones behind the tokens that they have.
+        names in the checkpoint. Keys and values of the old ones are dropped; running requests go
+        on with the new ones after the tokens that they have.
 
         Args:
             named_tensors: of any floating dtype and device; all are checked before one is written.
@@ -630,8 +631,8 @@ class Engine:
         self.residence.wake_up(tags)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Drop what is cached. Requests that run keep what they read, unless these are to be
-        computed again too. Whether nothing is left but pinned prefixes."""
+        """Drop what is cached. Running requests keep what they read, unless these are to be
+        computed again too. Returns whether nothing is left but pinned prefixes."""
         if reset_running_requests:
             self._let_go()
         else:
@@ -639,8 +640,8 @@ class Engine:
         return all(not run.pins or run in self.pins.runs for run in self.cache.runs())
 
     def _let_go(self) -> None:
-        """Nothing is in flight, and no keys and values are kept: who runs waits to be computed
-        again, and so do pinned prefixes."""
+        """Take what is in flight and drop all keys and values: running requests, and pinned
+        prefixes, wait to be computed again."""
         try:
             with uninterrupted():
                 self._commit(0)
@@ -657,7 +658,7 @@ class Engine:
     # ----------------------------------------------------------------------------- errors
 
     def _contain(self, error: Exception) -> None:
-        """An error inside a step costs the requests that cause it, if the device can go on."""
+        """End only requests that cause an error inside a step, if the device can go on."""
         scheduler, handled = self.scheduler, self.scheduler.handling
         involved = [handled] if handled is not None else list(scheduler.running)
         self._recover()
@@ -677,7 +678,7 @@ class Engine:
             self._results.end_broken(sequence, error)
 
     def _recover(self) -> None:
-        """After any exception: nothing is in flight, and rows are made anew from the sequences."""
+        """After any exception: drop what is in flight; rows are made anew from the sequences."""
         with uninterrupted():
             self.launcher.abandon()
             self.scheduler.recover()
@@ -705,7 +706,7 @@ class Engine:
     # ----------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Let go of threads and files; the engine cannot be used any more."""
+        """Release threads and files; the engine cannot be used any more."""
         if self.tiers is not None:
             self.tiers.close()
         if self._grammars is not None:
@@ -735,7 +736,7 @@ def check_counts(**counts: object) -> None:
 
 
 def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Those that the model can sample."""
+    """End-of-sequence ids that the model can sample."""
     for token in token_ids:
         if not 0 <= token < vocab_size:
             log.warning("eos_token_id %d is not among the model's %d tokens", token, vocab_size)

@@ -1,4 +1,4 @@
-"""What a request's sequences have come to, as its user sees it."""
+"""Results of a request's sequences, as its user sees them."""
 
 from __future__ import annotations
 
@@ -164,9 +164,10 @@ class EngineStats:
     """Counts since the engine was made (or `reset_stats`).
 
     `logical_prompt_tokens` counts each sequence's prompt, `processed_prompt_tokens` the prompt rows
-    computed (also those computed again after a preemption); `shared_read_tokens` the keys, over all
-    steps, that sequences saw and did not read, since one read of a run served several of them;
-    `peak_kv_tokens` is the most KV memory in use by running requests, in tokens; times are seconds.
+    computed (also those computed again after a preemption). `shared_read_tokens` counts the keys,
+    over all steps, that sequences saw and did not read, since one read of a run served several.
+    `peak_kv_tokens` is the maximum KV memory in use by running requests, in tokens. Times are in
+    seconds.
     """
 
     requests: int = 0
@@ -189,7 +190,7 @@ class EngineStats:
         return 1 - self.processed_prompt_tokens / self.logical_prompt_tokens
 
     def note_held(self, kv_tokens: int) -> None:
-        """So much KV memory is in use, in tokens."""
+        """Note the KV memory in use, in tokens."""
         self.peak_kv_tokens = max(self.peak_kv_tokens, kv_tokens)
 
     def reset(self) -> None:

@@ -22,12 +22,12 @@ TAGS = ("weights", "kv_cache")
 
 
 class Residence:
-    """Of one engine, whose caller sees to it that nothing runs and nothing is cached.
+    """Where one engine's memory is. The caller sees to it that nothing runs or is cached.
 
     Attributes:
         version: of the weights; what the checkpoint has is version 0.
         level: at which it was put to sleep; 0: it is awake.
-        asleep: tags that were not woken yet.
+        asleep: tags that are not awake.
     """
 
     def __init__(self, decoder: Decoder, runner: StepRunner) -> None:
@@ -94,7 +94,7 @@ class Residence:
             self._runner.warm_up()
 
     def drop_weights(self) -> None:
-        """They are of no use: each tensor has to be given before the next request."""
+        """Count weights as dropped: each tensor has to be given before the next request."""
         self._missing = set(self._decoder.places)
 
     def checked(

@@ -32,7 +32,7 @@ class RequestState:
 
     Attributes:
         pml: its prompt if it imports modules.
-        choices: of which its sequences are paths.
+        choices: the tree of its choices, of which its sequences are paths.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        # Asked when each of n sequences ends, and for each token of a stream: none is asked twice.
+        # Asked when each of n sequences ends, and per token of a stream: none is checked twice.
         sequences, ended = self.sequences, self._num_ended
         while ended < len(sequences) and sequences[ended].finish_reason is not None:
             ended += 1
@@ -64,10 +64,10 @@ class Scoring:
     """Given tokens whose log-probabilities a sequence wants.
 
     Attributes:
-        rows: int64 `[n]`, ascending: the index of the token behind which each is scored.
+        rows: int64 `[n]`, ascending: the index of the token after which each is scored.
         targets: int64 `[n]`, their ids.
         logprobs, is_greedy: `[n]`, as in `PathScores`; the first `num_known` are there.
-        num_alternatives: most probable tokens that are wanted beside each; None: not even the
+        num_alternatives: number of most probable tokens wanted beside each; None: not even the
             entries of the tokens themselves.
         entries: their log-probabilities with those of the alternatives, as far as they are known.
     """
@@ -96,7 +96,7 @@ class Scoring:
         return max(first, self.num_known), stop
 
     def forget(self) -> None:
-        """All are to be scored again."""
+        """Score all again."""
         self.num_known = 0
         self.entries.clear()
 
@@ -111,9 +111,9 @@ class Sequence:
     Attributes:
         tokens: prompt and sampled ids; of a prompt in PML those that it computes itself.
         num_prompt: how many of them are the prompt.
-        most_tokens: how many there may be.
+        most_tokens: maximum number of them.
         modules: what it imports, while it is admitted.
-        stretches: whose runs its tokens may match, and where they stand.
+        stretches: which runs its tokens may match, and their positions.
         scoring: given tokens whose log-probabilities are wanted.
         score_only: nothing is sampled; done once all of these are known.
         run: the deepest run of its path, which it writes; None while it is not admitted.
@@ -121,8 +121,7 @@ class Sequence:
         is_job: whether it runs in what interactive requests leave free.
         slots, slot: where it is known to steps that sample for it (-1: nowhere).
         sampling: the sampler's row, made with its first slot.
-        weights: (index among the sampled tokens, version): from which on they are sampled with
-            which weights.
+        weights: (index among the sampled tokens, version of the weights that sample from it on).
     """
 
     __slots__ = (
@@ -192,7 +191,7 @@ class Sequence:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Of the weights that each of its tokens was sampled (or scored) with."""
+        """Version of the weights that each of its tokens was sampled (or scored) with."""
         ends = [*(first for first, _ in self.weights[1:]), self.num_output]
         versions: list[int] = []
         for (first, version), end in zip(self.weights, ends, strict=True):
@@ -200,7 +199,7 @@ class Sequence:
         return versions
 
     def note_weights(self, version: int) -> None:
-        """Others from here on. What is scored in part is scored again, all of it with the same."""
+        """Note other weights from here on. What is scored in part is scored again as a whole."""
         if self.wants_scores:
             assert self.scoring is not None
             self.scoring.forget()
@@ -209,7 +208,7 @@ class Sequence:
 
     @property
     def last_label(self) -> Label:
-        """Of sampled tokens."""
+        """Label of sampled tokens."""
         return self.stretches[-1].label
 
     @property
@@ -234,8 +233,8 @@ class Sequence:
 
     @property
     def match_limit(self) -> int:
-        """Most leading tokens whose KV may come from others: the last token's row is always
-        computed, and so are the rows that score the tokens that follow them."""
+        """Maximum leading tokens whose KV may come from others: the last token's row is always
+        computed, and so are rows that score."""
         last, scoring = len(self.tokens) - 1, self.scoring
         if scoring is None or scoring.is_complete:
             return last
@@ -296,7 +295,7 @@ class Sequence:
         self.cumulative_logprob += entry[token]
 
     def leave_slot(self) -> None:
-        """No step samples for it any more; it has all that was committed."""
+        """Leave the slot: no step samples for it any more. It has all that was committed."""
         if self.slots is not None:
             self.slots.release(self)
 
@@ -328,8 +327,8 @@ class Sequence:
 
 
 def stretches_of(request: Request) -> tuple[Stretch, ...]:
-    """A salted prompt begins in the common space where it begins with a prefix meant for all; one
-    that shares with its group alone, in the group's."""
+    """A salted prompt that begins with a prefix meant for all begins in the common space; one that
+    shares only with its group, in the group's."""
     if request.group_only:
         salt, prefix = request.cache_salt, request.group_prefix_tokens
         own = Stretch(prefix, Label((salt, "request", request.request_id)))
@@ -342,8 +341,8 @@ def stretches_of(request: Request) -> tuple[Stretch, ...]:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Tokens start..end-1 of a sequence are rows of this step; or those of a module that it
-    imports, which see the runs that it `attends` to. `samples`: who samples behind them."""
+    """Tokens start..end-1 of a sequence, or of a module that it imports, as rows of this step.
+    A module's see the runs that it `attends` to. `samples`: sequences that sample after them."""
 
     sequence: Sequence
     start: int
@@ -360,14 +359,14 @@ class Chunk:
 
     @property
     def module_path(self) -> list[ModuleRun]:
-        """A module behind what it attends to."""
+        """What a module attends to, then the module."""
         return [] if self.module is None else [*self.attends, self.module]
 
 
 @dataclass(eq=False)
 class Edits:
-    """What the next step differs in from the one before it. All other rows decode one token more,
-    but those of sequences that have ended, were preempted, or sample no more.
+    """How the next step differs from the one before it. All other rows decode one token more,
+    except those of sequences that have ended, were preempted, or sample no more.
 
     Attributes:
         leave: jobs that pause.

@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 class StepTrace:
     """A file with a line for each step.
 
-    Fields: `step`, from 1; `seconds` since the trace began, when the step was launched; rows of the
-    step: `decodes`, `prefix` (of the prompts' planned prefixes, and of modules) and `distinct` (of
-    prompts otherwise, and of what is computed again); sequences that are `running`, and that are
-    `waiting` in the engine (a job's are read as there is room, and so are few); `free_pages` of KV
-    memory, which no sequence holds.
+    `step` counts from 1. `seconds` is the time from the trace's beginning to the step's launch.
+    Rows of the step are `decodes`, `prefix` (of the prompts' planned prefixes, and of modules) and
+    `distinct` (of prompts otherwise, and of what is computed again). Sequences are `running`, or
+    `waiting` in the engine (a job's are read as there is room, and so are few). `free_pages` are
+    pages of KV memory that no sequence holds.
 
     What the file holds stays until `restart`. Lines are written when there are many, and by
     `flush`. A disk that fails ends the trace, and nothing else.
@@ -53,7 +53,7 @@ class StepTrace:
     def note(
         self, num_rows: int, chunks: list[Chunk], *, running: int, waiting: int, free_pages: int
     ) -> None:
-        """A step of so many rows was launched."""
+        """Note that a step of `num_rows` rows was launched."""
         self._step += 1
         prefix = sum(map(_num_prefix_rows, chunks))
         of_prompts = sum(chunk.end - chunk.start for chunk in chunks)
@@ -74,7 +74,7 @@ class StepTrace:
         self._do(lambda file: file.flush())
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Close the file. Closing twice is fine."""
         self._do(lambda file: file.close())
         self._file = None
 

@@ -2,8 +2,8 @@
 
     python -m onestem.evals.lm_eval run --model onestem --model_args pretrained=MODEL --tasks ...
 
-is lm-eval's own command line. All requests of a kind are one planned job: examples that questions
-share, options, and options that begin alike are computed once.
+is lm-eval's own command line. All requests of a kind are one planned job: shared examples, and the
+shared beginnings of options, are computed once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from onestem.request import SamplingParams
 
 __all__ = ["OnestemLM"]
 
-# Of lm-eval's `gen_kwargs`, those that mean the same here.
+# lm-eval's `gen_kwargs` that mean the same here.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-# (context, continuation) as texts, and their ids.
+# ((context, continuation) as texts, ids of the context, ids of the continuation).
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
@@ -41,12 +41,12 @@ class OnestemLM(TemplateLM):
 
     Args:
         pretrained: the model's directory or name.
-        llm: one that is there, instead; it stays open.
-        add_bos_token: whether texts begin with BOS; None: as the tokenizer does it.
-        max_gen_toks: tokens of an answer where its task names none.
-        think_end_token: what an answer says before it does not count.
+        llm: an existing engine, instead of `pretrained`; it stays open.
+        add_bos_token: whether texts begin with BOS; None: as the tokenizer does.
+        max_gen_toks: maximum tokens of an answer, if its task gives none.
+        think_end_token: the part of an answer before this token is removed.
         enable_thinking: a variable of the chat template.
-        batch_size, max_batch_size: lm-eval's; they change nothing, since all requests are one job.
+        batch_size, max_batch_size: lm-eval's; without effect, since all requests are one job.
         options: of the engine (`EngineOptions`).
     """
 
@@ -70,7 +70,7 @@ class OnestemLM(TemplateLM):
         elif llm is None or pretrained is not None:
             raise ConfigError("lm-eval's model onestem needs one of pretrained and llm")
         elif given:
-            raise ConfigError(f"llm is there already: {', '.join(given)} cannot be changed")
+            raise ConfigError(f"llm exists already: {', '.join(given)} cannot be changed")
         self.llm = llm
         if self.llm.tokenizer is None:
             raise ConfigError(f"{self.llm.path} has no tokenizer, which lm-eval needs")
@@ -94,7 +94,7 @@ class OnestemLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int | None:
-        """What stands before a text that has no context."""
+        """The token before a text that has no context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -104,11 +104,11 @@ class OnestemLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names caches of requests, which hold texts with the chat template applied."""
+        """Name of request caches, which hold texts with the chat template applied."""
         return self.llm.name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results say of the model."""
+        """Facts of the model for lm-eval's results."""
         return {
             "model_dtype": self.llm.options.dtype,
             "model_num_parameters": self.llm.decoder.num_parameters,
@@ -155,7 +155,7 @@ class OnestemLM(TemplateLM):
     def _grouped(
         self, requests: Sequence[Pair]
     ) -> tuple[list[list[int]], list[list[list[int]]], list[tuple[int, int]]]:
-        """Prompts, the completions of each, and where each request's is."""
+        """(prompts, completions of each, (prompt, completion) index of each request)."""
         groups: dict[tuple[int, ...], int] = {}
         prompts: list[list[int]] = []
         completions: list[list[list[int]]] = []
@@ -168,7 +168,7 @@ class OnestemLM(TemplateLM):
             if len(given) >= len(whole):
                 raise RequestError(
                     f"a continuation has {len(given)} tokens, limit is {self.max_length} "
-                    "behind one of context: raise max_model_len"
+                    "after one of context: raise max_model_len"
                 )
             prompt = whole[: -len(given)]
             group = groups.setdefault(tuple(prompt), len(groups))
@@ -225,7 +225,7 @@ class OnestemLM(TemplateLM):
     def _generation(
         self, context: str, gen_kwargs: dict[str, Any]
     ) -> tuple[list[int], SamplingParams, list[str]]:
-        """Ids of a prompt, how to continue it, and the texts that end the answer."""
+        """(ids of a prompt, sampling parameters, texts that end the answer)."""
         kwargs = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until = [text for text in handle_stop_sequences(kwargs.pop("until", None), eos) if text]
@@ -241,7 +241,7 @@ class OnestemLM(TemplateLM):
         ids, most = maybe_truncate(
             self.tok_encode(context), max_gen_toks=most, max_model_len=self.max_length
         )
-        # What is said while the model thinks ends no answer.
+        # Stop texts must not end an answer while the model thinks.
         stop = [] if self._think_end_token else until
         return ids, SamplingParams(max_tokens=most, stop=stop, **kwargs), until
 

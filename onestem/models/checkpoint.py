@@ -46,33 +46,35 @@ __all__ = [
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Name of a tensor of all experts `[num, ...]` -> for each expert, the tensors that a file may hold
-# instead; one expert's stand one below the other.
+# instead. Those of one expert are concatenated along the first dimension.
 Parts = Mapping[str, Sequence[Sequence[str]]]
 
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
 
-COMPARED_ROWS = 1024  # of two tables, at a time
+COMPARED_ROWS = 1024  # at a time, of head and embedding
 
-PACKED = ("_blocks", "_scales")  # end names of tensors of bytes
+PACKED = ("_blocks", "_scales")  # suffixes of the names of byte tensors
 
 
 class Source(Protocol):
-    """Where a decoder's tensors are from."""
+    """Where a decoder's tensors come from."""
 
     def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor by its name in the checkpoint, on the decoder's device; None: in its dtype."""
+        """A tensor by its name in the checkpoint, on the decoder's device, in `as_dtype`; None: in
+        the decoder's dtype."""
         ...
 
     def weight(self, module: str) -> Weight:
-        """The weight of a linear layer, on the decoder's device: as it is quantised, or in the
+        """The weight of a linear layer on the decoder's device, quantised as stored or in the
         decoder's dtype."""
         ...
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is told of a tensor before it is read; in a file, safetensors' name of its dtype."""
+    """Shape and dtype of a tensor, known before it is read; dtypes of files as safetensors names
+    them."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -80,7 +82,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Held(Header):
-    """A tensor in a file: its name there."""
+    """A tensor in a file, and its name there."""
 
     file: Path
     name: str
@@ -89,11 +91,11 @@ class Held(Header):
 class Checkpoint:
     """The `Source` of a directory.
 
-    With `cuts`, of a tensor that they name its part is given, and nothing else of it is read.
+    Of a tensor that `cuts` names, only the part is read and returned.
 
     Attributes:
-        schemes: how each quantised module is stored, with its out_features and in_features; they
-            are the whole module's.
+        schemes: how each quantised module is stored, with out_features and in_features of the
+            whole module.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Checkpoint:
         self._cuts = cuts
         self.schemes = schemes
         self._parts = parts
-        # One file is open at a time: the pages of a shard that is done with can be dropped.
+        # One file is open at a time, so that the pages of a finished shard can be dropped.
         self._opened = functools.lru_cache(maxsize=1)(_opened)
         self._dtype = dtype
         self._device = device
@@ -119,7 +121,7 @@ class Checkpoint:
             experts = ([self(part, as_dtype) for part in expert] for expert in self._parts[name])
             return torch.stack([torch.cat(expert) for expert in experts])
         kind, module = as_dtype or self._dtype, name.removesuffix(".weight")
-        if module in self.schemes:  # of a table or an expert: not multiplied as it is stored
+        if module in self.schemes:  # a table or an expert: products need it dense
             whole = dense(self.weight(module), kind)
             return self._cuts[name].filled(whole) if name in self._cuts else whole
         stored = self._stored(name, self._cuts.get(name))
@@ -155,12 +157,13 @@ def checkpoint_source(
     device: torch.device,
     cuts: Mapping[str, Cut],
 ) -> Checkpoint:
-    """Reads tensors of a directory that holds those of `shapes`, or their `parts`, and no others. A
-    quantised module has what its format stores instead of its `weight`. `cuts`: parts of tensors
-    that are read.
+    """Source of a directory that holds the tensors of `shapes`, or their `parts`, and no others.
+
+    A quantised module has the tensors of its format instead of its `weight`. `cuts` names the
+    tensors of which only a part is read.
 
     Raises:
-        UnsupportedError: modules of this family are not read quantised.
+        UnsupportedError: quantised modules of this family are not supported.
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     held = _held(config, _tensor_files(directory))
@@ -178,7 +181,7 @@ def checkpoint_source(
 def _schemes(
     config: ModelConfig, shapes: Shapes, held: Mapping[str, Held]
 ) -> dict[str, tuple[Scheme, int, int]]:
-    """Of the modules that are quantised in the files."""
+    """Schemes of the modules that are quantised in the files."""
     found: dict[str, tuple[Scheme, int, int]] = {}
     if config.quantization is None:
         return found
@@ -208,8 +211,7 @@ def _expected(
 
 
 def _shapes_in_files(shapes: Shapes, parts: Parts, held: Mapping[str, Held]) -> Shapes:
-    """With parts in place of what they make up; where files hold none of them, the whole is what is
-    missing."""
+    """`shapes`, with a tensor's parts in its place where files hold some of them."""
     found = dict(shapes)
     modules = {name.rpartition(".")[0] for name in held}
     for whole, experts in parts.items():
@@ -219,14 +221,17 @@ def _shapes_in_files(shapes: Shapes, parts: Parts, held: Mapping[str, Held]) -> 
 
 
 def part_shapes(whole: tuple[int, ...], experts: Sequence[Sequence[str]]) -> Shapes:
-    """Of the `Parts` of a tensor of all experts."""
+    """Shapes of the `Parts` of a tensor of all experts."""
     _, rows, *rest = whole
     return {part: (rows // len(expert), *rest) for expert in experts for part in expert}
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:
-    """The directory holds a head of the embedding's shape that is not the embedding, though its
-    `config.json` says that they are one: Mistral Small's do. As in transformers, it counts."""
+    """Whether the directory holds a head that differs from the embedding but has its shape.
+
+    Mistral Small's files do, though their `config.json` ties the two. As in transformers, the
+    head in the files is used.
+    """
     stored = _tensor_files(directory)
     names = _names(config, stored)
     pair = [f"{name}.weight" for name in (config.tensor_names.head, config.tensor_names.embedding)]
@@ -240,7 +245,7 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
         shape = head.get_shape()
         if shape != embedding.get_shape() or len(shape) != 2:
             return False
-        # Of a head that is another one the first rows tell; none is read whole.
+        # A different head differs in its first rows; the tensors are compared in blocks.
         starts = range(0, shape[0], COMPARED_ROWS)
         blocks = (slice(start, start + COMPARED_ROWS) for start in starts)
         return any(not torch.equal(head[block], embedding[block]) for block in blocks)
@@ -250,15 +255,15 @@ def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
     """Name of each tensor of the decoder -> what the directory calls it."""
     names = config.tensor_names
     found = {ours: name for name in stored if (ours := our_name(config, name)) is not None}
-    # What stands before every name in a model with a head, where the file has one without.
+    # A file of the model without its head leaves the prefix out of all names.
     if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
         return {names.prefix + name: at for name, at in found.items()}
     return found
 
 
 def our_name(config: ModelConfig, name: str) -> str | None:
-    """Of a tensor that has another name in some checkpoints; None: of a part that is not computed.
-    What stands before every name is not looked at."""
+    """The decoder's name of a tensor, which some checkpoints call otherwise. None: it belongs to a
+    part that is not computed. The common prefix of all names is ignored."""
     names = config.tensor_names
     if name.startswith(names.beside):
         return None
@@ -350,8 +355,8 @@ def _check_names(
 def check_unknown(
     holder: object, config: ModelConfig, expected: Mapping[str, Expected], held: Iterable[str]
 ) -> None:
-    """Raise `WeightsError` for names that the model has no place for. A tied model may come with a
-    head."""
+    """Raise `WeightsError` for names that the model has no place for. A tied model may have a head
+    in its files."""
     names = config.tensor_names
     unknown = sorted(
         name
@@ -370,8 +375,8 @@ def check_shapes(
     expected: Mapping[str, Expected],
     held: Mapping[str, Header],
 ) -> None:
-    """Raise `WeightsError` for tensors of other shapes or dtypes; also for a head that a tied model
-    carries needlessly: another shape is another model."""
+    """Raise `WeightsError` for tensors of other shapes or dtypes. The unused head of a tied model
+    is checked too: another shape means another model."""
     names = config.tensor_names
     head = expected.get(f"{names.embedding}.weight")
     expected = expected if head is None else {f"{names.head}.weight": head, **expected}

@@ -56,8 +56,7 @@ class ModelConfig(Description):
 
     Attributes:
         architecture: one of `ARCHITECTURES`.
-        quantization: how the checkpoint's linear layers are stored; None: as numbers of 16 or 32
-            bits.
+        quantization: how the checkpoint's linear layers are stored; None: in 16 or 32 bits.
     """
 
     torch_dtype: str
@@ -84,15 +83,15 @@ class ModelConfig(Description):
 
     @cached_property
     def tensor_names(self) -> TensorNames:
-        """What the family's checkpoints call their tensors."""
+        """Names of tensors in the family's checkpoints."""
         return FAMILIES[self.architecture].names(self)
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """How the model's makers want it sampled; `None` where they do not say.
+    """Sampling defaults of the model's makers; `None` where they do not say.
 
-    `do_sample` is read by no one: a directory that gives a temperature means it.
+    `do_sample` is not read: a temperature in the file is used.
     """
 
     temperature: float | None = None
@@ -120,7 +119,7 @@ class GenerationDefaults:
         return defaults
 
     def check(self, source: Path | str) -> None:
-        """Raise `ConfigError` for what no request could ask for either."""
+        """Raise `ConfigError` for values that a request could not have either."""
         values = {name: value for name, value in vars(self).items() if name != "eos_token_ids"}
         try:
             SamplingParams(**values)
@@ -134,7 +133,7 @@ def _generation_fields(directory: Path) -> Fields:
 
 
 def _max_positions(description: Description) -> int:
-    """Files that ask for YaRN may still give the number that is without it."""
+    """The model's positions: files with YaRN may give the number before scaling."""
     scalings = [rotary.scaling for rotary in description.rotaries if rotary is not None]
     stretched = [
         int(yarn.factor * yarn.original_max_position_embeddings)
@@ -145,7 +144,7 @@ def _max_positions(description: Description) -> int:
 
 
 def _with_text_fields(fields: Fields) -> Fields:
-    """Of a model that reads images too, what the file leaves to its text part."""
+    """Fields of a model that also reads images, with those of its text part where needed."""
     given = {name: value for name, value in fields.values.items() if value is not None}
     return Fields({**fields.mapping("text_config"), **given}, fields.source)
 

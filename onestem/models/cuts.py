@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["Cut", "Slices", "Span", "covering"]
 
-# The first, and the one after the last.
+# (first, last + 1)
 Span = tuple[int, int]
 
 
@@ -25,24 +25,23 @@ class Slices(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """Spans of one dimension of a tensor, one behind the other. What a span has beyond the
-    dimension's end is zeros."""
+    """Consecutive spans of one dimension of a tensor. Zeros stand beyond the dimension's end."""
 
     dim: int
     spans: tuple[Span, ...]
 
     def of(self, held: Tensor | Slices) -> Tensor:
-        """The part: a view where it is one of a tensor."""
+        """The part of `held`: a view if it is one span of a tensor."""
         shape = held.shape if isinstance(held, Tensor) else held.get_shape()
         return self.filled(self._inside(held, shape[self.dim]))
 
     def within(self, size: int) -> Cut:
-        """Without what is beyond a dimension of `size`."""
+        """This cut, clipped to a dimension of `size`."""
         clipped = ((min(start, size), min(stop, size)) for start, stop in self.spans)
         return Cut(self.dim, tuple(clipped))
 
     def filled(self, part: Tensor) -> Tensor:
-        """A part that was read `within` its tensor, with the zeros that it lacks."""
+        """A part that was read `within` its tensor, padded with the zeros beyond the end."""
         shape = list(part.shape)
         shape[self.dim] = len(self) - shape[self.dim]
         return torch.cat([part, part.new_zeros(shape)], self.dim) if shape[self.dim] else part
@@ -53,15 +52,15 @@ class Cut:
     def _inside(self, held: Tensor | Slices, size: int) -> Tensor:
         before = (slice(None),) * self.dim
         spans = [span for span in self.within(size).spans if span[0] < span[1]]
-        if not spans:  # one element tells the dtype
+        if not spans:  # one element gives the dtype
             return held[(*before, slice(0, 1))].narrow(self.dim, 0, 0)
         parts = [held[(*before, slice(*span))] for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 def covering(spans: Sequence[Span], per_word: int) -> tuple[tuple[Span, ...], list[int]]:
-    """Spans of words that hold spans of codes, `per_word` in each; and the places of the codes
-    among all that these words hold."""
+    """Spans of words that hold spans of codes (`per_word` codes a word), and the places of these
+    codes among all codes of those words."""
     words, places, before = [], list[int](), 0
     for start, stop in spans:
         first, last = start // per_word, -(-stop // per_word)

@@ -33,8 +33,8 @@ GPU_STEP_ROWS = 8192
 # attend(layer, qkv, heads, angles) -> out
 #   qkv [num_rows, heads.num_projected * head_dim], before norms and rotation;
 #   out [num_rows, num_q_heads, head_dim].
-# What is done to the scores is `Decoder.scores`, for the caller to hand on; where heads have sinks,
-# the caller gives them their share (`LayerOps.share_sinks`).
+# The caller passes `Decoder.scores` to attention. Where heads have sinks, it gives them their share
+# (`LayerOps.share_sinks`).
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
 
 
@@ -67,11 +67,11 @@ class Layer:
         heads: how its result divides, and the norms over heads.
         post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
             residual itself.
-        output_norm, down_norm: of what attention and what the MLP give, before it is added.
-        qk_norms: of all query heads at once, and of all key heads.
+        output_norm, down_norm: applied to the results of attention and MLP, before they are added.
+        qk_norms: over all query heads at once, and over all key heads.
         beside: experts beside the MLP.
-        vectors: what is done with the layer's vectors of tokens.
-        scalar: `[1]`, what the layer's result is multiplied by.
+        vectors: uses the layer's vectors of tokens.
+        scalar: `[1]`, a factor of the layer's result.
     """
 
     input_norm: Norm | None
@@ -101,7 +101,7 @@ class Layer:
 
     @property
     def linears(self) -> tuple[Projection, ...]:
-        """Its products, without those of experts."""
+        """The layer's products, without those of experts."""
         beside = () if self.beside is None else self.beside.experts.linears
         vectors = () if self.vectors is None else (self.vectors.gate, self.vectors.output)
         return (self.qkv, self.output, *self.mlp.linears, *beside, *vectors)
@@ -111,14 +111,14 @@ class Decoder:
     """A decoder-only transformer whose attention is the caller's.
 
     Attributes:
-        config: the whole model's.
-        part: of what is held here: heads of attention and of the KV cache, columns of MLPs, rows
-            of the vocabulary. Of a decoder alone it is `config`.
-        scores: what attention does to scores, of the part's heads.
-        places: name of a tensor in a checkpoint -> what it became.
-        cuts: name of one of which a part is held -> which.
-        normed: adds to the residual and gives a norm of it.
-        quantised: format of its weights, which cannot be written again; None: they can.
+        config: of the whole model.
+        part: configuration of what is held here: heads of attention and of the KV cache, columns
+            of MLPs, rows of the vocabulary. `config` itself where one rank holds all.
+        scores: what attention does to scores, for the part's heads.
+        places: name of a tensor in a checkpoint -> the places that it was put in.
+        cuts: name of a tensor that is held in part -> the part.
+        normed: adds to the residual and returns its norm.
+        quantised: format of the weights, which then cannot be rewritten; None: they can.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ class Decoder:
     ) -> None:
         """embedding [vocab_size, hidden_size] gives dtype and device.
 
-        Where several `ranks` hold the model together, all tensors are those of this rank's part,
-        and what is computed and handed on is the whole model's, on each of them.
+        Where several `ranks` hold the model together, all tensors are those of this rank's part.
+        Results are the whole model's, on each rank.
 
-        `positions` [max_position_embeddings, hidden_size] are learned ones, `vectors` those that
-        layers have for tokens. `ops` is what runs
-        between the products; None: the fastest that the device has.
+        `positions` [max_position_embeddings, hidden_size] are learned positions, `vectors` the
+        layers' vectors of tokens. `ops` runs between the products; None: the fastest for the
+        device.
         """
         self.config = config
         self.ranks = ranks
@@ -212,12 +212,12 @@ class Decoder:
         return add_norm(hidden, delta, self.norm)
 
     def padded_rows(self, rows: int) -> int:
-        """How many rows a step of `rows` had better have."""
+        """Number of rows that a step of `rows` is best padded to."""
         return padded_rows(rows, self.head.layout, self.dtype)
 
     @property
     def step_rows(self) -> int:
-        """How many rows a step had better have where there is no lack of them."""
+        """Best number of rows of a step when enough are there."""
         if self.device.type != "cpu":
             return GPU_STEP_ROWS
         return step_rows(self.head.layout, self.dtype)
@@ -246,22 +246,22 @@ class Decoder:
                 part.copy_(self.ops.add_rms_norm(part.contiguous(), None, weight, eps))
             return
         squares = [part.float().square().sum(1, keepdim=True) for part in parts]
-        # Heads that several ranks hold count several times, in the sum and in the width.
+        # Heads that several ranks hold count several times, both in the sum and in the width.
         means = self.ranks.sum(torch.cat(squares, 1)).split(1, dim=1)
         for part, weight, mean in zip(parts, weights, means, strict=True):
             root = (mean / (self.ranks.size * len(weight))).add_(eps).rsqrt_()
             part.copy_(part.float() * root * weight)
 
     def mlp(self, layer: Layer, normed: Rows, hidden: Tensor) -> Tensor:
-        """A layer's MLP or experts, or both: [num_rows, hidden_size] -> the same. `hidden`: the
-        residual."""
+        """A layer's MLP or experts, or both: [num_rows, hidden_size] -> [num_rows, hidden_size].
+        `hidden` is the residual."""
         out = self.ranks.sum(self._own_mlp(layer, normed))
         if layer.beside is None:
             return out
         return layer.beside.added(out, hidden, self._rms_norm, self._activation, self.ranks)
 
     def _own_mlp(self, layer: Layer, normed: Rows) -> Tensor:
-        """This rank's share of what a layer's MLP gives, or its experts instead."""
+        """This rank's share of the result of a layer's MLP, or of its experts instead."""
         return layer.mlp(normed, self._activation, self._rounded_activation)
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -299,10 +299,10 @@ class Decoder:
         return list({id(tensor): tensor for tensor in held}.values())
 
     def release(self, *, keep: bool) -> None:
-        """Free the weights' memory; tensors stay the objects that they are.
+        """Free the weights' memory; the tensor objects stay.
 
         Args:
-            keep: their values wait in host memory, where those of a CPU are already.
+            keep: move their values to host memory. On a CPU they are there already.
         """
         if keep and self.device.type == "cpu":
             return
@@ -318,7 +318,7 @@ class Decoder:
                 place.drop_packed()
 
     def restore(self) -> None:
-        """Take the memory again, with the values that wait; others have to be written."""
+        """Take the memory again, with the values that were kept; others have to be written."""
         for storage, (size, values) in self._released.items():
             storage.resize_(size)
             if values is not None:
@@ -327,20 +327,20 @@ class Decoder:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory on a GPU that the largest product takes beside its rows and weights."""
+        """Bytes on a GPU that the largest product takes beside its rows and weights."""
         linears = [one for layer in self.layers for one in layer.linears]
         linears += [] if self.vectors is None else [self.vectors.projection]
         return max((one.scratch_bytes for one in linears), default=0)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Memory of one token's keys and values here, over all layers."""
+        """Bytes of one token's keys and values on this rank, over all layers."""
         return self.part.kv_values_per_token * self.dtype.itemsize
 
 
 class AddNorm(Protocol):
-    """The norm of hidden + delta, which becomes hidden; without one, hidden. For a product that
-    `rounds` rows it may be rounded already."""
+    """The norm of hidden + delta, and hidden itself where norm is None; the sum replaces hidden.
+    With `rounds`, the dtype that the next product rounds to, rows may be rounded already."""
 
     @overload
     def __call__(self, hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor: ...
@@ -373,7 +373,7 @@ def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
 
 
 def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What each row's queries are multiplied by, `[num_rows, 1]`."""
+    """Factor of each row's queries, `[num_rows, 1]`."""
     if config.query_growth is None:
         return None
     beta, spans = config.query_growth.beta, positions // config.query_growth.positions

@@ -1,6 +1,6 @@
-"""What a decoder is made of, and what its tensors are called: values, no torch.
+"""What a decoder is made of, and the names of its tensors: values, no torch.
 
-Each module of `onestem.models.families` reads them off its family's `config.json`.
+Each module of `onestem.models.families` reads them from its family's `config.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "Yarn",
 ]
 
-MAX_LAYERS = 4096  # a damaged file has more, which would take minutes to describe
+MAX_LAYERS = 4096  # a file with more is damaged, and would take minutes to describe
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,15 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071, section 3.2): pairs that turn less than `beta_slow` times within
-    `original_max_position_embeddings` are divided by `factor`, those that turn more than
-    `beta_fast` times are kept, with a ramp over the pairs between.
+    """YaRN (arXiv 2309.00071, section 3.2).
+
+    Frequencies of pairs that turn less than `beta_slow` times within
+    `original_max_position_embeddings` are divided by `factor`. Pairs that turn more than
+    `beta_fast` times keep theirs, and a ramp covers the pairs between.
 
     Attributes:
-        attention_factor: of cosines and sines (the paper's `sqrt(1/t)`).
-        truncate: the ramp begins and ends at whole pairs.
+        attention_factor: factor of cosines and sines (the paper's `sqrt(1/t)`).
+        truncate: whether the ramp begins and ends at whole pairs.
     """
 
     factor: float
@@ -72,8 +74,9 @@ class Yarn:
 class LongRope:
     """LongRoPE (arXiv 2402.13753): each pair's frequency is divided by a factor of its own.
 
-    Those of `long` where the model has more positions than `original_max_position_embeddings`, else
-    those of `short`: for all prompts the same, so that prompts of any length can share KV.
+    The factors are `long` where the model has more positions than
+    `original_max_position_embeddings`, else `short`. They are the same for all prompts, so that
+    prompts of any length can share KV.
     """
 
     short: tuple[float, ...]
@@ -84,8 +87,8 @@ class LongRope:
 
 @dataclass(frozen=True)
 class Proportional:
-    """Of the pairs that RoPE would turn, the first `pairs` turn, at the frequencies that they have
-    among all, divided by `factor`; the others stay (Gemma 4)."""
+    """Only the first `pairs` pairs turn, at their usual frequencies divided by `factor`; the others
+    stay (Gemma 4)."""
 
     pairs: int
     factor: float = 1.0
@@ -106,7 +109,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """RoPE that differs by layer; None: that layer's heads are not turned."""
+    """RoPE by layer; None: the layer has none."""
 
     layers: tuple[Rotary | None, ...]
 
@@ -116,9 +119,9 @@ class LayerHeads:
     """Keys and values of a layer, and the size of its heads.
 
     Attributes:
-        kv_layer: an earlier layer whose keys and values it reads, of as many heads of that size;
-            None: its own.
-        value_is_key: nothing is projected for values: they are keys, before norm and rotation.
+        kv_layer: an earlier layer whose keys and values this one reads, with as many heads of the
+            same size; None: its own.
+        value_is_key: values are not projected: they are the keys before norm and rotation.
     """
 
     num_kv_heads: int
@@ -144,9 +147,11 @@ class Alibi:
 
     @staticmethod
     def of_heads(num_heads: int, bias_max: float = 8.0) -> Alibi:
-        """The paper's slopes (section 3): with a power of two of heads `2 ** (-bias_max i / heads)`
-        for i from 1; with others those of the power of two below, then every second one of the
-        power above."""
+        """The paper's slopes (section 3).
+
+        For a power of two of heads `2 ** (-bias_max i / heads)`, with i from 1. For other numbers
+        the slopes of the power of two below, then every second one of the power above.
+        """
         power = 2 ** int(math.log2(num_heads))
         slopes = [2 ** (-bias_max * i / power) for i in range(1, power + 1)]
         between = [2 ** (-bias_max * i / (2 * power)) for i in range(1, 2 * power, 2)]
@@ -160,8 +165,8 @@ class Learned:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """`(up + 1) * gate * sigmoid(alpha * gate)` of `gate` clamped from above to `limit`, and `up`
-    clamped to it in size (gpt-oss)."""
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, with `gate` clamped to at most `limit` and `up` to
+    `-limit..limit` (gpt-oss)."""
 
     alpha: float
     limit: float
@@ -169,31 +174,32 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Gated MLPs of which each row takes a few, by scores that a router gives them.
+    """Gated MLPs of which each row takes a few, by the scores of a router.
 
-    A row's `top_k` experts are those of the highest scores; its result is the sum of theirs, each
+    A row takes the `top_k` experts of the highest scores. Its result is the sum of theirs, each
     times its score.
 
     Attributes:
-        num: of experts. top_k: how many a row takes.
-        intermediate_size: of an expert.
+        num: number of experts.
+        top_k: experts that a row takes.
+        intermediate_size: of one expert.
         layers: per layer, whether it has experts; others have an MLP of
             `Description.intermediate_size`.
-        scores: what is made of the router's logits, over all experts.
-        normalized: a row's `top_k` scores are divided by their sum. scale: they are multiplied
-            by this.
-        correction: a number for each expert is added to the scores where experts are chosen.
-        num_groups, top_groups: experts stand in so many groups of equal size; a row chooses among
-            those of the `top_groups` groups whose two best scores have the highest sum.
-        shared_size: size of an MLP that every row takes beside; 0: there is none.
-        shared_gate: its result is multiplied by the sigmoid of a product of the row.
-        bias: the router and the experts' products have biases.
-        clamp: None: the gate is activated as the layers' MLP's is.
-        mxfp4: files hold experts in four bits.
-        beside_mlp: layers with experts have the MLP too. Experts read the residual through a norm
-            of their own, the router through one without weights, times a vector; each branch's
-            result has a norm before they are added (Gemma 4).
-        expert_scales: what each expert gives is multiplied by a number, behind `normalized`.
+        scores: function of the router's logits, over all experts.
+        normalized: whether a row's `top_k` scores are divided by their sum.
+        scale: factor of these scores.
+        correction: whether a number for each expert is added to the scores to choose experts.
+        num_groups, top_groups: experts form `num_groups` groups of equal size. A row chooses among
+            the `top_groups` groups whose two best scores have the highest sum.
+        shared_size: size of an MLP that every row also takes; 0: there is none.
+        shared_gate: whether its result is multiplied by the sigmoid of a product of the row.
+        bias: whether the router and the experts' products have biases.
+        clamp: activation of the experts; None: that of the layers' MLP.
+        mxfp4: whether files hold experts in four bits.
+        beside_mlp: layers with experts have the MLP too (Gemma 4). Experts read the residual
+            through a norm of their own, the router through one without weights, times a vector.
+            The results of both branches are normed before they are added.
+        expert_scales: whether each expert's result is multiplied by a number, after `normalized`.
     """
 
     num: int
@@ -233,31 +239,32 @@ class Description:
     """A decoder-only transformer.
 
     Attributes:
-        architecture: its name in `config.json`.
-        norm: RMSNorm, or LayerNorm; `norm_bias`: it has a bias; `norm_offset`: what is added to
-            weights of norms as they are stored (Gemma: 1).
-        block: `sequential`: the MLP reads what attention has added to. `parallel`: both read the
+        architecture: name in `config.json`.
+        norm: RMSNorm or LayerNorm.
+        norm_bias: whether norms have a bias.
+        norm_offset: added to the stored weights of norms (Gemma: 1).
+        block: `sequential`: the MLP reads the residual after attention. `parallel`: both read the
             same normed rows. `parallel_two_norms`: the same rows, each through a norm of its own.
         mlp: `silu_gated`: down(silu(gate) * up); `gelu_tanh_gated` likewise. Others:
             down(gelu(up)), by the error function or its approximation with tanh.
-        embedding_scale: of tokens' embeddings; rounded to the weights' dtype.
-        residual_scale: of what attention and the MLP add.
-        score_scale: of query times key; None: `1 / sqrt(head_dim)`.
-        score_softcap, logit_softcap: x becomes `cap * tanh(x / cap)`; None: it stays.
-        logit_scale: of logits, before the softcap.
+        embedding_scale: factor of token embeddings, rounded to the weights' dtype.
+        residual_scale: factor of what attention and the MLP add.
+        score_scale: factor of query times key; None: `1 / sqrt(head_dim)`.
+        score_softcap, logit_softcap: x becomes `cap * tanh(x / cap)`; None: unchanged.
+        logit_scale: factor of logits, before the softcap.
         query_growth: how queries grow with their position; None: they do not.
-        qkv_clip: what q, k and v are clamped to, in size.
+        qkv_clip: q, k and v are clamped to `-qkv_clip..qkv_clip`.
         qk_norm: RMSNorm over `head_dim` of every query and key head, before RoPE.
-        qk_norm_of_all: the same over all query heads at once, and over all key heads.
+        qk_norm_of_all: RMSNorm over all query heads at once, and over all key heads.
         v_norm: RMSNorm over every value head, without a weight.
-        layer_heads: per layer, keys and values; None: as `num_kv_heads` and `head_dim` say.
+        layer_heads: keys and values of each layer; None: as `num_kv_heads` and `head_dim` say.
         wide_mlps: layers whose MLP is twice as wide.
-        token_vectors: size of a vector that each layer has for each token of the vocabulary, and
-            adds behind the MLP (Gemma 3n and 4: per-layer embeddings); 0: they have none.
-        sinks: each query head has a logit more in its softmax, of a key without a value.
-        experts: in place of the MLP in some layers.
-        max_position_embeddings: position ids are lower.
-        sliding_windows: per layer, how many positions back a row sees, itself included
+        token_vectors: size of the vectors that each layer has for each token of the vocabulary
+            and adds after the MLP (Gemma 3n and 4: per-layer embeddings); 0: none.
+        sinks: each query head has one more logit in its softmax, of a key without a value.
+        experts: in place of the MLP, or beside it, in some layers.
+        max_position_embeddings: position ids are lower than this.
+        sliding_windows: per layer, the number of positions that a row sees, itself included
             (0 <= p_row - p_key < window); `None`: all.
         initializer_range: standard deviation of random weights.
     """
@@ -357,13 +364,13 @@ class Description:
 
     @property
     def heads(self) -> tuple[LayerHeads, ...]:
-        """Each layer's."""
+        """Heads of each layer."""
         same = LayerHeads(self.num_kv_heads, self.head_dim)
         return (same,) * self.num_layers if self.layer_heads is None else self.layer_heads
 
     @property
     def head_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of heads, and query heads per KV head, each pair once."""
+        """(head size, query heads per KV head), each pair once."""
         pairs = ((one.head_dim, self.num_q_heads // one.num_kv_heads) for one in self.heads)
         return tuple(dict.fromkeys(pairs))
 
@@ -381,11 +388,11 @@ class Description:
 
     @property
     def gated(self) -> bool:
-        """The MLP has a gate beside its upward projection."""
+        """Whether the MLP has a gate beside its upward projection."""
         return self.mlp.endswith("_gated")
 
     def first_layers(self, count: int) -> Self:
-        """The same with so many layers."""
+        """This description with the first `count` layers alone."""
         positions = self.positions
         if isinstance(positions, LayerRotary):
             positions = LayerRotary(positions.layers[:count])
@@ -403,7 +410,7 @@ class Description:
         )
 
     def without_experts(self) -> Self:
-        """The same with MLPs as large as what a row takes of experts."""
+        """This description with MLPs as large as all that a row takes in a layer with experts."""
         if self.experts is None:
             return self
         size = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size
@@ -425,19 +432,20 @@ class Description:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of what a layer with experts holds, below the layer's.
+    """Names of what a layer with experts holds, relative to the layer's name.
 
     Attributes:
         router: a module.
         up, down: tensors of all experts, `[num, 2 * intermediate_size, hidden_size]` (gate, then
-            up) and `[num, hidden_size, intermediate_size]`; with `_bias`, and for mxfp4 `_blocks`
-            and `_scales` behind.
-        alternating: rows of gate and up alternate, and tensors are transposed but in mxfp4.
-        each: a module per expert, with a place for its index; what a file may hold instead, with
-            `each_up` (gate and up) and `each_down` behind.
+            up) and `[num, hidden_size, intermediate_size]`. Suffixes are `_bias`, and for mxfp4
+            `_blocks` and `_scales`.
+        alternating: rows of gate and up alternate, and tensors are transposed except in mxfp4.
+        each: a module per expert, with a place for its index, which a file may hold instead.
+            `each_up` (gate and up) and `each_down` follow it.
         correction: a tensor.
-        router_scale, expert_scales: tensors. input_norm, mlp_norm, output_norm: modules, of what
-            experts read, and of what the MLP beside them and they give.
+        router_scale, expert_scales: tensors.
+        input_norm, mlp_norm, output_norm: modules: norms of what experts read, of what the MLP
+            beside them returns, and of what they return.
         shared_up, shared_down, shared_gate: modules.
     """
 
@@ -461,12 +469,13 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class TokenVectorNames:
-    """Names of modules around vectors that layers have for tokens.
+    """Names of the modules around layers' vectors of tokens.
 
     Attributes:
-        table: of all layers, side by side. projection: of embeddings, to be added to them.
-        norm: of what it gives, for each layer.
-        gate, output, output_norm: below a layer's name.
+        table: vectors of all layers, side by side.
+        projection: of embeddings; its result is added to the vectors.
+        norm: of the projection's result, for each layer.
+        gate, output, output_norm: relative to a layer's name.
     """
 
     table: str = "model.embed_tokens_per_layer"
@@ -482,24 +491,24 @@ class TensorNames:
     """Names of modules in a checkpoint; a module's tensors are `.weight` and `.bias`.
 
     Attributes:
-        layer: with a place for the layer's index; the names below it go behind.
+        layer: with a place for the layer's index; the names within a layer follow it.
         qkv: three projections, or one that holds them all.
         up: gate and up, or up alone.
         input_norm: before attention; None: it reads the residual itself.
         post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
             residual itself.
-        output_norm, down_norm: of what attention and what the MLP give, before it is added.
-        positions: of learned positions.
+        output_norm, down_norm: applied to the results of attention and MLP, before they are added.
+        positions: learned positions.
         sinks: a tensor.
-        token_vectors: of all layers, side by side, and what stands around them.
-        layer_scalar: a tensor, by which all that a layer gives is multiplied, its residual too.
-        prefix: a checkpoint of the model without its head leaves it out everywhere.
-        renamed: (beginning of a name in some checkpoints, what it is here).
-        transposed: weights of linear layers are `[in_features, out_features]`.
-        grouped: rows of the one projection stand by KV head: its query heads, its k, its v;
-            otherwise all q, all k, all v.
-        ignored: ends of names of buffers that follow from the configuration.
-        beside: beginnings of names of parts that are not computed, as an image encoder's.
+        token_vectors: modules around layers' vectors of tokens; None: there are none.
+        layer_scalar: a tensor, the factor of a layer's result, the residual included.
+        prefix: of all names; a checkpoint of the model without its head leaves it out.
+        renamed: (prefix of a name in some checkpoints, the prefix here).
+        transposed: whether weights of linear layers are `[in_features, out_features]`.
+        grouped: rows of the single projection are ordered by KV head: its query heads, its k, its
+            v. Otherwise all q, all k, all v.
+        ignored: suffixes of names of buffers that follow from the configuration.
+        beside: prefixes of names of parts that are not computed, like an image encoder's.
     """
 
     embedding: str

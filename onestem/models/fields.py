@@ -31,7 +31,7 @@ class Fields:
         )
 
     def refuse_others(self, **supported: object) -> None:
-        """Each of these fields is absent or has the one value that is computed."""
+        """Refuse fields with another value than the one given here, which is the one computed."""
         for name, value in supported.items():
             if self.values.get(name) not in (None, value):
                 raise self.unsupported(name, repr(value))
@@ -67,7 +67,7 @@ class Fields:
         return value
 
     def positive_numbers(self, name: str) -> tuple[float, ...]:
-        """A list of them."""
+        """A list of positive numbers."""
         values = self.values.get(name)
         if not isinstance(values, list) or not values:
             raise self.wrong(name, "a list of positive numbers")
@@ -91,7 +91,7 @@ class Fields:
         raise self.wrong(name, "an object or null")
 
     def head_dim(self, size: str, heads: str) -> int:
-        """What the field `size` gives each of `heads`."""
+        """The field `size` divided by the field `heads`."""
         if self.positive(size) % self.positive(heads):
             raise self.wrong(size, f"a multiple of {heads} ({self.positive(heads)})")
         return self.positive(size) // self.positive(heads)
@@ -102,7 +102,7 @@ def is_integer(value: object) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file of a model directory holds."""
+    """The JSON object in a file of a model directory."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

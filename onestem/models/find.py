@@ -1,4 +1,4 @@
-"""Where a model lies."""
+"""Finds the directory of a model."""
 
 from __future__ import annotations
 

@@ -12,22 +12,21 @@ of `rows` x 896 with a weight of 9728 x 896):
 |   64 |            13 |                      8.4 |             56 |
 |  512 |            57 |                       58 |              - |
 
-At the other shapes of a decoder packed is faster too from 2 to 64 rows, equal at 256, and from 512
-rows on plain is 5 to 14% faster; so float32 weights on a CPU are kept both ways where memory
-allows, else packed. 16-bit weights on a CPU that has no 16-bit products get a packed float32 copy,
-which takes every product but that of a single row: there the weight is read once and half the bytes
-win. (16-bit values, products and sums in float32, one rounding at the end: what hardware with
-16-bit products computes.)
+At the other shapes of a decoder packed is faster too from 2 to 64 rows and equal at 256. From 512
+rows on plain is 5 to 14% faster. So float32 weights on a CPU are kept both ways where memory
+allows, else packed. 16-bit weights on a CPU that has no 16-bit products get a packed float32 copy.
+It takes every product except that of a single row, where reading half the bytes wins. (16-bit
+values, products and sums in float32, one rounding at the end: what hardware with 16-bit products
+computes.)
 
-On a CPU with AMX (eight threads) 16-bit weights are packed as they are: the same product of 16, 64
-and 512 rows takes 0.34, 0.48 and 2.5 ms, plain 0.41, 0.79 and 3.3. Two prices are paid there: one
-row of float32 takes 20 to 80% longer packed than plain, and 256 and more rows of bfloat16 a tenth
-longer at 4096 x 4096.
+On a CPU with AMX (eight threads) 16-bit weights are packed as they are. The same product of 16, 64
+and 512 rows takes 0.34, 0.48 and 2.5 ms, plain 0.41, 0.79 and 3.3. Packed is slower in two cases:
+one row of float32 takes 20 to 80% longer, 256 and more rows of bfloat16 a tenth at 4096 x 4096.
 
-Two more prices stand behind the figures above, measured with two threads. oneDNN makes a product
-anew for each number of rows, which takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the
-product itself: steps are padded to a few numbers of rows (`padded_rows`). And between 448 and 1,024
-rows it deals narrow weights out badly (GFLOP/s; `benchmarks/linear.py`):
+Two more costs, measured with two threads: oneDNN makes a new product for each number of rows. That
+takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the product itself. So steps are padded
+to a few numbers of rows (`padded_rows`). Between 448 and 1,024 rows oneDNN distributes narrow
+weights badly over threads (GFLOP/s; `benchmarks/linear.py`):
 
 | product, bfloat16 | 1,024 rows | the same in pieces of 256 | 2,048 rows |
 |-------------------|-----------:|--------------------------:|-----------:|
@@ -37,14 +36,14 @@ rows it deals narrow weights out badly (GFLOP/s; `benchmarks/linear.py`):
 | 2048 x 768        |        289 |                       579 |        729 |
 | 768 x 2304        |        813 |                       688 |        744 |
 
-So narrow ones are multiplied piece by piece there, and a step had better have 2,048 rows
-(`step_rows`). Two tiles of rows take longer than three, 1.2 to 1.6 times as long at widths of 768
-and 896 (`linear-*-few.json`): steps of 17 to 32 rows are padded to 48.
+So narrow weights are multiplied in pieces there, and a step is best at 2,048 rows (`step_rows`).
+Two tiles of rows take 1.2 to 1.6 times as long as three at widths of 768 and 896
+(`linear-*-few.json`). So steps of 17 to 32 rows are padded to 48.
 
-With one number of threads a product of one shape has the same bits every time. Whether a row's bits
-change with the rows beside it is oneDNN's and MKL's affair and not promised: on AVX2 those of
-packed products did at no shape tried, those of plain float32 products did below 16 rows, and on AMX
-all kinds did at some shapes.
+For a fixed number of threads, a product of one shape has the same bits every time. Whether a row's
+bits change with the rows beside it depends on oneDNN and MKL, which do not promise it. On AVX2
+packed products changed at no shape tried, plain float32 products changed below 16 rows. On AMX all
+kinds changed at some shapes.
 """
 
 from __future__ import annotations
@@ -73,40 +72,40 @@ __all__ = [
     "step_rows",
 ]
 
-# Rows up to which a 16-bit weight is used as it is although a packed float32 copy stands by.
+# Maximum rows for which a 16-bit weight is used as it is, and not its packed float32 copy.
 NATIVE_ROWS = 1
 
 # Rows from which a plain float32 weight is faster than the packed one beside it.
 PLAIN_ROWS = 384
 
-# What oneDNN chooses its blocks for. Any hint of 16 and more gave the same speed at 1 to 512 rows;
-# a hint of 1 costs a third at 4 to 64 rows.
+# Number of rows by which oneDNN chooses its blocks. Any hint from 16 on gave the same speed at 1 to
+# 512 rows; a hint of 1 costs a third at 4 to 64 rows.
 PACK_ROWS = 64
 
-# Where oneDNN deals AMX products out badly, and the pieces in which it does not.
+# Where oneDNN distributes AMX products badly over threads, and the pieces in which it does not.
 NARROW_OUT = 1536
 WHOLE_TO_ROWS, WHOLE_FROM_ROWS = 384, 1536
 PIECE_ROWS = 256
 
-# glibc maps larger blocks anew each time, so each of their pages faults again.
+# glibc maps larger blocks again for each allocation, so each of their pages faults again.
 MAPPED_BYTES = 32 << 20
 
-# Memory of logits up to which it is kept for the next step's.
+# Maximum memory of logits that is kept for the next step.
 KEPT_BYTES = 256 << 20
 
-# Rows of a full step, and those with AMX, where fewer are multiplied at a lower rate (above).
+# Rows of a full step, without and with AMX, where fewer rows have a lower rate (above).
 STEP_ROWS, AMX_STEP_ROWS = 1024, 2048
 
-# Rows come in multiples of a tile's, of two tiles' above so many rows, of four above twice as many.
+# Rows are padded to whole tiles; above FINE_TO_ROWS to two tiles, above twice that to four.
 TILE_ROWS, FINE_TO_ROWS = 16, 256
-THREE_TILES = 3 * TILE_ROWS  # are multiplied faster than two
+THREE_TILES = 3 * TILE_ROWS  # multiplied faster than two
 
 # The share of the machine's memory that weights with their second copies may take.
 COPY_MEMORY_SHARE = 0.6
 
 
 class Layout(enum.Enum):
-    """How a weight is kept. The value is the text that a person reads."""
+    """How a weight is kept. The value is the text for people."""
 
     PLAIN = "plain"
     PACKED = "packed"
@@ -114,13 +113,13 @@ class Layout(enum.Enum):
     PACKED_FLOAT32 = "packed float32 copy"
 
     def itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes in which a weight's element is kept, in all its copies (`Linear`)."""
+        """Bytes of one element of a `Linear`'s weight, over all its copies."""
         if self is Layout.PACKED_FLOAT32:
             return dtype.itemsize + 4
         return dtype.itemsize * (2 if self is Layout.PACKED_AND_PLAIN else 1)
 
     def head_itemsize(self, dtype: torch.dtype, *, tied: bool) -> int:
-        """The same of `Head`, without the embedding."""
+        """The same for `Head`, without the embedding."""
         if self is Layout.PLAIN:
             return 0 if tied else dtype.itemsize
         return 4 if self is Layout.PACKED_FLOAT32 else dtype.itemsize
@@ -139,14 +138,14 @@ def choose_layout(dtype: torch.dtype, device: torch.device, weight_bytes: int = 
 
 
 def has_room(num_bytes: int) -> bool:
-    """Whether so many bytes of weights, second copies among them, fit a CPU's memory."""
+    """Whether weights of `num_bytes`, with their second copies, fit a CPU's memory."""
     return num_bytes <= COPY_MEMORY_SHARE * _memory_bytes()
 
 
 def padded_rows(rows: int, layout: Layout, dtype: torch.dtype) -> int:
-    """How many rows to multiply where `rows` are wanted, so that few products must be made.
+    """Number of rows that `rows` are padded to, so that oneDNN makes few products.
 
-    Only with AMX, which takes as long for one row of a tile as for all 16.
+    Only AMX pads: it takes as long for one row of a tile as for all 16.
     """
     if rows == 0 or not _is_amx_product(layout, dtype):
         return rows
@@ -159,7 +158,7 @@ def padded_rows(rows: int, layout: Layout, dtype: torch.dtype) -> int:
 
 
 def step_rows(layout: Layout, dtype: torch.dtype) -> int:
-    """How many rows a step on a CPU had better have where there is no lack of them."""
+    """Best number of rows of a step on a CPU when enough are there."""
     return AMX_STEP_ROWS if _is_amx_product(layout, dtype) else STEP_ROWS
 
 
@@ -167,10 +166,10 @@ class Projection(Protocol):
     """y = x W^T + b, with W in any format.
 
     Attributes:
-        kind: its format and product, as a person is told.
-        scratch_bytes: what a product takes on a device beside its result.
-        rounds: dtype of 8 bits that it rounds its rows to, and takes them in as well; None: it
-            takes them as they are.
+        kind: its format and product, for people.
+        scratch_bytes: memory that a product takes on a device beside its result.
+        rounds: 8-bit dtype that it rounds its rows to; it also takes rows in that dtype. None: it
+            does not round them.
     """
 
     out_features: int
@@ -184,7 +183,7 @@ class Projection(Protocol):
         ...
 
     def pieces(self, x: Any) -> tuple[Any, ...]:
-        """x in the pieces in which results that are used up at once had better be computed."""
+        """x in pieces, as is best for results that are used up at once."""
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -213,7 +212,7 @@ class _Weight:
 
     @contextmanager
     def rewriting(self) -> Iterator[Tensor]:
-        """The weight, whose rows are to be written in place; it is packed anew behind that."""
+        """The weight, to be written in place by rows; it is packed again afterwards."""
         weight = self.weight
         if weight is None:
             shape = (self.out_features, self.in_features)
@@ -224,7 +223,7 @@ class _Weight:
             self.packed = _pack(weight, self.layout)
 
     def drop_packed(self) -> None:
-        """Free what `rewriting` makes anew."""
+        """Free the packed copy, which `rewriting` makes again."""
         self.packed = None
 
 
@@ -262,12 +261,12 @@ class Linear(_Weight):
         return _packed_product(x, _present(self.packed), self.packed_bias)
 
     def _is_dealt_badly(self, rows: int) -> bool:
-        """Whether oneDNN leaves most of a product of so many rows to one thread."""
+        """Whether oneDNN leaves most of a product of `rows` rows to one thread."""
         some = WHOLE_TO_ROWS < rows < WHOLE_FROM_ROWS
         return self.amx and some and self.out_features <= NARROW_OUT
 
     def _is_plain(self, x: Tensor) -> bool:
-        """Whether the weight as it is serves these rows better than the packed one."""
+        """Whether the plain weight is better for these rows than the packed one."""
         if self.layout is Layout.PACKED_AND_PLAIN:
             return x.shape[0] >= PLAIN_ROWS
         return self.layout is Layout.PACKED_FLOAT32 and x.shape[0] <= NATIVE_ROWS
@@ -284,7 +283,7 @@ class Linear(_Weight):
 
 
 class LogitsMemory:
-    """Memory for logits on a CPU, used again as soon as nobody holds them. The system clears fresh
+    """Memory for logits on a CPU, reused once the last logits are freed. The system clears fresh
     pages, which took 8 ms for 64 rows of 151,936: more than the product."""
 
     def __init__(self) -> None:
@@ -309,8 +308,8 @@ class LogitsMemory:
 class Head(_Weight):
     """Logits in float32: x [num_rows, hidden_size] -> [num_rows, vocab_size].
 
-    Sums are handed on as float32 wherever the product can give them. Rounding them to 16 bits would
-    make neighbouring tokens tie, and the greedy choice between them an accident.
+    Sums stay float32 wherever the product can return them. Rounded to 16 bits, neighbouring tokens
+    would tie, and the greedy choice between them would be an accident.
     """
 
     def __init__(
@@ -319,8 +318,8 @@ class Head(_Weight):
         """weight [vocab_size, hidden_size]; a plain layout shares it with the embedding. bias
         [vocab_size] is added in float32.
 
-        A packed copy of a tied weight is a second copy: an embedding row cannot be read out of it,
-        and without it a step of 16 rows takes 2.7 times as long here.
+        A packed copy of a tied weight is a second copy, since embedding rows cannot be read from
+        it. Without it a step of 16 rows takes 2.7 times as long here.
         """
         layout = layout or choose_layout(weight.dtype, weight.device)
         self._keep(weight, layout, plain=layout is Layout.PLAIN)
@@ -363,7 +362,7 @@ def _pack(weight: Tensor, layout: Layout) -> Tensor:
 
 
 def _dense(packed: Tensor | None) -> Tensor:
-    """What was packed, in the dtype that it was packed in."""
+    """The plain weight, in the dtype that it was packed in."""
     return _present(packed).to_dense()
 
 
@@ -380,7 +379,7 @@ def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs weights and multiplies with them. Tried, not guessed."""
+    """Whether this build of torch packs weights and multiplies with them. This is tried out."""
     kind = dtype if _has_native_products(dtype) else torch.float32
     weight = torch.eye(16, dtype=kind)
     try:

@@ -18,9 +18,9 @@ class TokenMemory:
     """MiB of keys and values of one token.
 
     Attributes:
-        all_heads: as Prompt Cache's table 2 counts, which takes a key and a value for each query
-            head: `2 * layers * hidden size * bytes`.
-        kv_heads: with the key and value heads that the model has (GQA, MQA): what is stored.
+        all_heads: as in Prompt Cache's table 2, with a key and a value for each query head:
+            `2 * layers * hidden size * bytes`.
+        kv_heads: with the KV heads that the model has (GQA, MQA): what is stored.
     """
 
     all_heads: float
@@ -28,10 +28,10 @@ class TokenMemory:
 
 
 def token_memory(config: Mapping[str, Any], *, num_bytes: int = 2) -> TokenMemory:
-    """Memory of a token, of the values in a `config.json`.
+    """Memory of a token, from the values in a `config.json`.
 
     Args:
-        num_bytes: of one number; 2 for 16-bit types.
+        num_bytes: size of one number; 2 for 16-bit types.
 
     Raises:
         ConfigError: a size is missing.
@@ -46,7 +46,7 @@ def token_memory(config: Mapping[str, Any], *, num_bytes: int = 2) -> TokenMemor
 
 def _num_kv_heads(config: Mapping[str, Any], heads: int) -> int:
     if config.get("model_type") in ("falcon", "RefinedWeb", "RefinedWebModel"):
-        # Falcon names a number of KV heads that its older architecture does not use.
+        # Falcon's older architecture does not use the number of KV heads that its files give.
         if config.get("new_decoder_architecture") or "n_head_kv" in config:
             return int(config.get("num_kv_heads") or config.get("n_head_kv") or heads)
         return 1 if config.get("multi_query") else heads
@@ -58,4 +58,4 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int) and config[name] > 0:
             return int(config[name])
-    raise ConfigError(f"config.json has none of {', '.join(names)}: it is no decoder's that I know")
+    raise ConfigError(f"config.json has none of {', '.join(names)}: it is of no known decoder")

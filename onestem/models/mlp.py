@@ -1,5 +1,4 @@
-"""What a layer does with its normed rows beside attention: one MLP, or experts of which each row
-takes a few."""
+"""A layer's MLP, or its experts, of which each row takes a few."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ __all__ = [
 
 # up's result -> down's input: [n, 2 * size] (gate, up) or [n, size] -> [n, size].
 Activation = Callable[[Tensor], Tensor]
-# The same, and rounded to a dtype for a down that takes it so.
+# The same, rounded to a dtype that `down` takes.
 RoundedActivation = Callable[[Tensor, torch.dtype], RoundedRows]
 
 
@@ -40,7 +39,7 @@ class Mlp:
     """down(activation(up(x))).
 
     Attributes:
-        up: hidden_size -> intermediate_size; a gated MLP's twice that, in the order gate, up.
+        up: hidden_size -> intermediate_size; in a gated MLP twice that, in the order gate, up.
     """
 
     up: Projection
@@ -69,10 +68,10 @@ class Mlp:
 
 
 class ExpertProducts(Protocol):
-    """The products of all experts of a layer, in the format that their weights are held in."""
+    """The products of all experts of a layer, in the format of their weights."""
 
     def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
+        """Sum of the experts' results times their scores: x `[n, hidden_size]`, scores float32 and
         chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
         ...
 
@@ -87,8 +86,8 @@ class ExpertLayer:
         router: its logits `[n, num]` are float32.
         correction: float32 `[num]`.
         shared_gate: gives one logit.
-        route: gives scores and numbers of each row's experts.
-        expert_scales: float32 `[num]`, what scores are multiplied by.
+        route: returns scores and indices of each row's experts.
+        expert_scales: float32 `[num]`, factors of the scores.
     """
 
     experts: Experts
@@ -108,8 +107,8 @@ class ExpertLayer:
         rounded: RoundedActivation | None = None,
         routed_by: Tensor | None = None,
     ) -> Tensor:
-        """`activation` and `rounded` are the shared MLP's; `routed_by`: what the router reads;
-        None: x."""
+        """`activation` and `rounded` are for the shared MLP. `routed_by`: the router's input; None:
+        x."""
         assert isinstance(x, Tensor)
         logits = self.router(x if routed_by is None else routed_by)
         scores, chosen = self.route(logits, self.experts, self.correction)
@@ -133,7 +132,7 @@ class ExpertLayer:
 
     @property
     def linears(self) -> tuple[Projection, ...]:
-        """Those beside the experts."""
+        """The products beside the experts'."""
         return () if self.shared is None else self.shared.linears
 
 
@@ -142,10 +141,10 @@ class ExpertsBeside:
     """Experts beside a layer's MLP, which read the residual (see `Experts.beside_mlp`).
 
     Attributes:
-        router_norm: weight of the norm before the router, the vector that it is multiplied by
-            included; float32.
-        input_norm, output_norm: of what experts read and give.
-        mlp_norm: of what the MLP gives.
+        router_norm: weight of the norm before the router, with the vector and the factor that its
+            result is multiplied by; float32.
+        input_norm, output_norm: of what experts read and return.
+        mlp_norm: of what the MLP returns.
     """
 
     experts: ExpertLayer
@@ -162,12 +161,12 @@ class ExpertsBeside:
         up: Activation,
         ranks: Ranks,
     ) -> Tensor:
-        """The MLP's result `out` and the experts' of the residual `hidden`, both normed, together.
+        """The sum of the MLP's result `out` and the experts' of the residual `hidden`, both normed.
 
         Args:
             norm: rows and weights -> RMSNorm.
             up: the activation.
-            ranks: that hold the experts together.
+            ranks: hold the experts together.
         """
         x, routed_by = norm(hidden, self.input_norm), norm(hidden, self.router_norm)
         routed = ranks.sum(self.experts(x, up, routed_by=routed_by))
@@ -181,8 +180,8 @@ class ExpertsBeside:
 
 
 def route(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """logits float32 `[n, num]` -> the scores of each row's experts, float32, and which they are,
-    int64: `[n, top_k]` each. A GPU is not waited for."""
+    """logits float32 `[n, num]` -> scores (float32) and indices (int64) of each row's experts, both
+    `[n, top_k]`. It does not wait for a GPU."""
     scores = logits.softmax(-1) if experts.scores == "softmax" else logits.sigmoid()
     ranks = scores if correction is None else scores + correction
     if experts.num_groups > 1:
@@ -197,7 +196,7 @@ def route(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[
 def route_on_gpu(
     logits: Tensor, experts: Experts, correction: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in one kernel where there are no groups."""
+    """`route` in one kernel, where there are no groups."""
     from onestem.ops.triton.experts import route as kernel
 
     if experts.num_groups > 1:
@@ -213,7 +212,7 @@ def route_on_gpu(
 
 
 def _in_top_groups(ranks: Tensor, experts: Experts) -> Tensor:
-    """[n, num] bool: the expert's group is one of the row's best (DeepSeek-V3, section 2.1.2)."""
+    """[n, num] bool: the expert's group is among the row's best (DeepSeek-V3, section 2.1.2)."""
     groups = ranks.unflatten(1, (experts.num_groups, -1))
     best = groups.topk(2, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device)
@@ -229,15 +228,14 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SortedBlocks:
-    """Experts one after the other, each over the rows that take it. `layout` is their weights'."""
+    """Experts one after the other, each over the rows that take it. `layout`: of their weights."""
 
     experts: Sequence[Mlp]
     activation: Activation
     layout: Layout
 
     def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertProducts`. A row's results are added in the order of its experts' numbers, in
-        float32."""
+        """See `ExpertProducts`. A row's results are added in float32, by rising expert index."""
         order = chosen.flatten().argsort(stable=True)
         rows, scores = order // chosen.shape[1], scores.flatten()[order]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -252,7 +250,8 @@ class SortedBlocks:
         return out.to(x.dtype)
 
     def _block(self, expert: Mlp, x: Tensor) -> Tensor:
-        """Of rows `[count, hidden_size]`: padded, lest oneDNN makes products for every count."""
+        """An expert's result for `[count, hidden_size]`. Rows are padded, so that oneDNN need not
+        make a product for every count."""
         rows = padded_rows(len(x), self.layout, x.dtype)
         if rows > len(x):
             return expert(F.pad(x, (0, 0, 0, rows - len(x))), self.activation)[: len(x)]

@@ -1,14 +1,14 @@
-"""What each of the ranks that hold a model together has of it.
+"""The part of a model that each rank holds, where several ranks hold it together.
 
 A rank's part is the description of a smaller model: some of the heads, of the MLPs' columns and of
-the vocabulary, and everything else whole. The names of its tensors are the whole model's; each is a
-`Cut` of the tensor there.
+the vocabulary, and everything else whole. Its tensors have the names of the whole model's; each is
+a `Cut` of the tensor there.
 
-Attention's heads divide evenly. KV heads that are fewer than the ranks are held by several. Columns
-of MLPs and experts divide by units, lest groups that share a scale are cut, and may differ by one
-between ranks. Rows of the vocabulary are as many on each rank; the last ones' may be zeros. Norms,
-routers, learned positions and what is done with vectors of tokens are whole on each rank; biases
-that are added after a sum are rank 0's.
+Query heads divide evenly. KV heads that are fewer than the ranks are held by several. Columns of
+MLPs and experts divide by units, so that no group that shares a scale is cut; ranks may differ by
+one unit. All ranks have the same number of vocabulary rows; the last may be zeros. Norms, routers,
+learned positions and the use of vectors of tokens are whole on each rank. Biases that are added
+after a sum belong to rank 0.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from onestem.ops.experts import MX_BLOCK
 
 __all__ = ["cuts_of", "part_of", "sizes_of"]
 
-UNITS = (32, 16)  # of columns: int4's products take multiples of the first, fp8's of the second
-MANY = 64  # ranks that an error speaks of
+UNITS = (32, 16)  # columns: int4's products take multiples of the first, fp8's of the second
+MANY = 64  # maximum number of ranks that an error suggests
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
-    """The configuration of a rank's part; of one rank the same object.
+    """The configuration of a rank's part; `config` itself for a single rank.
 
     Raises:
-        ConfigError: names what does not divide, and which numbers of ranks do.
+        ConfigError: names what does not divide, and the numbers of ranks that work.
     """
     if ranks.size == 1:
         return config
@@ -72,12 +72,12 @@ def part_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
 
 
 def sizes_of(config: ModelConfig) -> list[int]:
-    """Numbers of ranks that a model divides over, as far as anyone has devices."""
+    """Numbers of ranks that a model divides over, up to `MANY`."""
     return [size for size in range(1, MANY + 1) if _indivisible(config, size) is None]
 
 
 def _indivisible(config: ModelConfig, size: int) -> str | None:
-    """The dimension that does not divide over so many ranks."""
+    """The dimension that does not divide over `size` ranks; None: all do."""
     if config.num_q_heads % size:
         return f"num_attention_heads ({config.num_q_heads})"
     for count in dict.fromkeys(heads.num_kv_heads for heads in config.heads):
@@ -107,7 +107,7 @@ def _q_span(config: ModelConfig, ranks: Ranks) -> Span:
 
 
 def _kv_span(heads: int, ranks: Ranks) -> Span:
-    """Of KV heads: those of the rank's query heads."""
+    """The KV heads of the rank's query heads."""
     first = ranks.rank * heads // ranks.size
     return first, max(first + 1, (ranks.rank + 1) * heads // ranks.size)
 
@@ -138,8 +138,9 @@ def _stored_unit(config: ModelConfig) -> int:
 
 
 def _columns(size: int, stored: int, ranks: Ranks) -> Span:
-    """By units: those by which all ranks have as many, else those of which each has some. Only
-    where they are too few is what shares a scale in the files (`stored`) divided."""
+    """The rank's columns, in units: the largest unit that divides evenly over all ranks, else the
+    largest of which each rank gets one. Columns that share a scale in the files (`stored`) are
+    divided only if there are too few."""
     whole = [math.lcm(stored, unit) for unit in UNITS]
     even = [unit for unit in whole if size % (unit * ranks.size) == 0]
     unit = next((unit for unit in (*even, *whole, *UNITS) if size >= unit * ranks.size), 1)
@@ -166,8 +167,8 @@ Named = Iterator[tuple[str, Cut]]
 
 
 def cuts_of(config: ModelConfig, ranks: Ranks) -> Mapping[str, Cut]:
-    """Name of a tensor of the whole model -> the rank's part of it; those that are not named are
-    whole. Tensors of single experts are among them."""
+    """Name of a tensor of the whole model -> the rank's part of it. Tensors of single experts are
+    included; tensors that are not named are whole."""
     return {} if ranks.size == 1 else dict(_Cuts(config, ranks).all())
 
 
@@ -214,7 +215,7 @@ class _Cuts:
             pairs = zip((q, kv, kv), afters, strict=True)
             return [_times(span, size, after * size) for span, after in pairs]
         group = num_q // num_kv
-        line = (group + 2) * size  # a KV head's
+        line = (group + 2) * size  # rows of one KV head
         if _length(kv) > 1 or _length(q) == group:
             return [_times(kv, line)]
         start = kv[0] * line
@@ -262,16 +263,16 @@ class _Cuts:
             yield from self.columns(at + names.shared_down, shared, hidden)
 
     def rows(self, module: str, spans: Sequence[Span]) -> Named:
-        """Of a linear layer and its bias."""
+        """Cuts of the rows of a linear layer and of its bias."""
         yield f"{module}.weight", Cut(int(self.names.transposed), tuple(spans))
         yield f"{module}.bias", Cut(0, tuple(spans))
 
     def columns(self, module: str, span: Span, out: int) -> Named:
-        """Of a linear layer with `out` results; they are summed over ranks."""
+        """Cuts of the columns of a linear layer, whose `out` results are summed over ranks."""
         yield f"{module}.weight", Cut(int(not self.names.transposed), (span,))
         yield from self.once(f"{module}.bias", 0, out)
 
     def once(self, name: str, dim: int, size: int) -> Named:
-        """What is added after a sum: on every rank but the first it is zeros."""
+        """Cut of a tensor that is added after a sum: zeros on every rank but the first."""
         if self.ranks.rank:
             yield name, Cut(dim, ((size, 2 * size),))

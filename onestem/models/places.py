@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors stand in a decoder: they can be written again in the same memory."""
+"""Where a checkpoint's tensors are in a decoder, so that they can be rewritten in place."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["Given", "Place", "ProductPlace", "TensorPlace", "bias_of"]
 
 
 class Given(Protocol):
-    """Tensors that are to be written."""
+    """New values of tensors."""
 
     def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor | None:
-        """As a `Source` gives it; None: it stays as it is."""
+        """The tensor, as from a `Source`; None: it is left unchanged."""
         ...
 
 
 class Place(Protocol):
-    """What one or several tensors of a checkpoint became."""
+    """The place in a decoder of one or several tensors of a checkpoint."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Of these tensors."""
+        """Names of these tensors."""
         ...
 
     def write(self, given: Given) -> None:
-        """Take those that are given."""
+        """Write the tensors that are given."""
         ...
 
     def drop_packed(self) -> None:
-        """Free what `write` makes anew."""
+        """Free packed copies, which `write` makes again."""
         ...
 
 
@@ -45,8 +45,8 @@ class TensorPlace:
     """A tensor of its own.
 
     Attributes:
-        as_dtype: in which it is read; None: the decoder's.
-        change: what stands in the decoder, of what is read.
+        as_dtype: dtype that it is read in; None: the decoder's.
+        change: turns what is read into what the decoder holds.
     """
 
     name: str
@@ -74,8 +74,8 @@ class ProductPlace:
     Attributes:
         weights: names of their weights. Where there is a bias, its name ends with `bias` instead.
         counts: rows of each; (): there is one weight.
-        order: which row of the joined weights stands at each place; None: as they are.
-        transposed: they stand as `[in_features, out_features]` in the checkpoint.
+        order: the row of the joined weights at each place; None: in their order.
+        transposed: the checkpoint has them as `[in_features, out_features]`.
     """
 
     product: Linear | Head
@@ -92,7 +92,7 @@ class ProductPlace:
 
     @property
     def _has_bias(self) -> bool:
-        # A head's bias has a place of its own: it is added in float32, behind the product.
+        # A head's bias has a place of its own: it is added in float32, after the product.
         return isinstance(self.product, Linear) and self.product.bias is not None
 
     def write(self, given: Given) -> None:
@@ -110,7 +110,7 @@ class ProductPlace:
         self.product.drop_packed()
 
     def _rows(self, weight: Tensor) -> list[tuple[str, Tensor | slice]]:
-        """Where each projection's rows stand."""
+        """Name and rows of each projection."""
         counts = self.counts or (len(weight),)
         ends = accumulate(counts)
         if self.order is None:

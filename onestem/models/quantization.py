@@ -1,7 +1,7 @@
 """What a `config.json` says of quantised weights: values, no torch.
 
-Which modules are quantised stands in the weights' files: a module whose `weight` is a 16-bit one
-was left out (`ignore`, `modules_to_not_convert`, ...), whatever the list is called.
+The weights' files tell which modules are quantised: a module with a 16-bit `weight` was left out
+(`ignore`, `modules_to_not_convert`, ...), whatever the list is called.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class Scheme:
     Attributes:
         storage: names and layouts of tensors (`onestem.models.formats.stored`).
         bits: of a weight.
-        rows, columns: of the part of a weight that has a scale of its own; None: all.
+        rows, columns: size of the part of a weight that has a scale of its own; None: all.
         symmetric: no zero points.
-        rounds_rows: products round what they multiply to the weights' type, each row by its own
-            maximum.
-        zero_offset: what is added to zero points as they are stored.
+        rounds_rows: products round their input to the weights' type, each row by its own maximum.
+        zero_offset: added to stored zero points.
     """
 
     storage: Storage
@@ -58,8 +57,7 @@ class Quantization:
 
     Attributes:
         method: its name in `config.json`.
-        schemes: each with the modules that it is for: names, `re:` and a pattern of names, or
-            `Linear` for all.
+        schemes: each with its modules: names, `re:` and a pattern of names, or `Linear` for all.
     """
 
     method: str
@@ -67,13 +65,13 @@ class Quantization:
 
     @property
     def nearest(self) -> Quantize | None:
-        """Of the formats that weights can be rounded to the one whose products take as long; None:
-        there is none, or there are several."""
+        """The format for rounding (`Quantize`) whose products take as long as these; None: there is
+        none, or there are several."""
         kinds = {scheme.nearest for _, scheme in self.schemes}
         return kinds.pop() if len(kinds) == 1 else None
 
     def scheme(self, module: str) -> Scheme | None:
-        """The first that names a module, else the first that is for all."""
+        """The first scheme that names a module, else the first that is for all."""
         for targets, scheme in self.schemes:
             if any(_names(target, module) for target in targets):
                 return scheme
@@ -87,7 +85,7 @@ def _names(target: str, module: str) -> bool:
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """Of a whole `config.json`; None: weights are not quantised.
+    """The quantisation in a whole `config.json`; None: weights are not quantised.
 
     Raises:
         UnsupportedError: names the field, its value and what is supported.
@@ -112,7 +110,7 @@ def _for_all(scheme: Scheme) -> Schemes:
 
 
 def _float8(fields: Fields) -> Schemes:
-    """As models' authors write it: blocks, or a scale per tensor."""
+    """Schemes of float8 as models' authors publish it: blocks, or a scale per tensor."""
     _one_of(fields, "activation_scheme", "dynamic", "static")
     fields.refuse_others(fmt="e4m3")
     _one_of(fields, "scale_fmt", "float", "ue8m0")
@@ -172,7 +170,7 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 
 
 def _group_scheme(group: Fields, stored: Fields) -> Scheme:
-    """Of one of `config_groups`; `stored` has its `format`."""
+    """Scheme of one of `config_groups`; `stored` has its `format`."""
     name = stored.values.get("format")
     if name not in FORMATS:
         raise stored.unsupported("format", ", ".join(FORMATS))
@@ -197,7 +195,7 @@ def _group_scheme(group: Fields, stored: Fields) -> Scheme:
 
 
 def _strategy(weights: Fields) -> tuple[int | None, int | None]:
-    """Rows and columns of what a scale is for."""
+    """Rows and columns that share a scale."""
     strategy = weights.values.get("strategy")
     if strategy == "tensor":
         return None, None

@@ -1,6 +1,6 @@
-"""Ranks that hold one model together, each a part of it, and what they say to each other.
+"""Ranks that hold one model together, each a part of it, and their collectives.
 
-A collective gives every rank the same bits. None waits for a device, so that a CUDA graph can hold
+A collective returns the same bits on every rank. None waits for a device, so CUDA graphs can hold
 them.
 """
 
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import (
 
 __all__ = ["ALONE", "Ranks"]
 
-# On a GPU: in the stream that computes, without events for another one.
+# On a GPU collectives run in the computing stream, without events for another one.
 _SUM, _GATHER, _FIRST = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
 _SUM.asyncOp = _GATHER.asyncOp = _FIRST.asyncOp = False
 
@@ -39,15 +39,14 @@ class Ranks:
     group: ProcessGroup | None
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all ranks, in place: x of one shape and dtype on each, contiguous."""
+        """Sum x over all ranks, in place: of one shape and dtype on each, contiguous."""
         if self.size > 1:
             assert self.group is not None
             _ended(self.group.allreduce([x], _SUM))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """x `[n, part]`, of one shape on each rank -> `[n, size * part]`, parts in the order of
-        ranks."""
+        """x `[n, part]`, of one shape on each rank -> `[n, size * part]`, in the order of ranks."""
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * len(x), x.shape[1])
@@ -56,14 +55,14 @@ class Ranks:
         return parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def take_first(self, x: Tensor) -> None:
-        """Have rank 0's x on all ranks, in place: of one shape and dtype, contiguous."""
+        """Copy rank 0's x to all ranks, in place: of one shape and dtype, contiguous."""
         if self.size > 1:
             assert self.group is not None
             _ended(self.group.broadcast([x], _FIRST))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows `ids` (int64 `[n]`) of a table of which each rank holds as many rows, `[part,
-        width]`, in the order of ranks: `[n, width]`."""
+        """Rows `ids` (int64 `[n]`) of a table, `[n, width]`. Each rank holds `[part, width]` of the
+        table, in the order of ranks."""
         if self.size == 1:
             return F.embedding(ids, table)
         rows = ids - self.rank * len(table)
@@ -73,7 +72,7 @@ class Ranks:
 
 
 def _ended(work: Work | None) -> None:
-    """A collective in the computing stream has no work to wait for."""
+    """Wait for a collective, unless it ran in the computing stream: then there is no work."""
     if work is not None:
         work.wait()
 

@@ -1,9 +1,8 @@
 """Rotary position embedding in the half-split layout: pair i of a head is (x[i], x[i + d/2]).
 
-A head that turns in part, or not at all, turns its other pairs by an angle of zero, so that one
-operation serves all families. For that the pairs of a partial or interleaved rotation are brought
-half a head apart when weights are read (`rotary_order`); scores do not depend on the order of
-dimensions.
+Pairs that RoPE leaves out turn by an angle of zero, so that one operation serves all families. To
+that end, the pairs of a partial or interleaved rotation are moved half a head apart when weights
+are read (`rotary_order`). Scores do not depend on the order of dimensions.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ __all__ = ["Rope", "rotary_order"]
 
 
 def rotary_order(head_dim: int, rotary: Rotary | None) -> list[int]:
-    """Which dimension of a checkpoint's head stands at each place: pair i of those that turn comes
-    to (x[i], x[i + head_dim / 2])."""
+    """The dimension of a checkpoint's head at each place: pair i of those that turn moves to
+    (x[i], x[i + head_dim / 2])."""
     if rotary is None:
         return list(range(head_dim))
     dim = rotary.dim
@@ -40,7 +39,7 @@ def rotary_order(head_dim: int, rotary: Rotary | None) -> list[int]:
 
 
 def _inverse_frequencies(head_dim: int, rotary: Rotary | None, max_positions: int) -> Tensor:
-    """Angle per position of each pair: [head_dim / 2] float32, on the CPU; 0: it stays."""
+    """Angle per position of each pair: [head_dim / 2] float32, on the CPU; 0: no rotation."""
     frequencies = torch.zeros(head_dim // 2)
     if rotary is not None:
         turning = _turning_frequencies(rotary, max_positions)
@@ -81,10 +80,11 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _kept_by_yarn(rotary: Rotary, scaling: Yarn) -> Tensor:
-    """How much of each frequency is not divided: [rotary.dim / 2], from 1 down to 0."""
+    """Share of each frequency that is not divided: [rotary.dim / 2], from 1 down to 0."""
 
     def pair_that_turns(times: float) -> float:
-        """Within the positions of training; between pairs it is a fraction."""
+        """Index of the pair that turns this often within the positions of training; a fraction
+        between pairs."""
         turn = scaling.original_max_position_embeddings / (times * 2 * math.pi)
         return rotary.dim * math.log(turn) / (2 * math.log(rotary.theta))
 
@@ -98,8 +98,8 @@ def _kept_by_yarn(rotary: Rotary, scaling: Yarn) -> Tensor:
 
 
 def _attention_factors(head_dim: int, rotary: Rotary | None) -> Tensor | None:
-    """What each pair's cosine and sine are multiplied by: [head_dim / 2] float32, 1 where it stays;
-    None: all by 1."""
+    """Factor of each pair's cosine and sine: [head_dim / 2] float32, 1 for pairs that do not turn;
+    None: all are 1."""
     if rotary is None or not isinstance(rotary.scaling, Yarn | LongRope):
         return None
     factors = torch.ones(head_dim // 2)
@@ -124,7 +124,7 @@ class Rope:
         self._kind_of = [kinds.index(layer) for layer in layers]
 
     def angles(self, positions: Tensor) -> list[Angles]:
-        """Of positions `[num_rows]` int64, for each layer."""
+        """Angles of positions `[num_rows]` int64, for each layer."""
         column = positions.to(torch.float32)[:, None]
         kinds = []
         for frequencies, factors in zip(self._frequencies, self._factors, strict=True):

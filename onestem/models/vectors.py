@@ -16,7 +16,7 @@ __all__ = ["LayerVectors", "TokenVectors"]
 
 @dataclass(frozen=True, eq=False)
 class TokenVectors:
-    """Of all layers: a token's own, and what its embedding is projected to, added.
+    """Vectors of all layers: a token's own, plus the projection of its embedding.
 
     Attributes:
         table: `[vocab_size, num_layers * size]`.
@@ -24,7 +24,7 @@ class TokenVectors:
         norm: `[size]`, over each layer's part of the projection.
         eps: of that norm.
         scale: of the table's vectors, rounded to their dtype.
-        ranks: that hold the table together; all else is whole on each.
+        ranks: hold the table together; all else is whole on each.
     """
 
     table: Tensor
@@ -50,12 +50,12 @@ class TokenVectors:
 
 @dataclass(frozen=True, eq=False)
 class LayerVectors:
-    """What a layer does with its own: they are gated by the residual, and what comes of them is
-    added to it.
+    """A layer's use of its vectors: the residual gates them, and their projection is added to it.
 
     Attributes:
-        gate: hidden_size -> size. output: size -> hidden_size.
-        norm: `[hidden_size]`, of what is added.
+        gate: hidden_size -> size.
+        output: size -> hidden_size.
+        norm: `[hidden_size]`, of the result.
     """
 
     gate: Projection
@@ -63,8 +63,8 @@ class LayerVectors:
     norm: Tensor
 
     def __call__(self, hidden: Tensor, vectors: Tensor) -> Tensor:
-        """hidden `[num_rows, hidden_size]`, vectors `[num_rows, size]` -> what is added, before its
-        norm."""
+        """hidden `[num_rows, hidden_size]`, vectors `[num_rows, size]` -> the result before its
+        norm, `[num_rows, hidden_size]`."""
         return self.output(F.gelu(self.gate(hidden), approximate="tanh").mul_(vectors))
 
     def tensors(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""From a model directory to a `Decoder`: which tensors there must be, and where each goes."""
+"""From a model directory to a `Decoder`: the tensors it needs, and where each goes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# Dtypes of tensors that are given.
+# Dtypes of tensors in updates.
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -97,16 +97,16 @@ def load_decoder(
     quantization: Quantize | None = None,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Read a Hugging Face model directory; with `random_weights`, only its `config.json`. Where
-    several `ranks` hold the model together, this one's part of it is read.
+    """Read a Hugging Face model directory; with `random_weights`, only its `config.json`.
 
-    Random weights are normal with the configuration's `initializer_range`, biases 0 and norms 1.
-    Each tensor depends on (seed, its name, device) alone. With `quantization` weights of layers are
-    rounded to a format (see `onestem.models.formats.rounding`).
+    Where several `ranks` hold the model together, only this rank's part is read. Random weights are
+    normal with the configuration's `initializer_range`, biases 0 and norms 1. Each tensor depends
+    on (seed, its name, device) alone. With `quantization` weights of layers are rounded to a format
+    (see `onestem.models.formats.rounding`).
 
     Raises:
         ConfigError: `quantization` of weights that are quantised already; or the model does not
-            divide over so many ranks.
+            divide over the ranks.
     """
     config = ModelConfig.from_directory(path)
     target = torch.device(device)
@@ -128,7 +128,7 @@ def open_checkpoint(
     device: torch.device,
     cuts: Mapping[str, Cut] | None = None,
 ) -> Checkpoint:
-    """The tensors of a directory that holds a model's (see `checkpoint_source`)."""
+    """The tensors of a model's directory (see `checkpoint_source`)."""
     shapes, names = expected_shapes(config), config.tensor_names.experts
     parts = {} if names is not None and names.alternating else expert_parts(config)
     return checkpoint_source(Path(path), config, shapes, parts, dtype, device, cuts or {})
@@ -137,7 +137,7 @@ def open_checkpoint(
 def refuse_rounding_twice(
     path: str | Path, config: ModelConfig, quantization: Quantize | None
 ) -> None:
-    """Raise `ConfigError` where weights that are quantised are to be rounded."""
+    """Raise `ConfigError` if weights that are quantised are to be rounded."""
     if quantization is not None and config.quantization is not None:
         raise ConfigError(
             f"quantization is {quantization}, and the weights of {path} are quantised "
@@ -169,7 +169,7 @@ def weight_bytes(
     device: torch.device,
     formats: Mapping[str, Scheme | Quantize] | None = None,
 ) -> int:
-    """What `Decoder.weight_bytes` will be, but for packed copies of biases and orders of inputs.
+    """`Decoder.weight_bytes` to come, without packed copies of biases and orders of inputs.
 
     Args:
         formats: of quantised modules.
@@ -202,8 +202,8 @@ def weight_bytes(
 def formats_of(
     config: ModelConfig, quantization: Quantize | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Scheme | Quantize]:
-    """Formats of a model's modules as far as its configuration tells: which are left out stands in
-    the weights' files."""
+    """Formats of a model's modules, from its configuration alone: modules that are left out are
+    known only from the weights' files."""
     modules = linear_modules(config)
     if quantization is not None:
         target = target_of(expected_shapes(config), dtype, device)
@@ -215,14 +215,15 @@ def formats_of(
 
 
 def rounds_head(config: ModelConfig, quantization: Quantize | None, target: Target) -> bool:
-    """Whether the head is rounded too, to int8: on a CPU, where it takes as long as many layers."""
+    """Whether the head is also rounded, to int8: on a CPU, where it takes as long as many
+    layers."""
     rounded = quantization in ("int8", "int4")
     return rounded and RoundedHead.takes(config.hidden_size, target)
 
 
 def linear_modules(config: ModelConfig) -> list[str]:
-    """Names of the layers' linear modules, in the order of layers: those that have formats, so
-    neither routers nor experts."""
+    """Names of the layers' linear modules that have formats (no routers, no experts), in the order
+    of layers."""
     shapes, names = expected_shapes(config), config.tensor_names
     experts = names.experts
     others: tuple[str, ...] = (names.embedding, names.head)
@@ -243,7 +244,7 @@ def _itemsize(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Bytes in which an element of a layer's or the last norm's tensor is kept."""
+    """Bytes of one element of a tensor of a layer or of the last norm, as it is kept."""
     experts = config.tensor_names.experts
     if name.endswith(PACKED):
         values = 2 * name.endswith("_blocks")  # in a byte
@@ -274,8 +275,8 @@ def random_decoder(
     quantization: Quantize | None = None,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """A decoder of a configuration with random weights (see `load_decoder`). Parts are those of the
-    whole model's tensors."""
+    """A decoder with random weights (see `load_decoder`). A rank's part is cut from the tensors of
+    the whole model."""
     cuts = cuts_of(config, ranks)
     source = _RandomSource(config, expected_shapes(config), dtype, device, seed, cuts)
     return _decoder(config, source, dtype, device, quantization, ranks, cuts)
@@ -309,8 +310,9 @@ def checked_tensors(
     named_tensors: Iterable[tuple[str, Tensor]],
     quantised: str | None = None,
 ) -> dict[str, Tensor]:
-    """Some of the tensors that a decoder is made of, or all, by the names of `Decoder.places`:
-    those of single experts are views of those of all.
+    """Check some or all of a decoder's tensors; returns them by the names of `Decoder.places`.
+
+    Tensors of single experts are views of those of all experts.
 
     Args:
         quantised: see `quantised_as`.
@@ -352,7 +354,7 @@ def checked_tensors(
 
 @torch.no_grad()
 def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors that were checked over a decoder's own, in the same memory."""
+    """Overwrite a decoder's tensors in place with tensors that were checked."""
 
     def given(name: str, as_dtype: torch.dtype | None = None) -> Tensor | None:
         if name not in tensors:
@@ -366,12 +368,12 @@ def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
 
 def target_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Target:
-    """What products of a model are made for, of which these are all weights."""
+    """The target of a model's products; `shapes`: of all its weights."""
     return Target(dtype, device, choose_layout_of(shapes, dtype, device))
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """As `resolve_layers`: without Triton everything runs in PyTorch."""
+    """Whether kernels are used, as in `resolve_layers`: without Triton all runs in PyTorch."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -380,11 +382,11 @@ def choose_layout_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -
     return choose_layout(dtype, device, num_parameters(shapes) * dtype.itemsize)
 
 
-# ------------------------------------------------------------------------------ what there must be
+# ------------------------------------------------------------------------------ needed tensors
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name in the checkpoint -> shape, of every tensor that the decoder is made of."""
+    """Name in the checkpoint -> shape, of every tensor of the decoder."""
     names = config.tensor_names
     table = (config.vocab_size, config.hidden_size)
     shapes = {f"{names.embedding}.weight": table, **_norm_shapes(config, names.norm)}
@@ -488,7 +490,7 @@ def _beside_experts(experts: Experts, names: ExpertNames, hidden: int) -> _Modul
 
 @functools.cache
 def expert_parts(config: ModelConfig) -> Parts:
-    """The tensors of single experts, as most are published, by those of all experts of a layer."""
+    """Tensor of all experts of a layer -> tensors of single experts, as most files have them."""
     layer = config.tensor_names.layer
     layers = [layer.format(i) for i in range(config.num_layers) if config.has_experts(i)]
     return {name: parts for at in layers for name, parts in _layer_parts(config, at).items()}
@@ -505,19 +507,19 @@ def _layer_parts(config: ModelConfig, at: str) -> Parts:
 
 
 def _rows_first(tensor: Tensor, names: ExpertNames) -> Tensor:
-    """Weights of all experts, `[num, out_features, in_features]`, of what a file has in 16 bits."""
+    """Weights of all experts as `[num, out_features, in_features]`, from a file's 16-bit tensor."""
     return tensor.transpose(1, 2) if names.alternating else tensor
 
 
 def _halves(tensor: Tensor, names: ExpertNames) -> tuple[Tensor, ...]:
-    """`[num, 2 * size, ...]` -> of gate and of up."""
+    """`[num, 2 * size, ...]` -> gate and up, `[num, size, ...]` each."""
     if names.alternating:
         return tensor[:, 0::2], tensor[:, 1::2]
     return tensor.chunk(2, dim=1)
 
 
 def _by_expert(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With tensors of single experts in place of those of all: views."""
+    """`tensors`, with those of all experts replaced by views of single experts."""
     single = dict(tensors)
     for whole, experts in expert_parts(config).items():
         _, names = _experts_of(config)
@@ -537,7 +539,7 @@ def _by_expert(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Ten
 
 @functools.cache
 def _writable(config: ModelConfig) -> Mapping[str, Expected]:
-    """What can be written again, with the tensors of all experts and of single ones."""
+    """Tensors that can be rewritten, of all experts and of single ones."""
     wholes = {
         name: torch.empty(shape, device="meta") for name, shape in expected_shapes(config).items()
     }
@@ -548,7 +550,7 @@ def _writable(config: ModelConfig) -> Mapping[str, Expected]:
 
 
 def _qkv_rows(config: ModelConfig, layer: int) -> dict[str, int]:
-    """How many rows each of a layer's projections gives; those that it has not are left out."""
+    """Name -> rows, of each QKV projection that the layer has."""
     names, heads = config.tensor_names.qkv, config.heads[layer]
     q_size = config.num_q_heads * heads.head_dim
     kv_size = heads.num_kv_heads * heads.head_dim
@@ -558,13 +560,13 @@ def _qkv_rows(config: ModelConfig, layer: int) -> dict[str, int]:
 
 
 def _qk_norm(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """The norms over heads that a layer has, below its name."""
+    """Names of a layer's norms over heads, relative to the layer's."""
     reads = config.heads[layer].kv_layer is not None
     return config.tensor_names.qk_norm[:1] if reads else config.tensor_names.qk_norm
 
 
 def num_parameters(shapes: Shapes) -> int:
-    """Two in each byte of mxfp4; scales are none."""
+    """Number of parameters: two for each byte of mxfp4, none for scales."""
     counts = {name: math.prod(shape) for name, shape in shapes.items() if name[-7:] != "_scales"}
     return sum(count * (1 + name.endswith("_blocks")) for name, count in counts.items())
 
@@ -584,7 +586,7 @@ class _Builder:
         ranks: Ranks,
         cuts: Mapping[str, Cut],
     ) -> None:
-        """config is of the part that this one of the ranks has, as `cuts` say."""
+        """config: of this rank's part, which `cuts` describe."""
         self.ranks = ranks
         self.cuts = cuts
         self.config = config
@@ -598,7 +600,7 @@ class _Builder:
         self.kept: list[str] = []  # modules that were not rounded
 
     def decoder(self, whole: ModelConfig, parameters: int) -> Decoder:
-        """Of the whole model's configuration and number of parameters."""
+        """The decoder; `whole` and `parameters` are of the whole model."""
         config, names = self.config, self.names
         of_embedding = f"{names.embedding}.weight"
         embedding = self.tensor(of_embedding)
@@ -715,7 +717,7 @@ class _Builder:
         if experts.shared_gate:
             shared_gate = self.head(at + names.shared_gate, Layout.PLAIN)
         if experts.correction:
-            # The published numbers are float32, and differ by less than 16 bits tell apart.
+            # The published numbers are float32, and differ by less than 16 bits can represent.
             correction = self.tensor(at + names.correction, torch.float32)
         if experts.expert_scales:
             scales = self.tensor(at + names.expert_scales, torch.float32)
@@ -731,12 +733,12 @@ class _Builder:
         )
 
     def products(self, at: str) -> ExpertProducts:
-        """Of all experts of a layer, as is fastest where they run."""
+        """Products of all experts of a layer, the fastest for the device."""
         experts, names = _experts_of(self.config)
         up, down = self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
         clamp = None if experts.clamp is None else astuple(experts.clamp)
         gelu = self.config.mlp == "gelu_tanh_gated"
-        # On a GPU they are views to write to; those of mxfp4 would be copies.
+        # On a GPU these are views for rewriting; with mxfp4 they would be copies.
         some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
         linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
         if self.quantised is None:
@@ -755,7 +757,7 @@ class _Builder:
         return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
 
     def grouped(self, name: str, *, halves: bool = False) -> GroupedWeight:
-        """A weight of all experts. `halves`: it is of gate and up, which may alternate in files."""
+        """A weight of all experts. `halves`: it has gate and up, which may alternate in files."""
         experts, names = _experts_of(self.config)
         if experts.mxfp4:
             values = self.source(f"{name}_blocks", torch.uint8).flatten(-2)
@@ -775,7 +777,7 @@ class _Builder:
         return GroupedWeight(values, scales, bias)
 
     def note_experts(self, at: str, linears: Sequence[tuple[Linear, Linear]]) -> None:
-        """Where the tensors of single experts went."""
+        """Note the places of the tensors of single experts."""
         parts, names = _layer_parts(self.config, at), _experts_of(self.config)[1]
         of_up, of_down = parts[at + names.up], parts[at + names.down]
         for (up, down), up_names, down_names in zip(linears, of_up, of_down, strict=True):
@@ -788,8 +790,7 @@ class _Builder:
         return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
 
     def qk_norms(self, at: str, layer: int) -> list[Tensor]:
-        """Weights of the norms over q and k that a layer has, in the order of a head's dimensions
-        here."""
+        """Weights of a layer's norms over q and k, in the decoder's order of head dimensions."""
         order = rotary_order(self.config.heads[layer].head_dim, self.config.rotaries[layer])
         return [self.norm_weight(f"{at}{name}", order) for name in _qk_norm(self.config, layer)]
 
@@ -801,8 +802,8 @@ class _Builder:
         return Norm(self.norm_weight(name), bias)
 
     def norm_weight(self, name: str, order: list[int] | None = None) -> Tensor:
-        """With the offset in float32: 16 bits would lose most of what is stored. `order`: of each
-        head's dimensions."""
+        """A norm's weight. The offset is added in float32: 16 bits would lose most of the stored
+        value. `order`: of each head's dimensions."""
         offset = self.config.norm_offset
 
         def change(weight: Tensor) -> Tensor:
@@ -820,7 +821,7 @@ class _Builder:
         as_dtype: torch.dtype | None = None,
         change: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> Tensor:
-        """One that is kept as it is, or as `change` makes it."""
+        """A tensor that is kept as it is, or as `change` returns it."""
         tensor = change(self.source(name, as_dtype))
         self.places.append(TensorPlace(name, tensor, as_dtype, change))
         return tensor
@@ -866,8 +867,8 @@ def read_weight(
     quantization: Quantize | None,
     ranks: Ranks = ALONE,
 ) -> Weight:
-    """`[out_features, in_features]` of a linear layer, rounded where that is asked for. `ranks`:
-    that have some columns each."""
+    """The weight `[out_features, in_features]` of a linear layer, rounded if asked. `ranks`: each
+    has some of the columns."""
     weight = source.weight(module)
     if not isinstance(weight, Tensor):
         return weight
@@ -876,8 +877,10 @@ def read_weight(
 
 
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
-    """Which row of a checkpoint's projection stands at each place of the decoder's, whose heads
-    are all q, all k, all v and whose pairs are half a head apart. None: they stand so."""
+    """The row of a checkpoint's projection for each row of the decoder's; None: the same rows.
+
+    The decoder has all q, all k, all v, and pairs half a head apart.
+    """
     num_q, their = config.num_q_heads, config.heads[layer]
     num_kv, size = their.num_kv_heads, their.head_dim
     group = num_q // num_kv
@@ -896,7 +899,7 @@ def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
 
 
 class _RandomSource:
-    """A `Source` that makes tensors up."""
+    """A `Source` of random tensors."""
 
     def __init__(
         self,
@@ -921,7 +924,7 @@ class _RandomSource:
     def _whole(self, name: str, as_dtype: torch.dtype | None) -> Tensor:
         shape, kind = self.shapes[name], as_dtype or self.dtype
         if name.endswith("_scales"):
-            # Values of random bits are 2.9 large in the mean square.
+            # The root mean square of the values of random bits is 2.9.
             power = 127 + round(math.log2(self.spread / 2.9))
             return torch.full(shape, power, dtype=kind, device=self.device)
         if name.endswith("bias"):
@@ -939,5 +942,5 @@ class _RandomSource:
 
 
 def _tensor_seed(seed: int, name: str) -> int:
-    """32 bits: the CPU's generator ignores higher ones."""
+    """A seed of 32 bits: the CPU's generator ignores higher ones."""
     return zlib.crc32(f"{seed} {name}".encode())

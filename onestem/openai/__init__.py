@@ -1,4 +1,4 @@
-"""The words of OpenAI's API: which fields there are, how they are read, how answers are written.
+"""OpenAI's API: which fields there are, how they are read, how answers are written.
 
-Batch lines and the server's bodies are the same words, so both stand on this package.
+Batch lines and the server's bodies have the same fields, so both use this package.
 """

@@ -1,4 +1,4 @@
-"""A body of the API -> what is asked: of a batch line or of an HTTP call."""
+"""Reads bodies of the API, of batch lines and of HTTP calls."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ __all__ = [
 
 JsonObject = dict[str, Any]
 
-MAX_SEQUENCES = 4096  # of all prompts of a body together
+MAX_SEQUENCES = 4096  # for all prompts of a body together
 
 
 # ----------------------------------------------------------------------------- JSON
 
 
 class JsonError(RequestError):
-    """Bytes that are no object; `custom_id` of a batch line, as far as it could be read."""
+    """Bytes that are no JSON object; `custom_id` of a batch line, if it could be read."""
 
     def __init__(self, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -59,9 +59,9 @@ class JsonError(RequestError):
 
 
 def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> JsonObject:
-    """The JSON object in `raw`, nested at most `depth` deep; raises `JsonError` for anything else,
-    calling it `name`. Keys that stand twice in an object are refused: only one of their values
-    could be honoured."""
+    """The JSON object in `raw`, nested at most `depth` deep; raises `JsonError`, which calls it
+    `name`, for anything else. A key that stands twice in an object is refused: one value would be
+    ignored."""
     try:
         text = raw.decode("utf-8")
         record = read_json(text)
@@ -73,7 +73,7 @@ def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> J
         raise _too_deep(name, depth) from error
     except ValueError as error:
         reason = str(error)
-        if reason.startswith("Exceeds the limit"):  # Python's own, which names a function of it
+        if reason.startswith("Exceeds the limit"):  # Python's message names a function of Python's
             reason = f"an integer has over {sys.get_int_max_str_digits()} digits"
         raise JsonError(f"{name} is not JSON: {reason}") from error
     if not isinstance(record, dict):
@@ -92,7 +92,7 @@ def _too_deep(name: str, depth: int, custom_id: str | None = None) -> JsonError:
 
 
 def _check_surrogates(record: JsonObject, name: str) -> None:
-    """Half of a surrogate pair is no text: it can be neither tokenised nor written as UTF-8."""
+    """Refuse half of a surrogate pair: it can be neither tokenised nor written as UTF-8."""
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -116,7 +116,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued; exactly one of the four is there. `isolation` belongs to `pml`."""
+    """What is to be continued; exactly one of the four is set. `isolation` belongs to `pml`."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -127,7 +127,7 @@ class Prompt:
 
     @property
     def given(self) -> str | list[int]:
-        """Of one that is text or token ids."""
+        """The text or token ids of a prompt that is either."""
         value = self.token_ids if self.text is None else self.text
         assert value is not None
         return value
@@ -135,14 +135,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt stands before its answer; `alone`: and nothing after it."""
+    """The prompt stands before its answer; `alone`: in place of it."""
 
     alone: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A body, checked; nothing of it is tokenised yet.
+    """A checked body; nothing of it is tokenised yet.
 
     Attributes:
         model: the body's `model`, echoed in the answer.
@@ -171,7 +171,7 @@ class Asked:
     completions: Sequence[Sequence[Prompt]] | None = None
 
     def task(self, index: int, tokenizer: Encoder | None) -> ScoreTask:
-        """What of a prompt is to be scored; raises `RequestError`."""
+        """What is scored of a prompt; raises `RequestError`."""
         some = None if self.completions is None else self.completions[index]
         return ScoreTask.read(
             self.prompts[index].given,
@@ -185,15 +185,15 @@ class Asked:
         token_of: Callable[[str], int | None],
         check_schema: CheckSchema,
     ) -> Asked:
-        """With calls of tools held to their schemas.
+        """The body with calls of tools held to their schemas.
 
         Args:
-            form: the model's.
-            token_of: the id of a control token; None: a text is none.
-            check_schema: the grammar compiler's.
+            form: how the model writes calls.
+            token_of: the id of a control token; None for other texts.
+            check_schema: the grammar compiler's check.
 
         Raises:
-            RequestError: calls cannot be held to what is asked.
+            RequestError: calls cannot be held to their schemas.
         """
         if self.tools is None:
             return self
@@ -231,7 +231,7 @@ def calls_fields(
     return fields
 
 
-# Fields that mean something to a server alone, and what they may be in a batch line.
+# Fields that mean something only to a server, and the values that a batch line may have.
 SERVER_FIELDS: Mapping[str, object] = {
     "cache_salt": None,
     "echo": False,
@@ -243,7 +243,7 @@ SERVER_FIELDS: Mapping[str, object] = {
 
 
 def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
-    """What the body of an HTTP call asks; raises `RequestError` if that can never be answered."""
+    """Read the body of an HTTP call; raises `RequestError` if it can never be answered."""
     if kind == "score":
         return _read_score(body)
     given = without_nulls(body)
@@ -330,7 +330,7 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
 
 
 def read_line_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
-    """What the body of a batch line asks: one prompt, and nothing of a server."""
+    """Read the body of a batch line: one prompt, and no field that only a server has."""
     for name, neutral in SERVER_FIELDS.items():
         value = body.get(name)
         if value is not None and value is not neutral:
@@ -361,7 +361,7 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
 
 
 def _echo(sampling: JsonObject, fields: CompletionFields) -> Echo | None:
-    """Whether the prompt is given back, for which `sampling` asks what it needs."""
+    """How the prompt is given back, if at all; sets what that needs in `sampling`."""
     if not fields.echo:
         return None
     others = {"stream": fields.stream, "prefix": fields.prefix, "pml": fields.pml,
@@ -374,7 +374,7 @@ def _echo(sampling: JsonObject, fields: CompletionFields) -> Echo | None:
         sampling["prompt_logprobs"] = sampling["logprobs"]
     alone = sampling.get("max_tokens") == 0 and not isinstance(sampling["max_tokens"], bool)
     if alone:
-        sampling["max_tokens"] = 1  # the engine samples one token, which nobody sees
+        sampling["max_tokens"] = 1  # the engine samples one token, which is dropped
     return Echo(alone)
 
 
@@ -384,7 +384,7 @@ def _guided(fields: Any) -> JsonObject:
 
 
 def _tools(fields: ChatFields) -> Tools | None:
-    """What may be called."""
+    """The tools that may be called."""
     choice = fields.tool_choice
     if not fields.tools:
         if choice not in (None, "none", "auto"):
@@ -413,7 +413,7 @@ def _tools(fields: ChatFields) -> Tools | None:
 
 
 def read_conversation(fields: Conversation) -> Prompt:
-    """The prompt that messages are; `fields` has some."""
+    """The prompt of a conversation; `fields` must have messages."""
     assert fields.messages is not None
     return Prompt(
         messages=[_plain(message) for message in fields.messages], template=_template(fields)
@@ -421,15 +421,15 @@ def read_conversation(fields: Conversation) -> Prompt:
 
 
 def read_chat(fields: Mapping[str, Any]) -> tuple[Prompt, Tools | None]:
-    """A conversation of Python's values, and what may be called; `fields` are `Conversation`'s and
-    `tool_choice`, read as a body's are."""
+    """A conversation from Python values, and the tools that may be called; `fields` are those of
+    `Conversation` and `tool_choice`, read as a body's are."""
     plain = {name: _lists_and_objects(fields[name]) for name in ("messages", "tools")}
     checked = check(ChatFields, without_nulls({**fields, **plain}))
     return read_conversation(checked), _tools(checked)
 
 
 def _lists_and_objects(value: Any) -> Any:
-    """Python's sequences and mappings as those of JSON."""
+    """Python's sequences and mappings as JSON's lists and objects."""
     if isinstance(value, Mapping):
         return {key: _lists_and_objects(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -488,8 +488,8 @@ def _prompts(fields: Any) -> list[Prompt]:
 
 
 def _plain(message: Message) -> JsonObject:
-    """A message as a chat template reads it: its content one text, of parts a line each; calls with
-    their arguments as objects."""
+    """A message as a chat template reads it: its content as one text, a line for each part, and
+    calls with their arguments as objects."""
     content = message.content or ""
     if not isinstance(content, str):
         content = "\n".join(part.text for part in content)
@@ -514,8 +514,8 @@ def _plain(message: Message) -> JsonObject:
 
 
 def _arguments(text: str) -> Any:
-    """Of a call that is sent back: templates write objects; what is no JSON, or was cut, stays the
-    text that it is, as with OpenAI."""
+    """The arguments of a call that is sent back, as an object for templates. What is not JSON, or
+    was cut, stays text, as with OpenAI."""
     try:
         value = read_json(text or "{}")
     except (ValueError, RecursionError):
@@ -529,7 +529,7 @@ def _is_several(value: Any) -> bool:
 
 
 def _prompts_in(value: Any, name: str) -> list[Prompt]:
-    """One prompt, or those of a list of texts or of lists of token ids; `name`: of the field."""
+    """One prompt, or those of a list of texts or of lists of token ids; `name` is the field's."""
     if not _is_several(value):
         return [_prompt_in(value, name)]
     if len(value) > MAX_PROMPTS:
@@ -563,7 +563,7 @@ def _prompt_in(value: Any, name: str) -> Prompt:
 
 
 def read_prefix(body: Mapping[str, Any]) -> JsonObject:
-    """The one form in which a prefix is given: {"text": ...}, {"messages": ...} or
+    """A prefix in the one form that is given: {"text": ...}, {"messages": ...} or
     {"token_ids": ...}."""
     fields = check(PrefixBody, without_nulls(body))
     given = without_nulls({name: getattr(fields, name) for name in PrefixBody.model_fields})

@@ -1,7 +1,7 @@
-"""The fields of a body: which there are, what type and range each has, what it is for.
+"""The fields of a body, with the type, range and purpose of each.
 
-Nothing is ignored in silence: a field is honoured, or no answer depends on it (a label), or it has
-the one value that asks for nothing, or the request is refused. `null` in a known field means that
+Nothing is ignored in silence. A field is honoured, or is a label on which no answer depends, or has
+the one value that asks for nothing; else the request is refused. `null` in a known field means that
 it is not there, as with OpenAI. Fields that steer sampling are declared by `SamplingParams`.
 """
 
@@ -55,7 +55,7 @@ __all__ = [
 
 Kind = Literal["chat", "completion", "score"]
 
-MAX_MESSAGES = 4096  # and parts of one; a chat template takes 0.04 ms for each
+MAX_MESSAGES = 4096  # also of parts of a message; a chat template takes 0.04 ms for each
 MAX_PROMPTS = 256
 MAX_TOOLS = 1024
 
@@ -96,11 +96,11 @@ class CalledFunction(Object):
     name: Text
 
     arguments: str
-    """JSON of an object; a call that was cut may have less."""
+    """A JSON object as text; a call that was cut may have a part of one."""
 
 
 class ToolCall(Object):
-    """What an assistant has called."""
+    """A call that an assistant has made."""
 
     id: Text
     type: Literal["function"] = "function"
@@ -109,7 +109,7 @@ class ToolCall(Object):
 
 
 class Message(Object):
-    """A turn of a conversation; an assistant's may be sent back as a client has dumped it."""
+    """A turn of a conversation. An assistant's may be sent back as the client has dumped it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -182,7 +182,7 @@ class AllowedTools(Object):
 
 
 class ToolChoice(Object):
-    """A function that is to be called, or those of which some may be."""
+    """A function that must be called, or those that may be called."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
@@ -212,7 +212,7 @@ class Conversation(Object):
     """Further variables of the model's chat template, such as `enable_thinking`."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """A variable of the chat template, where it has that."""
+    """A variable of the chat template, if the template has it."""
 
     add_generation_prompt: bool | None = None
     """End the prompt with what begins an answer; true where it is left out."""
@@ -222,7 +222,7 @@ class Conversation(Object):
 
     @cached_property
     def template_tools(self) -> list[dict[str, Any]]:
-        """The tools as a chat template reads them; made once, for it and for what may be called."""
+        """The tools as a chat template reads them; made once, also for the check of calls."""
         tools = self.tools or []
         if len({tool.function.name for tool in tools}) < len(tools):
             raise RequestError("tools has two functions of one name")
@@ -238,10 +238,10 @@ class StreamOptions(Object):
 
 
 class _CallFields(Object):
-    """Fields of all that a model answers."""
+    """Fields of all bodies that a model answers."""
 
     model: str | None = None
-    """The served model; left out: that one."""
+    """Name of the served model; may be left out."""
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Requests of different salts share nothing in the cache."""
@@ -256,7 +256,7 @@ class _CallFields(Object):
 
 
 class _Fields(_CallFields):
-    """Fields of both kinds of completion, beside those of `SamplingParams`."""
+    """Fields of both kinds of completion, besides those of `SamplingParams`."""
 
     return_token_ids: bool | None = None
     """Put token ids beside the texts."""
@@ -271,7 +271,7 @@ class _Fields(_CallFields):
     """A prompt in PML, in place of the other kinds."""
 
     isolation: Literal["anchored", "isolated", "off"] | None = None
-    """Of pml: who sees what."""
+    """For pml: what cached tokens attend to."""
 
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -285,7 +285,7 @@ class _Fields(_CallFields):
 
 
 class ChatFields(Conversation, _Fields):
-    """Of a conversation that is answered."""
+    """Fields of a conversation that is answered."""
 
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens."""
@@ -294,7 +294,7 @@ class ChatFields(Conversation, _Fields):
     """Give each token's log-probability."""
 
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    """And those of so many of the most probable tokens. Needs logprobs."""
+    """Also give those of this number of most probable tokens. Needs logprobs."""
 
     store: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -310,7 +310,7 @@ class ChatFields(Conversation, _Fields):
 
 
 class CompletionFields(_Fields):
-    """Of a text that is continued."""
+    """Fields of a text that is continued."""
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
     """Text or token ids, or a list of either: a prompt each."""
@@ -357,7 +357,7 @@ def _neutral(allowed: Any) -> Any:
 
 
 def _read_by(kind: Kind, base: type[_Fields]) -> type[_Fields]:
-    """What reads a body but for its sampling."""
+    """The model that reads a body without its sampling fields."""
     neutral: dict[str, Any] = {name: (_neutral(v), None) for name, v in NEUTRAL[kind].items()}
     return create_model(base.__name__, __base__=base, **neutral)
 
@@ -374,8 +374,8 @@ SAMPLING: Mapping[Kind, frozenset[str]] = {
 
 
 def _whole(name: str, kind: Kind, unlike: Mapping[str, object]) -> type[BaseModel]:
-    """All fields of a body, for the OpenAPI document; none has to be there. `unlike`: defaults that
-    are not those of `SamplingParams`."""
+    """All fields of a body, for the OpenAPI document; none is required. `unlike`: defaults that
+    differ from `SamplingParams`."""
     sampling: dict[str, Any] = {
         field: (info.annotation | None, _optional(info, unlike.get(field, info.default)))  # type: ignore[operator]
         for field, info in SamplingParams.model_fields.items()
@@ -385,7 +385,7 @@ def _whole(name: str, kind: Kind, unlike: Mapping[str, object]) -> type[BaseMode
 
 
 def _optional(info: FieldInfo, default: object) -> FieldInfo:
-    """Null is what is not there; the schema tells what that means."""
+    """A field that may be null or left out; the schema shows the default that this means."""
     made = copy(info)
     made.default = None
     told = info.json_schema_extra
@@ -404,11 +404,11 @@ class ScoreBody(_CallFields):
     """Text or token ids, or a list of either: a prompt each."""
 
     completions: Annotated[Any, WithJsonSchema(COMPLETIONS)] = None
-    """A list of texts, or of lists of token ids, as the prompt is; of several prompts a list each.
+    """A list of texts, or of lists of token ids, as the prompt is; for several prompts a list each.
     """
 
     text: Annotated[Any, WithJsonSchema(PROMPT)] = None
-    """In place of both: text or token ids, or a list of either, scored from the first token on."""
+    """Instead of both: text or token ids, or a list of either, scored from the first token on."""
 
 
 # ----------------------------------------------------------------------------- other routes
@@ -428,8 +428,8 @@ class SchemaBody(Object):
     pml: str
 
     encode: bool | None = None
-    """Answer when its modules are computed; else they are with the first prompt that imports them.
-    """
+    """Answer when its modules are computed. By default the first prompt that imports them has them
+    computed."""
 
 
 class UploadBody(Object):
@@ -457,7 +457,7 @@ class TokenizeBody(Conversation):
     prompt: str | None = None
 
     add_special_tokens: bool | None = None
-    """Of a prompt; true where it is left out. A chat template has its own."""
+    """For a prompt; true where it is left out. A chat template has its own."""
 
     return_token_strs: bool | None = None
 

@@ -1,6 +1,6 @@
 """Tools: what a call looks like in a model's text, how it is held to its schema, how it is read.
 
-Each family of models writes calls in its own form, which its chat template tells:
+Each family of models writes calls in its own form, which its chat template shows:
 
     Qwen, Hermes   <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
     Llama 3        {"name": "f", "parameters": {...}}
@@ -23,24 +23,24 @@ __all__ = ["CallParser", "Calls", "CheckSchema", "ToolCallEvent", "ToolForm", "T
 
 JsonObject = dict[str, Any]
 Mode = Literal["none", "auto", "required"]
-# Raises `RequestError` for a schema that is none, `UnsupportedError` for one that would not be
-# enforced. It takes the schema, whether no other properties are allowed, and the schema's name.
+# Raises `RequestError` for an invalid schema, `UnsupportedError` for one that would not be
+# enforced. It takes the schema, whether other properties are forbidden, and the schema's name.
 CheckSchema = Callable[[Mapping[str, Any], bool, str], object]
 TokenOf = Callable[[str], int | None]
 Piece = str | int  # a text, or a control token's id
 
 _NAME = r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-LONGEST_HEAD = 1000  # characters from a call's first to its arguments
+LONGEST_HEAD = 1000  # maximum characters from a call's beginning to its arguments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What a request may call.
+    """The tools that an answer may call.
 
     Attributes:
         mode: whether it must call.
-        allowed: those that it may call, as the chat template reads them, by their place in `tools`.
-        parallel: several at once.
+        allowed: the callable ones as the chat template reads them, by their place in `tools`.
+        parallel: whether it may call several at once.
     """
 
     allowed: Mapping[int, JsonObject]
@@ -53,15 +53,15 @@ class ToolForm:
     """How a family of models writes calls.
 
     Attributes:
-        begin: what a call, or a list of them, begins with.
+        begin: what a call, or a list of calls, begins with.
         head: from there to the arguments; its group is the name.
         tail: what follows the arguments, whitespace aside.
         again: what stands before a further call of a list; "": it begins as the first one.
         item: `head` of a further call.
         close: what ends a list.
-        before_name, before_arguments, end: what a call is written with.
-        separator: what is written between calls.
-        arguments_mark, end_mark: stand before the arguments and after `end`.
+        before_name, before_arguments, end: texts that a call is written with.
+        separator: text that is written between calls.
+        arguments_mark, end_mark: marks before the arguments and after `end`.
         silent_mark: a control token that may stand before calls, and is in no text.
         id_length: characters of a call's id; 0: as OpenAI's.
     """
@@ -84,7 +84,7 @@ class ToolForm:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What may be control tokens to the model, which are in its text then."""
+        """Marks that may be control tokens of the model, and are in its text then."""
         return tuple(filter(None, (self.begin, self.arguments_mark, self.end_mark)))
 
     def held_to(
@@ -94,14 +94,14 @@ class ToolForm:
         token_of: TokenOf,
         check_schema: CheckSchema,
     ) -> JsonObject:
-        """The `response_format` of a request with tools: arguments fit their schemas from the
-        opening of a call on; what `response_format` asks holds for an answer without calls.
+        """The `response_format` of a request with tools: from the opening of a call on, arguments
+        fit their schemas. An answer without calls fits the given `response_format`.
 
         Args:
-            token_of: the id of a control token; None: the text is none.
+            token_of: the id of a control token; None for other texts.
 
         Raises:
-            RequestError: a schema is none, or is `strict` and would not be enforced.
+            RequestError: a schema is invalid, or is `strict` and would not be enforced.
         """
         arguments = {
             tool["function"]["name"]: _arguments(tool["function"], place, check_schema)
@@ -122,7 +122,7 @@ class ToolForm:
     def _calls(
         self, tools: Tools, arguments: Mapping[str, JsonObject], token_of: TokenOf
     ) -> JsonObject:
-        """One call or several; text around them unless they are required."""
+        """The format of one call or several, with text around them unless they are required."""
 
         def mark(text: str) -> Piece:
             token = token_of(text) if text else None
@@ -130,7 +130,7 @@ class ToolForm:
 
         begin, end = mark(self.begin), [self.end, mark(self.end_mark)]
         once = not tools.parallel
-        if self.again == ",":  # all calls in one list, which is a tag
+        if self.again == ",":  # all calls are in one list, which is one tag
             items = [
                 _tag([f'{{"name": {json.dumps(name)}, "arguments": '], schema, ["}"])
                 for name, schema in arguments.items()
@@ -153,7 +153,7 @@ class ToolForm:
             others = [one for one in map(mark, self.marks) if isinstance(one, int) and one != begin]
             tokens = {"trigger_tokens": [begin], "exclude_tokens": others}
             return {"type": "token_triggered_tags", **tokens, **made}
-        # Plain JSON may begin as a call without a mark does: only all of its opening is one.
+        # Plain JSON may begin like a call without a mark: only the whole opening makes it a call.
         is_marked = not self.before_name.startswith(self.begin)
         triggers = [begin] if is_marked else [tag["begin"] for tag in tags]
         return {"type": "triggered_tags", "triggers": triggers, **made}
@@ -176,7 +176,7 @@ def _tag(opening: Sequence[Piece], content: JsonObject, closing: Sequence[Piece]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, texts beside one another as one."""
+    """The pieces, with adjacent texts joined."""
     joined: list[Piece] = []
     for piece in pieces:
         if joined and isinstance(piece, str) and isinstance(joined[-1], str):
@@ -201,7 +201,7 @@ def _either(*elements: JsonObject) -> JsonObject:
 
 
 def _separated(separator: str, tags: Sequence[JsonObject]) -> JsonObject:
-    """At least one of them."""
+    """At least one of the tags."""
     return {
         "type": "tags_with_separator",
         "tags": tags,
@@ -210,13 +210,13 @@ def _separated(separator: str, tags: Sequence[JsonObject]) -> JsonObject:
     }
 
 
-# What such a function takes whose schema would not be enforced.
+# Arguments of a function whose schema would not be enforced.
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def _arguments(function: Mapping[str, Any], place: int, check: CheckSchema) -> JsonObject:
-    """What arguments are held to. `spaced`: as chat templates write them (`tojson`), so that
-    the next prompt has the tokens that were sampled."""
+    """The format of a function's arguments. `spaced`: as chat templates write them (`tojson`), so
+    that the next prompt has the tokens that were sampled."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     name = f"tools[{place}].function.parameters"
     try:
@@ -295,7 +295,7 @@ MISTRAL_ARGS = ToolForm(
 
 
 def form_of(template: str) -> ToolForm | None:
-    """The form that a chat template teaches; None: it has no tools, or calls of another form."""
+    """The form of calls in a chat template; None: it has no tools, or calls of another form."""
     if "tools" not in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -313,7 +313,7 @@ def form_of(template: str) -> ToolForm | None:
 @dataclass(slots=True)
 class ToolCallEvent:
     """What is new in an answer: some text, a call's `name`, or more of the last call's
-    `arguments`; the others are empty. `index`: of the call."""
+    `arguments`; the other two are empty. `index` is the call's."""
 
     text: str = ""
     name: str = ""
@@ -322,7 +322,7 @@ class ToolCallEvent:
 
 
 class CallParser:
-    """Reads one answer's text as it comes; each character once."""
+    """Reads one answer's text as it comes, each character once."""
 
     def __init__(self, form: ToolForm) -> None:
         self._form = form
@@ -336,7 +336,7 @@ class CallParser:
         self._found: list[ToolCallEvent] = []
 
     def feed(self, text: str) -> list[ToolCallEvent]:
-        """What is certain with some more text."""
+        """Read more text; returns the events that are certain now."""
         self._buffer += text
         while self._read():
             pass
@@ -349,7 +349,7 @@ class CallParser:
         return self._num_calls > 0 and self._read != self._read_arguments
 
     def finish(self) -> list[ToolCallEvent]:
-        """What is left at the answer's end: text that only began like a call."""
+        """The events left at the answer's end: text that only began like a call."""
         rest, self._buffer = self._buffer, ""
         if self._read == self._read_head:
             self._tell(self._space + rest)
@@ -406,7 +406,7 @@ class CallParser:
         return True
 
     def _end_of_value(self) -> int | None:
-        """Where an object ends that began earlier or here; None: further on."""
+        """Where the current object ends in the buffer; None: not in it."""
         for at, letter in enumerate(self._buffer):
             if self._escaped:
                 self._escaped = False
@@ -430,7 +430,7 @@ class CallParser:
         return True
 
     def _read_after(self) -> bool:
-        """Another call of a list, its end, or text again."""
+        """Read what follows a call: another one of a list, the list's end, or text again."""
         form = self._form
         if form.again:
             again = self._skip(form.again)
@@ -446,7 +446,7 @@ class CallParser:
         return True
 
     def _skip(self, literal: str) -> bool | None:
-        """Take a literal, whitespace aside; False: something else comes; None: not known yet."""
+        """Take a literal, whitespace aside; False: something else follows; None: not known yet."""
         at = 0
         for letter in literal:
             while at < len(self._buffer) and self._buffer[at].isspace():
@@ -468,8 +468,8 @@ def _unescaped(name: str) -> str:
 
 
 def _undecided(text: str, begin: str) -> int:
-    """Characters at a text's end that may be the beginning of a call, with the whitespace that
-    stands before it."""
+    """Number of characters at a text's end that may begin a call, with the whitespace before
+    it."""
     length = next((n for n in range(len(begin) - 1, 0, -1) if text.endswith(begin[:n])), 0)
     before = text[: len(text) - length]
     return length + len(before) - len(before.rstrip())
@@ -477,7 +477,7 @@ def _undecided(text: str, begin: str) -> int:
 
 @dataclass
 class Calls:
-    """An answer's text and calls, whole."""
+    """A whole answer's text and calls."""
 
     text: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole bodies, of calls and of batch lines, and a stream's chunks."""
+"""Answers in OpenAI's shapes: bodies of calls and batch lines, and a stream's chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 CREATED = 0
 LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
 
-# token id -> the bytes it stands for, or None where there is no tokenizer to ask.
+# token id -> the bytes it stands for; None where there is no tokenizer.
 TokenBytes = Callable[[int], bytes] | None
 
 # Characters above ASCII are escaped: no reader can take one for a line end.
@@ -36,7 +36,7 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFormat:
-    """How a result is written: what its request asked for beside the text.
+    """How a result is written: what its request asked for besides the text.
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
     `tools` is the form of calls in the text; None: it has none.
@@ -59,11 +59,11 @@ def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[
 def scores_body(
     name: str, model: str, answered: Iterable[tuple[ScoreTask, Sequence[PathScores] | None]]
 ) -> dict[str, Any]:
-    """The answer to what is to be scored, each with the scores of its request's paths; `created` is
-    0. Log-probabilities are natural logarithms.
+    """The answer to score tasks, each given with the scores of its request's paths; `created` is 0.
+    Log-probabilities are natural logarithms.
 
     Raises:
-        NotANumberError: one of them is none, or is missing.
+        NotANumberError: one of them is not a number, or is missing.
     """
     data: list[dict[str, Any]] = []
     num_tokens = 0
@@ -105,7 +105,8 @@ def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[s
 
 
 def message_of(name: str, sequence: CompletionOutput, form: ToolForm | None) -> dict[str, Any]:
-    """The answer as text, or as text and calls; and how it ended then. `name`: of its request."""
+    """The answer as a message; one with tool calls has its finish reason too. `name`: the
+    request's."""
     message: dict[str, Any] = {"role": "assistant", "content": sequence.text}
     if form is None:
         return {"message": message}
@@ -247,13 +248,13 @@ def _chat_token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str
 
 
 def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
-    """The `count` most likely tokens. Equal ones by id, so that their order is always the same."""
+    """The `count` most likely tokens; equal ones are ordered by id."""
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
 class _TextOffsets:
-    """Where an answer's tokens begin in its text, in characters: of a token that begins within a
-    character, that character's place."""
+    """Where an answer's tokens begin in its text, in characters. A token that begins within a
+    character has that character's place."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -261,7 +262,7 @@ class _TextOffsets:
         self._count = 0  # characters before it
 
     def next(self, token: int, text: str) -> int:
-        """Of the next token, which is called `text`."""
+        """The offset of the next token, whose text is `text`."""
         offset = self._count
         if self._token_bytes is None:
             self._count += len(text)
@@ -277,7 +278,7 @@ class _TextOffsets:
 
 
 def _goes_on(data: bytes) -> bool:
-    """Whether these are the beginning of UTF-8."""
+    """Whether these bytes are the beginning of a UTF-8 character."""
     try:
         codecs.utf_8_decode(data, "strict", False)
     except UnicodeDecodeError:
@@ -288,8 +289,8 @@ def _goes_on(data: bytes) -> bool:
 def _completion_logprobs(
     sequence: CompletionOutput, form: ResponseFormat, offsets: _TextOffsets | None = None
 ) -> dict[str, Any] | None:
-    """OpenAI's four lists; offsets count characters from the start of the answer, of which
-    `offsets` has seen what came before."""
+    """OpenAI's four lists. Text offsets count characters from the start of the answer; `offsets`
+    has read what came before."""
     if form.logprobs is None or sequence.logprobs is None:
         return None
     tokens: list[str] = []
@@ -314,7 +315,7 @@ def _completion_logprobs(
 def _completion_top(token: int, logprobs: TokenLogprobs, form: ResponseFormat) -> dict[str, float]:
     """OpenAI's map from text to log-probability; it always has the sampled token.
 
-    Of two tokens that spell the same the more likely one stands: the shape has room for one.
+    Of two tokens with the same text the more likely one is kept: the shape has room for one.
     """
     top: dict[str, float] = {}
     shown = list(_top(logprobs, form.logprobs or 0))
@@ -346,7 +347,7 @@ def _prompt_logprobs(
 class Chunks:
     """Writes the events of one call's stream.
 
-    What all of them have in common is written once: a stream has an event for each token.
+    What all events have in common is formatted once: a stream has an event for each token.
 
     Args:
         name: the call's id.
@@ -385,7 +386,7 @@ class Chunks:
         self._end = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
-        """One event for each of (prompt, sequence) that has something to show.
+        """One event for each (prompt, sequence) that has something to show.
 
         Raises:
             NotANumberError: a log-probability cannot be written.
@@ -393,8 +394,8 @@ class Chunks:
         return "".join([self._event(part, piece) for (part, _), piece in pieces.items()]).encode()
 
     def token(self, token_id: int, text: str) -> bytes:
-        """The event of one further token of a call's only sequence, without calls: all but its
-        text has been written. Empty: there is nothing to show."""
+        """The event of one further token of a call's only sequence, without tool calls. Only its
+        text is formatted. Empty: there is nothing to show."""
         if self._form.return_token_ids:
             return self.events({(0, 0): CompletionOutput(index=0, text=text, token_ids=[token_id])})
         if not text:
@@ -408,7 +409,7 @@ class Chunks:
         return f"{before}{_json(text)}{after}".encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
-        """The last event, if it was asked for."""
+        """The last event, with the usage, if it was asked for."""
         return f'{self._head}],"usage":{_json(usage)}}}\n\n'.encode()
 
     def _event(self, part: int, piece: CompletionOutput) -> str:
@@ -441,7 +442,7 @@ class Chunks:
     def _with_calls(
         self, piece: CompletionOutput, index: int, form: ToolForm
     ) -> tuple[CompletionOutput, str]:
-        """A piece with the text that is no call, and what is new of calls as JSON."""
+        """A piece with the text outside calls, and what is new in calls as JSON."""
         parser = self._parsers.setdefault(index, CallParser(form))
         events = parser.feed(piece.text)
         if piece.finish_reason:

@@ -1,4 +1,4 @@
-"""What every implementation of attention relies on; a `ConfigError` says what does not hold."""
+"""Checks of what every implementation of attention relies on; each raises a `ConfigError`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_scores", "check_shapes"]
 
 
 def check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
-    """That q, pages and plan go together; see `ops.attention`."""
+    """Check that q, pages and plan fit together; see `ops.attention`."""
     if q.dim() != 3 or q.shape[0] != plan.num_rows:
         raise ConfigError(
             f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]"
@@ -55,7 +55,7 @@ def _check_heads(q: Tensor, k_pages: Tensor) -> None:
 def check_scores(
     q: Tensor, scale: float | None, alibi_slopes: Tensor | None, softcap: float | None
 ) -> None:
-    """That what is done to the scores of q is well defined; see `ops.attention`."""
+    """Check scale, ALiBi slopes and softcap of the scores; see `ops.attention`."""
     if scale is not None and not math.isfinite(scale):
         raise ConfigError(f"scale is {scale}, expected a finite number")
     if softcap is not None and not 0 < softcap < math.inf:

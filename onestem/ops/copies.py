@@ -1,4 +1,4 @@
-"""Host arrays on their way to a device."""
+"""Copies of host arrays to a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["on_device"]
 
 
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """The values on a device. A GPU is not waited for; on a CPU it is the same memory."""
+    """The values on a device, without waiting for a GPU; on a CPU, the same memory."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory a copy waits for the device

@@ -1,4 +1,4 @@
-"""`attention`: one call for every shape of sharing, and which implementation runs it."""
+"""`attention`: one call for every shape of sharing, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class PreparedAttention(Protocol):
 
 
 class AttentionImpl(Protocol):
-    """A way to compute attention over plans."""
+    """An implementation of attention over plans."""
 
     @property
     def name(self) -> str: ...
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
-        """The layout of pages with which it is fastest, see `allocate_pages`."""
+        """The page layout with which it is fastest, see `allocate_pages`."""
         ...
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedAttention:
-        """Turn a plan into work items. `share=False` reads a shared run once per row set that
-        belongs to one sequence, as an engine with a prefix cache but no shared attention does."""
+        """Turn a plan into work items. `share=False` reads a shared run once for each sequence's
+        rows, as an engine with a prefix cache but without shared attention does."""
         ...
 
 
@@ -79,7 +79,7 @@ def resolve(
     heads: Collection[tuple[int, int]] = ((64, 1),),
 ) -> AttentionImpl:
     """The implementation of a name. `auto` is the fastest that runs on the device and takes all of
-    `heads`: their size, and query heads per KV head. A named one that cannot run raises
+    `heads`: (size, query heads per KV head) each. A named one that cannot run raises
     `UnsupportedError`."""
     if name == "auto":
         return _fastest(torch.device(device).type, heads)
@@ -92,7 +92,7 @@ def resolve(
             f"TRITON_INTERPRET=1), use one of: {', '.join(available())}"
         )
     if name == "cpu":
-        native()  # raises where it is not built
+        native()  # raises if it is not built
         return CpuAttention()
     if name not in _IMPLS:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _fastest(device_type: str, heads: Collection[tuple[int, int]]) -> AttentionI
 
 
 def _triton() -> AttentionImpl | None:
-    """The Triton implementation where it can run: on a GPU, or under Triton's interpreter."""
+    """The Triton implementation if it can run: on a GPU, or under Triton's interpreter."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if find_spec("triton") is None or not (interpreted or torch.cuda.is_available()):
         return None
@@ -123,7 +123,7 @@ def _triton() -> AttentionImpl | None:
 
 
 def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
-    """What runs between a layer's products on a device: its kernels, or else PyTorch."""
+    """The operations between a layer's products on a device: its kernels, or else PyTorch."""
     if torch.device(device).type == "cuda" and find_spec("triton") is not None:
         from onestem.ops.triton.layers import TritonLayers
 
@@ -134,7 +134,7 @@ def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
 
 
 def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:
-    """What samples on a device: its kernels, or else PyTorch."""
+    """The sampler of a device: its kernels, or else PyTorch."""
     if torch.device(device).type == "cuda" and find_spec("triton") is not None:
         from onestem.ops.triton.sampling import TritonSampling
 
@@ -145,7 +145,7 @@ def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:
 
 
 def resolve_rounding(device: torch.device) -> RoundRows:
-    """What rounds rows to 8 bits on a device: its kernel, or else PyTorch."""
+    """The function that rounds rows to 8 bits on a device: its kernel, or else PyTorch."""
     if device.type == "cuda" and find_spec("triton") is not None:
         from onestem.ops.triton.formats import rounded_rows as by_kernel
 
@@ -164,16 +164,15 @@ def attention(
     softcap: float | None = None,
     impl: str = "auto",
 ) -> State:
-    """Attention of each query row over what the plan shows it.
+    """Attention of each query row over the tokens that the plan shows it.
 
     Args:
         q: `[num_rows, num_q_heads, head_dim]`.
         k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype, as
-            `allocate_pages` makes them; query head h
-            reads KV head `h // (num_q_heads / num_kv_heads)`.
+            `allocate_pages` makes them; query head h reads KV head
+            `h // (num_q_heads / num_kv_heads)`.
         plan: the rows' spans.
-        scale: factor on the scores, default `1 / sqrt(head_dim)`; `triton` takes only those above
-            0.
+        scale: factor on the scores, default `1 / sqrt(head_dim)`; above 0 for `triton`.
         alibi_slopes: float32 `[num_q_heads]` on q's device; adds `slope * (p_key - p_row)` to the
             scores.
         softcap: above 0; scores become `softcap * tanh(score / softcap)` before ALiBi.
@@ -183,7 +182,7 @@ def attention(
         `State(out, lse)`: out in q's dtype (float64 from the reference), lse natural log.
 
     Raises:
-        ConfigError: tensors, plan and options do not go together.
+        ConfigError: tensors, plan and options do not fit together.
         UnsupportedError: the named implementation does not take this.
     """
     check_shapes(q, k_pages, v_pages, plan)

@@ -12,10 +12,10 @@ __all__ = ["MAX_POWER", "MX_BLOCK", "GroupedWeight"]
 # Values that share a scale in mxfp4 (OCP Microscaling Formats 1.0, section 5.2).
 MX_BLOCK = 32
 
-# The largest scale (2) that is widened inside a product: weights of up to 12.
+# The largest scale (2) that a product widens inside: weights of up to 12.
 MAX_POWER = 128
 
-# e2m1, by sign, two bits of exponent and one of mantissa.
+# e2m1: sign, two bits of exponent, one of mantissa.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))
 
@@ -36,8 +36,8 @@ class GroupedWeight:
     bias: Tensor | None = None
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """An expert's `[out_features, in_features]`; every value of mxfp4 is exact in each dtype
-        that reaches as far."""
+        """An expert's `[out_features, in_features]`; mxfp4 values are exact in every dtype with
+        their range."""
         if self.scales is None:
             return self.values[expert].to(dtype)
         table = torch.tensor(_E2M1, device=self.values.device)
@@ -47,5 +47,5 @@ class GroupedWeight:
         return torch.ldexp(blocks, powers[..., None]).flatten(-2).to(dtype)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
+        """All tensors held, for counting bytes."""
         return [one for one in (self.values, self.scales, self.bias) if one is not None]

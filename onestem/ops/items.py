@@ -1,8 +1,8 @@
-"""A plan as work items: which rows attend to which keys in one go.
+"""A plan as work items: rows and the keys that they attend to in one operation.
 
-Each item attends a set of rows to a stretch of one run (or, for rows that alone see short
-stretches, to a padded batch of walks over several) and gives a partial state; items that touch the
-same rows are merged. Which stretches get items of their own is decided by `CostModel`.
+An item attends a set of rows to a stretch of one run. Rows that alone see short stretches share an
+item: a padded batch of walks over them. Each item gives a partial state; states of the same rows
+are merged. `CostModel` decides which stretches get items of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Stretch = tuple[int, int, int]  # run, first token, end token
 
 @dataclass(frozen=True)
 class CostModel:
-    """When a stretch that several rows see is read by an item of its own.
+    """Decides when a stretch that several rows see gets an item of its own.
 
     In a walk each row's keys are gathered (copied) and read once per row; an item reads them once
     for all rows but costs a call and a merge. In units of gathered tokens.
@@ -30,8 +30,8 @@ class CostModel:
     Attributes:
         item_tokens: what an item's call and merge cost, in gathered tokens. On 2 cores a call and a
             merge take about 80 us and a token of a walk (GQA, 2 x 128 values) about 0.1 us.
-        view_tokens: from this many consecutive slots on, a row's stretch is read in place instead
-            of being gathered.
+        view_tokens: consecutive slots from which a row's stretch is read in place instead of being
+            gathered.
     """
 
     item_tokens: int = 512
@@ -48,7 +48,7 @@ class SharedItem:
     Attributes:
         rows: int64 `[n]`, ascending.
         slots, positions: int64 `[keys]`.
-        seen: bool `[n, keys]`, or None where every row sees every key.
+        seen: bool `[n, keys]`, or None if every row sees every key.
         causal: row j sees keys 0..j, and `seen` is None.
         copies: the stretch is read once for each row (`share=False`).
     """
@@ -68,7 +68,7 @@ class WalkItem:
     Attributes:
         rows: int64 `[n]`, ascending.
         slots, positions: int64 `[n, keys]`; padding repeats a slot that is written.
-        seen: bool `[n, keys]`, or None where there is no padding.
+        seen: bool `[n, keys]`, or None if there is no padding.
     """
 
     rows: np.ndarray
@@ -83,7 +83,7 @@ Item = SharedItem | WalkItem
 def make_items(plan: AttentionPlan, cost: CostModel, share: bool) -> list[Item]:
     """Items that together show each row what the plan shows it, each token once.
 
-    With `share=False` a stretch is read once per span, or per row where spans have one row.
+    With `share=False` a stretch is read once per span, or per row if spans have one row.
     """
     whole: dict[Stretch, list[np.ndarray]] = defaultdict(list)
     items: list[Item] = []
@@ -92,8 +92,8 @@ def make_items(plan: AttentionPlan, cost: CostModel, share: bool) -> list[Item]:
         if step == 0 or rows == 1:
             whole[run, first, end].append(span_rows)
             continue
-        # What all rows see, then the triangle in which row j sees j + 1 tokens. Rows that see
-        # nothing yet (an empty range at first) come before the triangle.
+        # First the tokens that all rows see, then the triangle in which row j sees j + 1 tokens.
+        # Rows that see nothing yet (an empty range at first) come before the triangle.
         if end - 1 > first:
             whole[run, first, end - 1].append(span_rows)
         start = max(end - 1, first)
@@ -109,8 +109,8 @@ def make_items(plan: AttentionPlan, cost: CostModel, share: bool) -> list[Item]:
 
 
 def _readers(parts: list[np.ndarray], share: bool) -> Iterable[tuple[np.ndarray, bool]]:
-    """Who reads a stretch together: all rows; or, unshared, each span, single rows in one call
-    that reads it anew for each."""
+    """Rows that read a stretch together, and whether each reads a copy: all rows; or, unshared,
+    each span, with single rows in one call that reads it again for each."""
     if share:
         yield np.sort(np.concatenate(parts)), False
         return
@@ -128,7 +128,7 @@ def _place(
     walks: dict[int, list[Stretch]],
     copies: bool,
 ) -> Iterable[Item]:
-    """An item of its own for a stretch, or a part of its rows' walks."""
+    """Give a stretch an item of its own, or add it to its rows' walks."""
     if plan.window is not None:
         rows, stretch = _in_window(plan, rows, stretch, plan.window)
     if len(rows) == 0:
@@ -141,7 +141,7 @@ def _place(
 
 
 def _first_seen(plan: AttentionPlan, rows: np.ndarray, run: int, window: int) -> np.ndarray:
-    """int64 `[n]`: the first token of a run that each row's window still holds (may be < 0)."""
+    """int64 `[n]`: the first token of a run in each row's window (may be < 0)."""
     return plan.row_position[rows].astype(np.int64) - window + 1 - int(plan.run_position[run])
 
 
@@ -187,7 +187,7 @@ def _walk(
     stretch: Stretch,
     walks: dict[int, list[Stretch]],
 ) -> Iterable[SharedItem]:
-    """Put a stretch on a row's walk, but long parts of it that lie in consecutive slots."""
+    """Add a stretch to a row's walk; long parts in consecutive slots get items."""
     run, first, end = stretch
     if plan.window is not None:
         alone = np.array([row])
@@ -240,7 +240,7 @@ def _walk_item(
             slots[i, at:stop] = plan.slots(run, first, end)
             positions[i, at:stop] = plan.positions(run, first, end)
             at = stop
-        # An unused slot may hold NaN, and 0 * NaN is NaN: padding repeats one that is written.
+        # An unused slot may hold NaN, and 0 * NaN is NaN: padding repeats a written slot.
         slots[i, at:] = slots[i, 0]
     seen = np.arange(longest) < np.array([lengths[row] for row in rows])[:, None]
     return WalkItem(np.array(rows), slots, positions, None if seen.all() else seen)

@@ -21,15 +21,15 @@ def allocate_pages(
     device: torch.device,
     head_major: bool = False,
 ) -> Tensor:
-    """Pages `[num_pages, page_size, num_kv_heads, head_dim]`, not initialised. In memory the heads
-    of a token stand together in a page; `head_major`: the tokens of a head."""
+    """Pages `[num_pages, page_size, num_kv_heads, head_dim]`, not initialised. In a page's memory
+    the heads of a token are adjacent; `head_major`: the tokens of a head."""
     middle = (num_kv_heads, page_size) if head_major else (page_size, num_kv_heads)
     pages = torch.empty(num_pages, *middle, head_dim, dtype=dtype, device=device)
     return pages.transpose(1, 2) if head_major else pages
 
 
 def laid_out(pages: Tensor, *, head_major: bool) -> Tensor:
-    """A copy of pages in that layout."""
+    """A copy of pages in the layout `head_major`."""
     copy = allocate_pages(
         *pages.shape, dtype=pages.dtype, device=pages.device, head_major=head_major
     )
@@ -37,8 +37,8 @@ def laid_out(pages: Tensor, *, head_major: bool) -> Tensor:
 
 
 def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
-    """Elements from page to page, token to token and head to head, the same for both; `ConfigError`
-    where they have not one of the layouts of `allocate_pages`."""
+    """Elements from page to page, token to token and head to head, the same for both. Raises
+    `ConfigError` unless they have one of the layouts of `allocate_pages`."""
     _, page_size, num_heads, head_dim = k_pages.shape
     page = page_size * num_heads * head_dim
     strides = k_pages.stride()
@@ -52,8 +52,8 @@ def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
 
 
 def write_kv(pages: Tensor, slots: Tensor | slice, values: Tensor) -> None:
-    """Put `values` `[n, num_kv_heads, head_dim]` at `slots` (int64 `[n]`, page * size + slot; a
-    slice where they are consecutive: a plain copy)."""
+    """Put `values` `[n, num_kv_heads, head_dim]` at `slots` (int64 `[n]`, page * size + slot; or a
+    slice of consecutive ones: a plain copy)."""
     if not pages.is_contiguous():
         pages.index_put_(_places(pages, slots), values)
         return
@@ -65,7 +65,7 @@ def write_kv(pages: Tensor, slots: Tensor | slice, values: Tensor) -> None:
 
 
 def slot_index(slots: np.ndarray, device: torch.device) -> Tensor | slice:
-    """`slots` (int64 `[n]`, n > 0) as a slice where they are consecutive, else as a tensor."""
+    """`slots` (int64 `[n]`, n > 0) as a slice if they are consecutive, else as a tensor."""
     first, last = int(slots[0]), int(slots[-1])
     if last - first + 1 == len(slots) and bool((np.diff(slots) == 1).all()):
         return slice(first, last + 1)
@@ -80,7 +80,7 @@ def read_kv(pages: Tensor, slots: Tensor | slice) -> Tensor:
 
 
 def _places(pages: Tensor, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """Pages and places in them, where slots of one page to the next are not evenly apart."""
+    """Page and place of each slot, for layouts in which slots are not evenly apart."""
     if isinstance(slots, slice):
         slots = torch.arange(slots.start, slots.stop, device=pages.device)
     size = pages.shape[1]

@@ -1,7 +1,7 @@
-"""What stands between a layer's matrix products: norms, rotary embedding with KV write, the gate.
+"""Operations between a layer's matrix products: norms, rotary embedding with KV write, the gate.
 
-Each of these reads and writes its rows once where a device has a kernel for it (`LayerOps`);
-`TorchLayers` is the same in plain PyTorch, on any device.
+Each reads and writes its rows once if a device has a kernel for it (`LayerOps`); `TorchLayers` is
+the same in plain PyTorch, on any device.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Heads:
     """How a fused projection divides into heads: q, then k, then v.
 
     Attributes:
-        num_kv_heads: 0: keys and values are another layer's, and there are queries alone.
+        num_kv_heads: 0: only queries; keys and values are another layer's.
         q_norm, k_norm: `[head_dim]`, weights of an RMSNorm over each head before the rotation
             (Qwen3), of the rows' dtype or float32; or None.
         eps: of those norms.
-        sinks: float32 `[num_q_heads]`, a logit more in each head's softmax, of a key without a
+        sinks: float32 `[num_q_heads]`, a further logit in each head's softmax, of a key without a
             value (gpt-oss), or None.
         v_norm: RMSNorm over each value head, without a weight (Gemma 4).
-        value_is_key: there are no v: values are k, before norm and rotation (Gemma 4).
+        value_is_key: no v: values are k, before norm and rotation (Gemma 4).
     """
 
     num_q_heads: int
@@ -73,7 +73,7 @@ class Heads:
 
 
 class LayerOps(Protocol):
-    """One device's way. Arithmetic is float32 inside; each result is rounded once."""
+    """Layer operations of one device. Arithmetic is float32; each result is rounded once."""
 
     @property
     def name(self) -> str: ...
@@ -81,14 +81,14 @@ class LayerOps(Protocol):
     def add_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
-        """Add `delta` to `hidden` `[n, hidden_size]` in place (rounded to its dtype); give
-        `RMSNorm(hidden) * weight`, `[n, hidden_size]`. `weight`: of the same dtype, or float32."""
+        """Add `delta` to `hidden` `[n, hidden_size]` in place (rounded to its dtype); return
+        `RMSNorm(hidden) * weight`, `[n, hidden_size]`. `weight`: hidden's dtype, or float32."""
         ...
 
     def rounded_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> RoundedRows:
-        """The same, with the result rounded once more, to 8 bits (`rounded_rows`)."""
+        """`add_rms_norm`, the result rounded once more, to 8 bits (`rounded_rows`)."""
         ...
 
     def rope_write(
@@ -101,7 +101,7 @@ class LayerOps(Protocol):
         v_pages: Tensor,
     ) -> Tensor:
         """Norm and rotate the heads of `qkv` `[n, num_projected * head_dim]`, write k and v to
-        `slots` (int64 `[n]`, page * page_size + place) of the pages, and give q
+        `slots` (int64 `[n]`, page * page_size + place) of the pages, and return q
         `[n, num_q_heads, head_dim]`. Pair i of a head is `(x[i], x[i + head_dim / 2])`."""
         ...
 
@@ -110,22 +110,22 @@ class LayerOps(Protocol):
         ...
 
     def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
-        """The same, with the result rounded once more, to 8 bits."""
+        """`silu_mul`, the result rounded once more, to 8 bits."""
         ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu_mul` with GELU instead, in its approximation with tanh."""
+        """`silu_mul` with GELU (tanh approximation) instead of SiLU."""
         ...
 
     def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-        """Attention `out` `[n, num_q_heads, head_dim]` of keys whose scores sum to `lse`, float32
-        `[n, num_q_heads]` -> in place, that of these keys and `sinks` `[num_q_heads]`. A sink adds
-        to the denominator alone, so this is exact behind any implementation."""
+        """Add `sinks` `[num_q_heads]` to attention `out` `[n, num_q_heads, head_dim]` in place;
+        `lse` is the log-sum-exp of its scores, float32 `[n, num_q_heads]`. A sink adds to the
+        denominator alone, so this is exact after any implementation."""
         ...
 
 
 class RoundsApart(ABC):
-    """What `LayerOps` rounds to 8 bits, in two operations."""
+    """The roundings of `LayerOps` to 8 bits, each as two operations."""
 
     @abstractmethod
     def add_rms_norm(
@@ -201,17 +201,17 @@ class TorchLayers(RoundsApart):
 
 
 def check_halves(name: str, size: int) -> None:
-    """Raise `ConfigError` where what is taken by halves has none."""
+    """Raise `ConfigError` if a size that is split into halves is odd."""
     if size % 2:
-        raise ConfigError(f"{name} is {size}, expected an even number: it is taken by halves")
+        raise ConfigError(f"{name} is {size}, expected an even number: it is split into halves")
 
 
 def add_layer_norm(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Add `delta` to `hidden` `[n, hidden_size]` in place; give its LayerNorm, `[n, hidden_size]`.
+    """Add `delta` to `hidden` `[n, hidden_size]` in place; return its LayerNorm, of the same shape.
 
-    In PyTorch on every device: no device has a kernel for it."""
+    PyTorch on every device: there is no kernel for it."""
     if delta is not None:
         hidden += delta
     return F.layer_norm(hidden, weight.shape, weight, bias, eps)
@@ -232,7 +232,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, angles: Angles) -> Tensor:
-    """x `[n, num_heads, head_dim]` turned by the rows' angles; contiguous."""
+    """x `[n, num_heads, head_dim]` rotated by the rows' angles; contiguous."""
     cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,13 +1,13 @@
 """`AttentionPlan`: what each query row of a step may see, as runs and spans.
 
 A *run* is a stretch of consecutive tokens whose keys and values are stored once, in pages. A step
-of the engine is a list of query rows; attention over a row is a softmax over the union of what the
-row's *spans* show it. All sharing is in that relation: a system prompt is one run with a span over
-all rows, a tree is a run per node, a module is a run that any row may be given.
+of the engine is a list of query rows. A row's attention is a softmax over the union of what its
+*spans* show it. Runs and spans express all sharing. A system prompt is one run with a span over all
+rows, a tree has a run for each node, and a module is a run that any row may see.
 
-The plan is host data (numpy, int32): the contract between whoever builds a step (`engine.inputs`)
-and whoever computes it (`ops.reference`, `ops.torch_impl`, ...). An implementation's `prepare`
-turns it into what its device wants. `docs/attention-plan.md` is the contract in full.
+The plan is host data (numpy, int32). It is the contract between the code that builds a step
+(`engine.inputs`) and the code that computes it (`ops.reference`, `ops.torch_impl`, ...). An
+implementation's `prepare` turns it into its device's form. `docs/attention-plan.md` has it in full.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ROW, ROWS, RUN, FIRST, END, STEP = range(6)
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Who sees what in one step.
+    """The tokens that each row sees in one step.
 
     Row `row + j` (0 <= j < rows) of a span sees the tokens `first, ..., end + j * step - 1` of the
-    run, those of them that stand in the row's window. `step` is 0 (a shared run: all rows see it
-    alike) or 1 (a prefill chunk: one token more per row). No row is shown a token twice.
+    run that are in the row's window. `step` is 0 (a shared run: all rows see the same) or 1 (a
+    prefill chunk: one token more per row). No row sees a token twice.
 
     Attributes:
         page_size: slots in a page.
-        run_pages: int32 `[num_run_pages]`, page ids of all runs, one after the other; there may be
-            slack behind each list.
+        run_pages: int32 `[num_run_pages]`, page ids of all runs, one after the other; slack may
+            follow each list.
         runs: int32 `[num_runs, 4]`, C-contiguous, columns `RUN_FIELDS`: where the run's page list
-            begins in `run_pages`; the first slot used in its first page; its tokens; the position
-            id of its first token. Positions inside a run are consecutive.
+            begins in `run_pages`; the first slot used in its first page; its number of tokens; the
+            position id of its first token. Positions inside a run are consecutive.
         spans: int32 `[num_spans, 6]`, C-contiguous, columns `SPAN_FIELDS`.
         row_position: int32 `[num_rows]`, position id of each query row.
         window: a row sees only keys with `p_row - p_key < window`; None: all that its spans show.
@@ -80,16 +80,16 @@ class AttentionPlan:
 
     @property
     def run_len(self) -> np.ndarray:
-        """int32 `[num_runs]`, a view."""
+        """Tokens of each run, int32 `[num_runs]`, a view."""
         return self.runs[:, 2]
 
     @property
     def run_position(self) -> np.ndarray:
-        """int32 `[num_runs]`, a view."""
+        """Position id of each run's first token, int32 `[num_runs]`, a view."""
         return self.runs[:, 3]
 
     def slots(self, run: int, first: int, end: int) -> np.ndarray:
-        """int64 `[end - first]`: where tokens first..end-1 of a run stand (page * size + slot)."""
+        """int64 `[end - first]`: slots of tokens first..end-1 of a run (page * size + slot)."""
         page_start, offset = int(self.runs[run, 0]), int(self.runs[run, 1])
         index = np.arange(first, end, dtype=np.int64) + offset
         pages = self.run_pages[page_start + index // self.page_size]
@@ -100,7 +100,7 @@ class AttentionPlan:
         return np.arange(first, end, dtype=np.int64) + int(self.run_position[run])
 
     def check(self, *, num_pages: int | None = None) -> None:
-        """Raise `ConfigError` where the plan is not well formed: ranges, steps, page lists (pages
+        """Raise `ConfigError` unless the plan is well formed: ranges, steps, page lists (pages
         0..num_pages-1; None: any), and no token shown to a row twice."""
         self._check_runs(num_pages)
         if self.num_spans == 0:
@@ -158,15 +158,15 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(f"attention plan: {message}")
 
 
-_ZEROS = np.zeros(1024, np.int32)  # what slack is filled with; it is never looked up
+_ZEROS = np.zeros(1024, np.int32)  # fills slack; never looked up
 
 
 class PlanBuilder:
-    """Collects runs and spans; `build` gives the arrays.
+    """Collects runs and spans; `build` returns the plan. The runs and spans of a plan `behind`, if
+    given, come first, and those that are added are numbered after them.
 
     Args:
         page_size: slots in a page.
-        behind: a plan whose runs and spans come first; those that are added count on from its.
 
     Attributes:
         num_page_ids: page ids of all runs so far, and room for more.
@@ -183,14 +183,14 @@ class PlanBuilder:
         self._spans: list[tuple[int, int, int, int, int, int]] = []
 
     def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
-        """Add a run stored in `pages` (int32) from slot `offset` of the first; give its index."""
+        """Add a run stored in `pages` (int32) from slot `offset` of the first; return its index."""
         return self.add_runs([pages], [(offset, length, position)])
 
     def add_span(
         self, row: int, rows: int, run: int, end: int, *, first: int = 0, step: int = 0
     ) -> int:
-        """Show tokens first..end-1 of a run to rows; give the span's index. One that shows nothing
-        at all is left out (-1)."""
+        """Show tokens first..end-1 of a run to rows; return the span's index. A span that shows
+        nothing is left out (-1)."""
         step = step if rows > 1 else 0
         if rows <= 0 or end + (rows - 1) * step <= first:
             return -1
@@ -200,8 +200,8 @@ class PlanBuilder:
     def add_runs(
         self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int = 0
     ) -> int:
-        """`add_run` of many, each with its offset, length and position, and with room for `slack`
-        further page ids behind its pages; the first one's index."""
+        """Add runs, each with its pages and (offset, length, position), and with room for `slack`
+        further page ids after its pages; return the first one's index."""
         first, at, room = self._first_run + len(self._runs), self.num_page_ids, _ZEROS[:slack]
         for ids, (offset, length, position) in zip(pages, runs, strict=True):
             self._runs.append((at, offset, length, position))
@@ -212,7 +212,7 @@ class PlanBuilder:
         return first
 
     def add_row_spans(self, count: int) -> None:
-        """A span of row i over run i, for so many: what they show (`END`) is told in the plan."""
+        """Add spans of row i over run i, for i < `count`; their `END` is set in the built plan."""
         self._spans.extend((i, 1, i, 0, 0, 0) for i in range(count))
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:

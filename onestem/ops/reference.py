@@ -1,4 +1,4 @@
-"""Attention over a plan in float64, row by row: it defines what is right, and is slow."""
+"""Attention over a plan in float64, row by row: the slow definition of what is correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows rounded to 8 bits, each by its own maximum: what products of two 8-bit factors multiply."""
+"""Rows rounded to 8 bits, each by its own maximum: factors of 8-bit products."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RoundedRows(NamedTuple):
 
     Attributes:
         codes: float8_e4m3fn or int8 `[n, size]`.
-        scales: float32 `[n, 1]`, the row's maximum by the type's; 1 where a row is all zeros.
+        scales: float32 `[n, 1]`, the row's maximum over the type's; 1 if a row is all zeros.
     """
 
     codes: Tensor
     scales: Tensor
 
 
-# What a product takes: rows as they are, or those that whoever made them has rounded for it.
+# Input of a product: rows as they are, or already rounded for it.
 Rows: TypeAlias = Tensor | RoundedRows
 
 # (x, dtype of codes) -> codes and scales, as `rounded_rows`.
@@ -34,8 +34,8 @@ RoundRows: TypeAlias = Callable[[Tensor, torch.dtype], RoundedRows]
 
 
 def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
-    """x `[n, size]` as codes of `dtype`, rounded to the nearest (halves to even). A row's codes
-    depend on nothing else. In PyTorch."""
+    """x `[n, size]` as codes of `dtype`, rounded to the nearest (halves to even), in PyTorch. A
+    row's codes depend on that row alone."""
     values = x.float()
     scales = values.abs().amax(1, keepdim=True) if x.shape[1] else values.new_zeros(len(x), 1)
     scales = torch.where(scales == 0, 1.0, scales / LARGEST[dtype])

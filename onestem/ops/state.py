@@ -1,4 +1,4 @@
-"""`State`: attention over part of the keys, and how parts become the whole.
+"""`State`: attention over part of the keys, and the merging of parts.
 
 Softmax over a union of disjoint key sets is a weighted mean of the softmaxes over the parts. With
 `lse = log(sum(exp(score)))` (natural log) of each part, part i weighs `exp(lse_i - lse)` where
@@ -48,8 +48,8 @@ def empty_state(
 def merge_states(states: Sequence[State]) -> State:
     """One state over the union of the parts' keys (which must be disjoint).
 
-    Associative and commutative up to rounding, never NaN: where every part is empty, so is the
-    result. `out` keeps the first part's dtype; the sum runs in float32 (float64 for float64).
+    Associative and commutative up to rounding, and never NaN: if every part is empty, so is the
+    result. `out` keeps the first part's dtype; the sum is in float32 (float64 for float64).
     """
     if len(states) == 1:
         return states[0]
@@ -69,7 +69,7 @@ def merge_states(states: Sequence[State]) -> State:
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a part into float32 accumulators in place (views into them are fine)."""
     merged = torch.logaddexp(lse, part_lse)
-    # Both parts empty: -inf - -inf would be NaN; any finite stand-in gives weights of zero.
+    # If both parts are empty, -inf - -inf would be NaN; any finite value gives weights of zero.
     safe = torch.where(merged == float("-inf"), torch.zeros_like(merged), merged)
     out.mul_(torch.exp(lse - safe).unsqueeze(-1))
     out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).unsqueeze(-1))

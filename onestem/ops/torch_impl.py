@@ -1,7 +1,7 @@
 """Attention over plans with PyTorch alone: any device, no compiler.
 
-On a CPU an item (see `ops.items`) is one call of PyTorch's fused attention, which returns its lse;
-elsewhere, and for ALiBi and softcap, it is written out in float32.
+On a CPU an item (see `ops.items`) is one call of PyTorch's fused attention, which returns its lse.
+Elsewhere, and for ALiBi and softcap, it is written out in float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Index = slice | Tensor
 
 
 def _index(rows: np.ndarray, device: torch.device) -> Index:
-    """A slice where rows are consecutive (no copy), else an index tensor."""
+    """A slice if rows are consecutive (no copy), else an index tensor."""
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows).to(device)
@@ -58,7 +58,7 @@ class _Ready:
 
 
 class PreparedTorch:
-    """A plan as items; device tensors are made at the first layer and serve the others."""
+    """A plan as items; the first layer makes the device tensors, and the others use them."""
 
     def __init__(self, plan: AttentionPlan, items: list[Item]) -> None:
         self.plan = plan
@@ -135,17 +135,17 @@ class PreparedTorch:
     def _attend_together(
         self, number: int, ready: _Ready, rows: Tensor, k: Tensor, v: Tensor, scores: _Scores
     ) -> State:
-        """All rows over the same keys `[keys, num_kv_heads, head_dim]`."""
+        """Attention of all rows over the same keys `[keys, num_kv_heads, head_dim]`."""
         n, num_heads, head_dim = rows.shape
         group = num_heads // k.shape[1]
         k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
         if isinstance(ready.item, SharedItem) and ready.item.causal:
-            # The triangle runs along rows: query heads stay heads, and their KV head is repeated.
+            # The triangle is over rows: query heads stay apart, and their KV head is repeated.
             query = rows.transpose(0, 1).unsqueeze(0)  # [1, num_q_heads, n, head_dim]
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
             state = self._softmax(number, ready, query, k, v, scores, True)
             return State(state.out[0].transpose(0, 1), state.lse[0].transpose(0, 1))
-        # A KV head's query heads are packed into the row axis: one product serves them all.
+        # A KV head's query heads are packed into the row axis, for one product.
         query = rows.view(n, -1, group, head_dim).permute(1, 0, 2, 3)
         query = query.reshape(1, -1, n * group, head_dim)
         state = self._softmax(number, ready, query, k, v, scores, False)
@@ -156,8 +156,8 @@ class PreparedTorch:
     def _attend_each(
         self, number: int, ready: _Ready, rows: Tensor, k: Tensor, v: Tensor, scores: _Scores
     ) -> State:
-        """Each row over keys of its own, `[n, keys, num_kv_heads, head_dim]` (or `[keys, ...]`,
-        read anew for each)."""
+        """Attention of each row over its own keys, `[n, keys, num_kv_heads, head_dim]` (or
+        `[keys, ...]`, read again for each)."""
         n, num_heads, head_dim = rows.shape
         if k.dim() == 3:
             k, v = k.expand(n, *k.shape), v.expand(n, *v.shape)
@@ -222,8 +222,7 @@ class PreparedTorch:
 
 
 def _neighbours(x: Tensor) -> Tensor:
-    """The same with a head's elements side by side: the fused attention reads them as if they
-    were, whatever their stride."""
+    """`x` with a head's elements adjacent: the fused attention ignores their stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Right answers with modules and without, of the embedded model on its invented documents."""
+"""Accuracy of the embedded model on its invented documents, with modules and without."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ LIBRARIES, QUESTIONS = 25, 16
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Per cent of exact matches by the number of modules that a prompt imports: baseline (`off`),
-    and both ways of encoding modules alone (`benchmarks.pml_accuracy`)."""
+    """Per cent of exact matches by the number of modules that a prompt imports.
+
+    Measured for the baseline (`off`) and both ways of encoding modules alone
+    (`benchmarks.pml_accuracy`).
+    """
 
     isolations: tuple[str, ...] = ISOLATIONS
 
@@ -55,7 +58,7 @@ class Accuracy:
 
 
 def _questions() -> Any:
-    """The benchmark's module, which only the sources have."""
+    """The benchmark's Python module, which only a checkout of the sources has."""
     root = str(source_tree("benchmarks/pml_accuracy.py"))
     if root not in sys.path:
         sys.path.insert(0, root)

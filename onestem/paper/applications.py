@@ -1,4 +1,4 @@
-"""Prompts of the example applications: times and answers with cached modules and without."""
+"""Prompts of the example applications: times and answers, with and without cached modules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ REPEAT = 5
 
 
 def source_tree(what: str) -> Path:
-    """The folder of the sources, which an installed package is without.
+    """The folder of the sources, which an installed package lacks.
 
     Raises:
-        ConfigError: it has no `what`.
+        ConfigError: there is no `what` in it.
     """
     root = Path(onestem.__file__).parents[1]
     if not (root / what).exists():
@@ -68,8 +68,8 @@ class Applications:
 def _answer(
     llm: LLM, compiled: CompiledPrompt, params: SamplingParams, whole: bool
 ) -> tuple[float, int, str]:
-    """Seconds to the first token, prompt tokens computed, and the answer; `whole` begins with an
-    empty cache."""
+    """(seconds to the first token, prompt tokens computed, answer); `whole` empties the cache
+    before."""
     if whole:
         llm.engine.cache.clear()
     (output,) = llm.engine.run([llm.pml_request(compiled, params)])

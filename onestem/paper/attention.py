@@ -79,7 +79,7 @@ class AttentionSweep:
     """Milliseconds of attention in each setting.
 
     Attributes:
-        settings: place in the table, and the step that is measured there.
+        settings: place in the table, and the step that is measured.
         theory: whether eq. 10 of RelayAttention predicts the speed-up.
     """
 
@@ -129,7 +129,7 @@ class AttentionSweep:
 
 
 def keys_read(step: Step, share: bool) -> int:
-    """Keys that the step's work items read, those read for several rows at once counted once."""
+    """Keys that the step's work items read. Keys read for several rows at once count once."""
     total = 0
     for item in make_items(step.plan, CostModel(), share):
         copies = len(item.rows) if isinstance(item, SharedItem) and item.copies else 1
@@ -138,5 +138,5 @@ def keys_read(step: Step, share: bool) -> int:
 
 
 def relay_speedup(system: int, context: int, batch: int) -> float:
-    """What reading the system prompt once saves (RelayAttention, eq. 10)."""
+    """Speed-up from reading the system prompt once (RelayAttention, eq. 10)."""
     return (system + context + 2) / (system / batch + context + 7)

@@ -1,4 +1,4 @@
-"""What all experiments of a run have in common: engine options, scale, peers, a loaded model."""
+"""State that all experiments of a run share: engine options, scale, peers, a loaded model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class Bench(AbstractContextManager["Bench"]):
     """One run of experiments.
 
     Args:
-        options: of the engine. A model that is told takes the place of the papers' shapes; `share`
-            is what the series `full` runs with.
+        options: of the engine. A model named there replaces the papers' shapes; `share` is used
+            for the series `full`.
         scale: factor of lengths, numbers of requests, batches and models; 1 is the paper's size.
-        part: factor of the numbers of requests and of a sweep's points alone: all else keeps its
-            size.
+        part: factor of the numbers of requests and of a sweep's points only.
         against: peers, where an experiment knows them.
 
     Attributes:
@@ -77,7 +76,7 @@ class Bench(AbstractContextManager["Bench"]):
         return max(least, round(count * self.scale))
 
     def thin(self, values: Sequence[Value]) -> list[Value]:
-        """Of a sweep its ends, and as many between them as scale and part say."""
+        """The ends of a sweep, and the number of points between them that scale and part allow."""
         count = min(len(values), max(2, round(len(values) * min(self.scale, self.part))))
         if count < 2:
             return list(values)
@@ -86,8 +85,8 @@ class Bench(AbstractContextManager["Bench"]):
     def thin_table(
         self, settings: Sequence[Value], at: Callable[[Value], Mapping[str, Any]]
     ) -> list[Value]:
-        """Of the settings of a table those that stand, by `at`, in the rows and columns that `thin`
-        leaves of each of its axes."""
+        """The settings of a table in the rows and columns that `thin` leaves of each axis. `at`: a
+        setting's place."""
         axes: dict[str, list[Any]] = {}
         for name, value in (pair for each in settings for pair in at(each).items()):
             axes.setdefault(name, []).append(value)
@@ -100,13 +99,13 @@ class Bench(AbstractContextManager["Bench"]):
         return kept or self.thin(settings)
 
     def share(self, mode: ShareMode) -> ShareMode:
-        """How a series runs: `full` is what the options say."""
+        """Share mode of a series: for `full`, that of the options."""
         return self.options.share if mode == "full" else mode
 
     # ----------------------------------------------------------------------------- models
 
     def model(self, shape: str, positions: int) -> str:
-        """The model told, or a shape of a paper at this scale, with room for `positions`.
+        """The model of the options, or a paper's shape at this scale with room for `positions`.
 
         Raises:
             ConfigError: the device cannot hold it.
@@ -131,14 +130,14 @@ class Bench(AbstractContextManager["Bench"]):
         return self.options.replace(model=self.model(shape, positions), **random, **more)
 
     def llm(self, shape: str, positions: int, share: ShareMode = "full", **more: Any) -> LLM:
-        """An engine for a shape, with an empty cache. The last one stays loaded: who asks for
-        several asks for those of one kind behind each other."""
+        """An engine for a shape, with an empty cache. The last one stays loaded, so ask for equal
+        engines in succession."""
         key = (self.model(shape, positions), self.share(share), *sorted(more.items()))
         options = partial(self.engine_options, shape, positions, share=self.share(share), **more)
         return self._loaded(key, options)
 
     def named_llm(self, model: str) -> LLM:
-        """An engine for the model told, or for this one with its own weights."""
+        """An engine for the model of the options, or else for `model`, with its own weights."""
         return self._loaded(
             (self.told_model or model,),
             lambda: self.options.replace(model=self.told_model or model),
@@ -154,8 +153,8 @@ class Bench(AbstractContextManager["Bench"]):
         return llm
 
     def vllm(self, shape: str, positions: int) -> tuple[Vllm, int]:
-        """vLLM with a shape of a paper (see `model`), and its vocabulary. The last one stays
-        loaded, and nothing beside it."""
+        """(vLLM with a shape of a paper, see `model`; size of its vocabulary). The last one stays
+        loaded, and nothing else."""
         model = self.model(shape, positions)
         config = ModelConfig.from_directory(find_model(model))
         if self._vllm is None or self._vllm[0] != model:
@@ -172,7 +171,7 @@ class Bench(AbstractContextManager["Bench"]):
         return self._vllm[1], config.vocab_size
 
     def release(self) -> None:
-        """Let go of the model that is loaded."""
+        """Free the loaded model."""
         if self._llm is not None:
             self._llm[1].close()
             self._llm = None
@@ -193,6 +192,6 @@ class Bench(AbstractContextManager["Bench"]):
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
-    """Each value once: numbers in rising order, names as they come."""
+    """Each value once: numbers in rising order, names in their order."""
     found = list(dict.fromkeys(values))
     return sorted(found) if all(isinstance(value, (int, float)) for value in found) else found

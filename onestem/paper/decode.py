@@ -19,9 +19,10 @@ from onestem.request import Request, SamplingParams
 
 __all__ = ["DecodeSweep", "decode"]
 
-# Prompts take steps, in which the first of a batch decode already: they sample so many tokens more.
+# While later prompts are computed, the first of a batch decode already. For these steps sequences
+# may sample extra tokens: a step per STEP_TOKENS of prompts, at most MOST_STEPS.
 STEP_TOKENS, MOST_STEPS = 256, 4096
-# Of a rate so many seconds of steps are enough, and so many steps are needed.
+# A rate is measured over this many seconds, but at least these steps.
 ENOUGH_SECONDS, FEWEST_STEPS = 2.0, 4
 MODES: tuple[ShareMode, ...] = ("full", "storage", "off", "no-attention")
 
@@ -31,7 +32,7 @@ class DecodeSweep:
     """Thousands of tokens per second, or seconds, of batches that decode behind one prefix.
 
     Attributes:
-        new: tokens sampled by each sequence; for a rate fewer, where they take long.
+        new: tokens sampled by each sequence; a rate uses fewer where they take long.
     """
 
     model: str
@@ -64,14 +65,14 @@ class DecodeSweep:
         enough = ENOUGH_SECONDS if self.metric == "thousand tokens/s" else math.inf
         seconds, tokens, counts = decode(llm, **ran, enough=enough)
         if not tokens:
-            yield Cell(at, mode, None, ran, counts, "never does the whole batch decode at once")
+            yield Cell(at, mode, None, ran, counts, "the whole batch never decodes at once")
             return
         value = seconds if self.metric == "seconds" else tokens / seconds / 1000
         yield Cell(at, mode, value, ran | {"new": tokens // ran["batch"]}, counts)
 
 
 def own_tokens(llm: LLM, mode: ShareMode, batch: int, prefix: int, new: int) -> int:
-    """KV tokens that a sequence takes alone, in whole pages."""
+    """KV tokens that a sequence does not share, in whole pages."""
     page = llm.engine.cache.pool.page_size
     tokens = new + 1 + (prefix if mode == "off" else 0)
     return (-(-tokens // page) + 1) * page
@@ -80,9 +81,11 @@ def own_tokens(llm: LLM, mode: ShareMode, batch: int, prefix: int, new: int) -> 
 def decode(
     llm: LLM, batch: int, prefix: int, new: int, enough: float = math.inf
 ) -> tuple[float, int, dict[str, float]]:
-    """Seconds and tokens of `new` steps in which all of a batch decode (no tokens: there are none),
-    and what the engine counted; each sequence has one token of its own after the prefix. Steps end
-    after `enough` seconds."""
+    """Seconds and tokens of `new` steps in which the whole batch decodes, and the engine's counts.
+
+    0 tokens: there was no such step. Each sequence has one token of its own after the prefix.
+    Steps end after `enough` seconds.
+    """
     engine = llm.engine
     prompts = batch * (prefix + 1) if engine.share == "off" else prefix + batch
     most = new + 2 + min(MOST_STEPS, prompts // STEP_TOKENS)
@@ -106,7 +109,7 @@ def decode(
 
 
 def _all_decode(llm: LLM, batch: int) -> bool:
-    """Whether the last step was one of decodes alone, of the whole batch."""
+    """Whether the last step was a decode of the whole batch, without chunks of prompts."""
     return len(llm.engine.order) == batch and not llm.engine.order.chunks
 
 

@@ -1,4 +1,4 @@
-"""What a table or figure is: settings and published numbers as data, and what measures it."""
+"""A table or figure: settings and published numbers as data, and the code that measures it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Cell:
     """One number of a table or figure.
 
     Attributes:
-        at: where it stands, in the paper's sizes: {"batch": 32, "prefix": 1024}.
-        series: whose it is: a mode of ours, a peer, or the paper's name of a method.
+        at: its place, in the paper's sizes: {"batch": 32, "prefix": 1024}.
+        series: a mode of ours, a peer, or the paper's name of a method.
         value: in the experiment's unit; None: there is none, and `note` says why.
         ran: the sizes that really ran.
-        counts: what was counted meanwhile: tokens computed, keys read.
+        counts: counts of the run: tokens computed, keys read.
     """
 
     at: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Cell:
 
 
 THEORY = "eq. 10"
-"""The series of a prediction of RelayAttention: not measured, a ratio."""
+"""The series of RelayAttention's prediction: a ratio that is not measured."""
 
 Step = Callable[[], Iterable[Cell]]
 
@@ -62,15 +62,15 @@ class Experiment:
         name: as on the command line.
         source: paper, and number of the table or figure there.
         title: one line.
-        claim: what the paper says of it, in our words.
-        machine: what the paper ran it on; "": nothing ran.
+        claim: the paper's claim, in our words.
+        machine: the paper's machine; "": nothing ran.
         unit: of the values.
         published: the paper's numbers, at the same places as ours.
-        theirs: for a series of ours the paper's one to compare it with.
-        ratio: two series of ours; the second's time by the first's, or the first's rate by the
-            second's, is a series of its own. None: nothing is compared.
+        theirs: our series -> the paper's series to compare it with.
+        ratio: two series of ours, whose speed-up becomes a series too: the second's time by the
+            first's, or the first's rate by the second's. None: nothing is compared.
         better: whether less of the unit is better (times), or more (rates).
-        across: what stands across the table; "": the series do.
+        across: the setting in the table's columns; "": the series are.
         assumed: what the paper leaves open and we chose.
         plot_ratio: draw the ratio instead of the values.
     """
@@ -92,14 +92,14 @@ class Experiment:
 
     @property
     def published_ratio(self) -> tuple[str, str] | None:
-        """The paper's methods that stand for those of `ratio`."""
+        """The paper's series that correspond to those of `ratio`."""
         if self.ratio is None or not set(self.ratio) <= set(self.theirs):
             return None
         own, other = self.ratio
         return self.theirs[own], self.theirs[other]
 
     def with_ratios(self, cells: Sequence[Cell], pair: tuple[str, str] | None) -> list[Cell]:
-        """Cells, and those of a ratio where both of its series have a number."""
+        """`cells`, and cells of the ratio where both series have a number."""
         if pair is None:
             return list(cells)
         found = {(place(cell.at), cell.series): cell.value for cell in cells}
@@ -116,7 +116,7 @@ class Experiment:
 
 
 def place(at: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A place as a key, whatever the order of its names."""
+    """A place as a key, independent of the order of its names."""
     return tuple(sorted(at.items()))
 
 
@@ -137,7 +137,7 @@ def grid(
 
 
 def points(at: str, rows: Mapping[Any, Mapping[str, float | None]]) -> tuple[Cell, ...]:
-    """Published numbers over one setting: its value -> method -> number."""
+    """Published numbers over one setting. `rows`: value of the setting -> method -> number."""
     return tuple(
         Cell({at: where}, series, value)
         for where, values in rows.items()

@@ -25,7 +25,7 @@ NONE = (None,) * 5
 APPS = DATA_SETS["apps"]
 
 Row = Sequence[float | None]
-# batch -> the ceiling, and FlashAttention, Hydragen and vLLM at each prefix
+# batch -> (the ceiling; FlashAttention, Hydragen and vLLM at each prefix)
 Rows = Mapping[int, tuple[float, Row, Row, Row]]
 
 
@@ -39,8 +39,8 @@ def _published(rows: Rows) -> tuple[Cell, ...]:
     return tuple(cell for cell in cells if cell.value is not None)
 
 
-# Thousands of tokens per second. What the paper marks as out of memory, or cannot be read in its
-# text with certainty, is None.
+# Thousands of tokens per second. None: out of memory in the paper, or not readable with certainty
+# in its text.
 TABLE2: Rows = {
     32: (3.1, (2.5, 2.2, 1.8, 1.3, 0.9), (2.7, 2.7, 2.6, 2.6, 2.5), (1.6, 1.6, 1.5, 0.6, 0.3)),
     64: (5.7, (4.2, 3.4, 2.6, 1.7, None), (5.0, 4.9, 4.9, 4.8, 4.6), (2.9, 2.8, 2.1, 0.7, 0.4)),

@@ -1,4 +1,4 @@
-"""Jobs of prompts that share text: what planning and sharing give, and what the plan alone says."""
+"""Jobs of prompts that share text: gains of planning and sharing, and figures of the plan alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def job(
 
 
 def scaled_job(case: BatchCase, bench: Bench) -> BatchCase:
-    """With fewer groups (where one is left, smaller ones) and shorter lengths."""
+    """The job with fewer groups (smaller ones once a single group is left) and shorter lengths."""
 
     def shorter(lengths: Lengths) -> Lengths:
         if isinstance(lengths, int):
@@ -70,7 +70,7 @@ def scaled_job(case: BatchCase, bench: Bench) -> BatchCase:
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to run a job: its name in the table, the engine's mode, and options of the engine."""
+    """A way to run a job: name in the table, share mode, and options of the engine."""
 
     name: str
     share: ShareMode = "full"
@@ -79,7 +79,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a job stands in the table, and its model."""
+    """A job with its place in the table and its model."""
 
     at: Mapping[str, Any]
     job: BatchCase
@@ -88,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class JobRuns:
-    """Each job in each mode, by one figure of `run_batch`."""
+    """Each job in each mode, measured by one figure of `run_batch`."""
 
     settings: tuple[Setting, ...]
     modes: tuple[Mode, ...]
@@ -120,7 +120,7 @@ class JobRuns:
     def _measure_vllm(
         self, bench: Bench, setting: Setting, order: str, longest: int
     ) -> Iterable[Cell]:
-        """`sorted`: the prompts in the order of their tokens."""
+        """vLLM's cell of a setting. Order `sorted`: prompts sorted by their tokens."""
         job = scaled_job(setting.job, bench)
         vllm, vocabulary = bench.vllm(setting.model, longest)
         requests = job.requests(vocabulary)
@@ -159,8 +159,11 @@ PLANS = 3
 
 @dataclass(frozen=True)
 class PlanSavings:
-    """Of each job the part of the prompt tokens that need not be computed (BatchLLM, eq. 1), or the
-    seconds of planning (the least of three), by the plan alone: no model runs."""
+    """Figures of each job's plan alone, without a model.
+
+    Either the part of the prompt tokens that need not be computed (BatchLLM, eq. 1), or the seconds
+    of planning (the minimum of three).
+    """
 
     settings: tuple[tuple[Mapping[str, Any], BatchCase], ...]
     levels: tuple[Levels, ...] = ("one", "all")
@@ -188,7 +191,7 @@ def planned_prompts(bench: Bench, case: BatchCase) -> list[tuple[list[int], int]
 
 
 def _plan(bench: Bench, requests: list[tuple[list[int], int]], levels: Levels = "all") -> JobPlan:
-    """One that shares nothing where the engine is told to share nothing."""
+    """Plan requests; the plan shares nothing if the engine's options share nothing."""
     prompts, outputs = zip(*requests, strict=True)
     shares = bench.share("full") in ("full", "storage")
     least = 1 if shares else max(map(len, prompts))
@@ -197,8 +200,8 @@ def _plan(bench: Bench, requests: list[tuple[list[int], int]], levels: Levels = 
 
 @dataclass(frozen=True)
 class WorkloadLengths:
-    """What the planner finds in a job: tokens of prefixes and of the rest, and members of groups
-    (mean, and percentiles)."""
+    """Lengths that the planner finds in a job: tokens of prefixes and of the rest, and members of
+    groups (mean and percentiles)."""
 
     job: BatchCase
 

@@ -14,8 +14,8 @@ __all__ = ["TokenMemories"]
 
 @dataclass(frozen=True)
 class TokenMemories:
-    """MiB of a token at 16 bits: with a key and a value for each query head, as the paper counts,
-    and with the heads that the model stores.
+    """MiB of a token at 16 bits: with a key and a value for each query head, as in the paper, and
+    with the heads that the model stores.
 
     Attributes:
         models: name -> layers, hidden size, query heads, KV heads.

@@ -17,16 +17,16 @@ __all__ = ["FirstTokens"]
 NEW = 50  # tokens of a prompt's own text
 MODULES = 5
 REPEAT = 3
-SERIES = {"off": "off_", "device": "device_", "host": ""}  # and how the figures' names begin
+SERIES = {"off": "off_", "device": "device_", "host": ""}  # series -> prefix of its figures' names
 
 
 @dataclass(frozen=True)
 class FirstTokens:
     """Milliseconds to the first token: everything computed (`off`), modules in KV memory
-    (`device`), in host memory (`host`).
+    (`device`), modules in host memory (`host`).
 
     Attributes:
-        settings: place in the table, model, tokens of the modules, tokens of text beside them.
+        settings: (place in the table, model, tokens of the modules, tokens of other text).
     """
 
     settings: tuple[tuple[Mapping[str, Any], str, int, int], ...]

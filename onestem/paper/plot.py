@@ -22,8 +22,8 @@ class Panel:
     """One diagram.
 
     Attributes:
-        lines: series -> points, x a number (drawn to a logarithmic scale where all are powers of
-            two or so) or a name; y from 0.
+        lines: series -> points. x is a number or a name; y starts at 0. Numbers have a logarithmic
+            scale if they are above 0 and the largest is at least 8 times the smallest.
         dashed: series that are not measured: the paper's, and theory.
     """
 
@@ -87,7 +87,7 @@ def _panel(panel: Panel, colours: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where values of x stand: numbers by their value or its logarithm, names side by side."""
+    """Places of x values: numbers by value or logarithm, names side by side."""
 
     values: list[Any]
     log: bool

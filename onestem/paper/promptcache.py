@@ -1,4 +1,4 @@
-"""Prompt Cache (arXiv 2311.04934): attention states of modules, used again."""
+"""Prompt Cache (arXiv 2311.04934): reuse of modules' attention states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = {  # of a context, on average: LongBench (arXiv 2308.14508), its table o
 EIGHT = tuple(WORDS)[:8]
 LENGTHS = f"LongBench's mean words as tokens, at most {CONTEXT}; {NEW} tokens of question"
 
-# Table 3; table 1 has its first eight. data -> baseline and cached: Llama2 7B, 13B, MPT, Falcon 7B
+# Table 3; table 1 has its first eight. Data -> baselines, then cached, in the order of `MODELS`.
 SCORES = {
     "Narrative QA": (19.93, 19.38, 20.37, 19.94, 10.43, 11.33, 7.14, 8.87),
     "2 Wiki Multi-Hop QA": (16.63, 13.95, 14.59, 17.69, 10.44, 13.70, 14.42, 15.07),
@@ -92,7 +92,7 @@ def _accuracy(number: int, data: tuple[str, ...]) -> Experiment:
         theirs={"off": "baseline", "anchored": "cached"},
         assumed=(
             "the embedded model and its documents; `python -m benchmarks.longbench` runs LongBench "
-            "itself for who has its files and a model"
+            "itself, given its files and a model"
         ),
     )
 

@@ -18,7 +18,7 @@ def find(name: str) -> Experiment:
     """An experiment by its name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no experiment has this name.
     """
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]

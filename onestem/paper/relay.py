@@ -35,7 +35,7 @@ def _job(system: int, requests: int, own: Lengths, output: Lengths) -> BatchCase
 
 
 def _few_shot(shots: int) -> Lengths:
-    """Prompts of MMLU, as much shorter as they have fewer examples."""
+    """Lengths of MMLU prompts, in proportion to the number of examples."""
     five = DATA_SETS["mmlu"]["prefix"]
     assert isinstance(five, LogNormal)
     part = shots / 5

@@ -20,9 +20,9 @@ STYLE = (
 
 
 def picture_of(experiment: Experiment, result: Mapping[str, Any]) -> str:
-    """SVG: a panel for each place but for what stands along x, a line for each series, the paper's
-    dashed. Along x: what stands across the table, or else the last of the places' names."""
-    names = list(result["cells"][0]["at"])  # of places elsewhere there is no panel
+    """SVG: a line for each series, the paper's dashed. The x axis is the setting across the table,
+    or else the last name of the places. Each value of the other settings has a panel."""
+    names = list(result["cells"][0]["at"])  # cells with other names are not drawn
     x_name = experiment.across or names[-1]
     drawn: dict[str, dict[str, list[tuple[Any, float]]]] = {}
     dashed = set()

@@ -1,4 +1,4 @@
-"""Running an experiment: its cells, and what must be known to read them, as one JSON object."""
+"""Runs an experiment: its cells, and the facts needed to read them, as one JSON object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onestem.paper.jobs import JobRuns
 __all__ = ["Progress", "run_experiment"]
 
 Progress = Callable[[Sequence[Step]], Iterable[Step]]
-"""Gives the steps one by one, and may show how many are done."""
+"""Yields the steps one by one, and may show the progress."""
 
 
 def run_experiment(
@@ -28,8 +28,8 @@ def run_experiment(
     """Measure all cells.
 
     Returns:
-        what the JSON file holds: `cells` are ours, `published` the paper's; both are lists of
-        `Cell` as objects.
+        content of the JSON file. `cells` are ours, `published` the paper's: lists of `Cell` as
+        objects.
     """
     if isinstance(experiment.measure, AttentionSweep | JobRuns):
         bench.refused = {}

@@ -36,9 +36,9 @@ LONGEST_CHAT = sum(
 @dataclass(frozen=True)
 class SustainableRates:
     """Requests per second at which nine of ten requests stay below `limit` seconds per output
-    token, for each length of the system prompt; arrivals are a Poisson process.
+    token, for each length of the system prompt. Arrivals are a Poisson process.
 
-    At a scale below 1 the search is coarser too, and ends at eight times its first rate.
+    At a scale below 1 the search is also coarser, and ends at eight times its first rate.
     """
 
     model: str
@@ -65,13 +65,13 @@ class SustainableRates:
                     rate, run = self._search(bench, url, load)
                     ran = {"system": tokens, "requests": run["requests"]}
                     counts = {name: run[name] for name in ("prompt_tokens", "cached_tokens")}
-                    note = "" if rate is not None else "even the least rate was too much"
+                    note = "" if rate is not None else "even the lowest rate was too high"
                     yield Cell({"system prompt": system}, mode, rate, ran, counts, note)
 
     def _search(
         self, bench: Bench, url: str, load: Workload
     ) -> tuple[float | None, dict[str, float]]:
-        """The rate, and the last run."""
+        """(the rate, the last run)."""
         made = Load(
             base_url=url,
             target=Target(model_name(url)),

@@ -11,8 +11,8 @@ LEAST_VOCABULARY = 512
 
 
 def scaled(config: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """A config with that part of the layers, heads, inner size and vocabulary, at least one of
-    each. Heads keep their size, and as many query heads share a KV head."""
+    """A config with layers, heads, inner size and vocabulary scaled, at least one of each. The size
+    of heads and the query heads per KV head stay."""
     if scale == 1:
         return dict(config)
 

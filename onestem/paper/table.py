@@ -1,4 +1,4 @@
-"""A result as the table of the paper: our numbers, and the paper's beside them."""
+"""A result as the paper's table, with our numbers and the paper's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Table:
 
 
 def table_of(experiment: Experiment, result: Mapping[str, Any]) -> Table:
-    """Cells are `ours / the paper's`, or what there is of them.
+    """Table of a result. Cells are `ours / the paper's`, or the one of the two that there is.
 
-    A series of ours stands with the paper's one that it is compared with; other series of the paper
-    stand alone.
+    A series of ours shares a column with the paper's series that it is compared with. Other series
+    of the paper have their own.
     """
     found = _Found(experiment, result)
     if experiment.across:
@@ -35,7 +35,7 @@ def table_of(experiment: Experiment, result: Mapping[str, Any]) -> Table:
 
 
 def text_of(table: Table) -> str:
-    """With aligned columns."""
+    """The table as text, with aligned columns."""
     lines = [table.header, *table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
     made = [
@@ -46,7 +46,7 @@ def text_of(table: Table) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits or so."""
+    """A number with about three digits."""
     if value is None:
         return NOTHING
     if value and abs(value) < 0.1:
@@ -55,11 +55,11 @@ def number(value: float | None) -> str:
 
 
 class _Found:
-    """Numbers by place and series, ours and the paper's.
+    """Our numbers and the paper's, by place and series.
 
     Attributes:
-        places: all of them, ours first; a place's names keep their order.
-        columns: label -> series of ours and of the paper that it shows.
+        places: of all cells, sorted; a place's names keep their order.
+        columns: label -> (our series, the paper's series) in it.
     """
 
     def __init__(self, experiment: Experiment, result: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class _Found:
         }
 
     def down(self) -> tuple[list[str], list[list[str]]]:
-        """Series stand across."""
+        """Header and rows with series as columns."""
         names = list(dict.fromkeys(name for at in self.places for name in at))
         rows = [
             [
@@ -91,7 +91,7 @@ class _Found:
         return [*names, *self.columns], rows
 
     def across(self, name: str) -> tuple[list[str], list[list[str]]]:
-        """A setting stands across, series below each other."""
+        """Header and rows with the values of a setting as columns, and series as rows."""
         columns = sorted({at[name] for at in self.places})
         without = [{k: v for k, v in at.items() if k != name} for at in self.places]
         rests = list({place(at): at for at in without}.values())
@@ -114,7 +114,7 @@ class _Found:
 
 
 def _sorted(places: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """By their numbers; names stay in the order in which they come first."""
+    """Places sorted by their numbers; names by first appearance."""
     seen: dict[Any, int] = {}
     for at in places:
         for name, value in at.items():

@@ -17,12 +17,12 @@ from onestem.paper.jobs import Mode, Setting, answered, scaled_job
 
 __all__ = ["StepRows"]
 
-PARTS = 20  # of a job's steps, each by its mean
+PARTS = 20  # of a job's steps, of which the means are drawn
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of a job's steps, from its first to its last, in twentieths of the job.
+    """Mean rows of a step, for each twentieth of a job's steps.
 
     A step with less than half of the fullest step's rows counts as a valley.
     """

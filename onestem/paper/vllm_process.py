@@ -1,7 +1,7 @@
-"""vLLM on jobs: in a process of its own, which may be another interpreter's.
+"""Runs jobs with vLLM in a process of its own, which may use another interpreter.
 
-The process reads the path of a job on each line and writes its figures as a JSON line. Imported by
-nobody but its parent's `Vllm`, this file needs vLLM alone.
+The process reads the path of a job on each line and writes its figures as a JSON line. Run as that
+process, this file needs vLLM alone.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import Any
 __all__ = ["INTERPRETER", "Vllm", "absent_vllm"]
 
 INTERPRETER = "ONESTEM_VLLM_PYTHON"
-"""Environment variable: the interpreter that has vLLM, where it is not this one."""
+"""Environment variable: the interpreter that has vLLM, if it is not this one."""
 
 ENDING_SECONDS = 60.0
-WARM_PROMPTS = 64  # of a job, before the clock starts
-# As offline jobs have it on one large GPU; the other settings are vLLM's own.
+WARM_PROMPTS = 64  # prompts of a job that run before the clock starts
+# Settings for offline jobs on one large GPU; the others are vLLM's defaults.
 SETTINGS = {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "max_num_seqs": 1024}
 
 
 def absent_vllm() -> str | None:
-    """Why there is no vLLM; None: there is."""
+    """Why vLLM is not available; None: it is."""
     if INTERPRETER in os.environ or find_spec("vllm") is not None:
         return None
     return f"needs the package vllm, not installed: install it, or name its Python in {INTERPRETER}"
 
 
 class Vllm:
-    """An engine with random weights of a model's shape. It imports vLLM at once, and touches no
+    """A vLLM engine with random weights of a model's shape. It imports vLLM at once, but touches no
     device before `load`."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Vllm:
         )
 
     def load(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the engine; `settings` of `vllm.LLM`.
+        """Make the engine; `settings`: arguments of `vllm.LLM`.
 
         Returns:
             vLLM's `version`, and all `settings`.
@@ -62,17 +62,18 @@ class Vllm:
             raise
 
     def run(self, requests: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
-        """`generate`, greedy, with so many tokens of each prompt."""
+        """`generate`, greedy. `requests`: (prompt, number of tokens to sample)."""
         prompts, outputs = zip(*requests, strict=True)
         return self.generate(prompts, {"temperature": 0.0, "ignore_eos": True}, outputs)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], outputs: Sequence[int]
     ) -> dict[str, Any]:
-        """Answer prompts in this order. The cache is empty before.
+        """Answer prompts in this order, beginning with an empty cache.
 
         Args:
-            params: fields of `vllm.SamplingParams`, but for `max_tokens`, which are `outputs`.
+            params: fields of `vllm.SamplingParams` except `max_tokens`.
+            outputs: `max_tokens` of each prompt.
 
         Returns:
             `seconds` from the call to the last answer, `cached_tokens` of the prompts, and
@@ -93,7 +94,7 @@ class Vllm:
         self._folder.cleanup()
 
     def stop(self) -> None:
-        """End it and all that it has started, now: what it is asked fails."""
+        """Kill the process and its children at once: pending calls fail."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -116,7 +117,7 @@ class Vllm:
 
 
 def main() -> None:
-    # What vLLM and its libraries print is not an answer.
+    # Answers need a stream of their own: vLLM and its libraries print to stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import vllm  # type: ignore[import-not-found]

@@ -1,7 +1,7 @@
-"""A rank that is not the first: does what it is told, and knows no request.
+"""A rank other than the first: executes rank 0's messages, and knows no requests.
 
-`python -m onestem.parallel.follower FD RANK`: the socket to rank 0 is that file descriptor. Where
-rank 0 is gone, however it ended and whatever is going on here, so is this process.
+`python -m onestem.parallel.follower FD RANK`: the socket to rank 0 is that file descriptor. When
+rank 0 ends, in whatever way, this process ends too, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LOOK_SECONDS = 1.0
 
 
 class Follower:
-    """Does what rank 0 tells.
+    """Executes rank 0's messages.
 
     Args:
         rank: which one this is, from 1 on.
-        end: of the socket.
+        end: this process's end of the socket.
     """
 
     def __init__(self, rank: int, end: Connection) -> None:
@@ -56,7 +56,7 @@ class Follower:
         self._runner: Runner
 
     def run(self) -> None:
-        """Until the socket closes."""
+        """Execute messages until the socket closes."""
         self._socket.send(("here", None))
         while True:
             told = self._reader.read(self._socket.recv_bytes())
@@ -76,7 +76,7 @@ class Follower:
                 pass
 
     def _join(self, folder: str, size: int, device: str, threads: int) -> None:
-        """`device`: of rank 0."""
+        """Meet the other ranks. `device`: rank 0's."""
         self.folder = Path(folder)
         first = torch.device(device)
         self._device = first
@@ -123,10 +123,10 @@ class Follower:
 
 
 def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:
-    """End this process when rank 0 is gone. Another process that rank 0 has forked may hold its end
-    of the socket open: so it is also looked for."""
+    """End this process when rank 0 is gone. A process that rank 0 has forked may hold the socket
+    open, so the parent process is checked as well."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # told of the other end's closing alone
+    poll.register(descriptor, 0)  # reports only that the other end closes
     while not poll.poll(1000 * LOOK_SECONDS) and os.getppid() == parent:
         pass
     if follower.folder is not None:
@@ -135,8 +135,8 @@ def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:
 
 
 def follow(end: Connection, rank: int) -> None:
-    """Be that rank, until the socket closes; ends the process."""
-    # Rank 0 says when to end, also where a signal goes to the whole group of processes.
+    """Run this rank until the socket closes; ends the process."""
+    # Rank 0 says when to end, even if a signal goes to the whole group of processes.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     follower, parent = Follower(rank, end), os.getppid()
@@ -149,7 +149,7 @@ def follow(end: Connection, rank: int) -> None:
     except EOFError:
         pass
     except Exception as error:
-        # Ends with rank 0, which asks first whether another rank has ended: then this is no cause.
+        # Ends with rank 0, which first looks whether another rank has ended: then that is the cause
         log.debug("rank %d failed", rank, exc_info=error)
         with contextlib.suppress(OSError):
             end.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))

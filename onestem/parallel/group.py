@@ -13,15 +13,15 @@ from onestem.models.ranks import Ranks
 
 __all__ = ["join"]
 
-# All are there when they join, so nobody is waited for but one that dies just then.
+# All ranks are up when they join: only one that dies in that moment is waited for.
 JOIN_SECONDS = 8
-# A collective ends when the last rank comes to it, or one of them has died.
+# A collective ends when the last rank comes to it, or a rank has died.
 NEVER = timedelta(days=365)
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
-    """Meet the others, which call this too. The group is no other's business: the caller's own
-    default group of torch.distributed, if there is one, is not touched.
+    """Meet the others, which call this too. The caller's own default group of torch.distributed, if
+    there is one, is not touched.
 
     Raises:
         RuntimeError: one of them does not come.
@@ -42,7 +42,7 @@ def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
     return Ranks(rank, size, group)
 
 
-# Types of torch's backends do not know what both of ours have.
+# `Any`: torch's types lack members that both backends have.
 
 
 def _gloo(store: FileStore, rank: int, size: int) -> Any:

@@ -22,7 +22,7 @@ __all__ = ["LeadRunner"]
 
 
 class LeadRunner:
-    """A `Runner` of rank 0's part of the model, and those of the other ranks.
+    """The `Runner` of rank 0's part of the model; drives those of the other ranks too.
 
     Attributes: see `Runner`.
     """
@@ -41,7 +41,7 @@ class LeadRunner:
     # ----------------------------------------------------------------------------- a step
 
     def prepare(self, inputs: StepInputs, change: Change | None) -> Change | None:
-        """The step is told before it is prepared: all do that at the same time."""
+        """Return `change`: `run` sends the step, then all ranks prepare it at the same time."""
         return change
 
     def run(self, inputs: StepInputs, prepared: Change | None, ids: Tensor | None) -> Logits:
@@ -83,7 +83,7 @@ class LeadRunner:
             yield block
 
     def _finish(self) -> None:
-        """Make the logits that nobody has asked for: the step came to nothing here."""
+        """Make the logits that were not asked for, of a step that came to nothing here."""
         blocks, self._blocks = self._blocks, []
         for each in blocks:
             for _ in each:
@@ -130,7 +130,7 @@ class LeadRunner:
 
     @contextmanager
     def _told(self, name: str, *arguments: object) -> Iterator[None]:
-        """All call one of their runner's methods, or take what comes to the same."""
+        """Have other ranks call a method of their runners, while the block does the same here."""
         with uninterrupted():
             self._finish()
             with self._team.together(call(name, *arguments)):

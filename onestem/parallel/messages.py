@@ -1,8 +1,8 @@
-"""What rank 0 tells the others: calls, and steps, whole or what one differs in from the one before.
+"""What rank 0 sends the others: calls, and steps, whole or as the change to the one before.
 
-Who decodes on from step to step has a row that goes one token further, and now and then takes a
-page. So of most steps no more is told than these pages, and on a CPU the tokens; other ranks edit
-the same arrays in the same way. What has to do with requests is rank 0's business.
+From step to step a decoding row goes one token further, and now and then takes a page. So most
+messages hold only these pages, and on a CPU the tokens. Other ranks edit the same arrays alike.
+They know no requests.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ CALL = HEAD.pack(-1, *[0] * 10)
 
 @dataclass(frozen=True)
 class ToldCall:
-    """Something to do."""
+    """A method of `Follower` to call, without its underscore."""
 
     name: str
     arguments: tuple[Any, ...]
 
 
 def call(name: str, *arguments: Any) -> bytes:
-    """Something to do."""
+    """The message for a `ToldCall`."""
     return CALL + pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(frozen=True, eq=False)
 class ToldStep:
-    """What a runner takes.
+    """A step, as a runner takes it.
 
     Attributes:
-        num_device_ids: of the first rows' tokens, those that rank 0 has on its device alone.
+        num_device_ids: number of first rows whose tokens only rank 0 has, on its device.
     """
 
     inputs: StepInputs
@@ -55,7 +55,7 @@ class ToldStep:
 
 
 def whole(inputs: StepInputs, ids: Tensor | None) -> bytes:
-    """A step without the one before it. `ids`: as `Runner.run` has them."""
+    """The message for a whole step. `ids`: as `Runner.run` takes them."""
     plan = next(iter(inputs.plans.values()))
     return _message(
         ids,
@@ -66,7 +66,7 @@ def whole(inputs: StepInputs, ids: Tensor | None) -> bytes:
 
 
 def advance(inputs: StepInputs, change: Change, ids: Tensor | None) -> bytes:
-    """What a step differs in from the one before."""
+    """The message for a step as the change to the one before."""
     tokens = inputs.token_ids if ids is None else inputs.token_ids[:0]
     return _message(ids, 0, [tokens, change.runs, change.page_index, change.pages], [])
 
@@ -74,7 +74,7 @@ def advance(inputs: StepInputs, change: Change, ids: Tensor | None) -> bytes:
 def _message(
     ids: Tensor | None, page_size: int, long: list[np.ndarray], short: list[np.ndarray]
 ) -> bytes:
-    """Arrays of int64 come before those of int32: each stands where its type may."""
+    """Pack arrays. Those of int64 come before those of int32, so that each is aligned."""
     arrays = [*long, *short]
     sizes = [array.size for array in arrays] + [0] * (9 - len(arrays))
     head = HEAD.pack(0 if ids is None else len(ids), page_size, *sizes)
@@ -82,7 +82,7 @@ def _message(
 
 
 class Reader:
-    """The other end: keeps the arrays of the step before.
+    """The receiving end: keeps the arrays of the step before.
 
     Args:
         windows: of the model's layers.
@@ -93,7 +93,7 @@ class Reader:
         self._inputs: StepInputs
 
     def read(self, message: bytes) -> ToldStep | ToldCall:
-        """What a message says."""
+        """The step or call of a message."""
         num_ids, page_size, *sizes = HEAD.unpack_from(message)
         if num_ids < 0:
             return ToldCall(*pickle.loads(message[HEAD.size :]))
@@ -126,7 +126,7 @@ class Reader:
     def _advance(
         self, tokens: np.ndarray, runs: np.ndarray, index: np.ndarray, pages: np.ndarray
     ) -> Change:
-        """One token further in every row, as `Order` goes."""
+        """Advance every row by one token, as `Order` does."""
         inputs = self._inputs
         plan, count = next(iter(inputs.plans.values())), len(inputs.positions)
         inputs.token_ids[: len(tokens)] = tokens

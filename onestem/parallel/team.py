@@ -1,8 +1,8 @@
 """The processes of one model: how they are started, watched and ended.
 
-Each other rank has one socket to rank 0. What rank 0 tells comes over it in order; a thread here
-reads what comes back, and sees the end of a process as the end of its socket. Who has lost one rank
-has lost them all: a collective of the others would wait for ever.
+Each other rank has one socket to rank 0. Rank 0's messages go over it in order; a thread here
+reads the replies, and sees the end of a process as the end of its socket. When one rank is lost all
+are ended: a collective of the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from onestem.parallel.messages import call
 
 __all__ = ["Team", "check_size"]
 
-# Who ends because another has ended says so a moment later than this one's socket closes, or
-# before: whose fault it is, is known after so long.
+# A rank that fails because another has ended may report that before the other's socket closes.
+# After this time it is known which came first.
 GRACE_SECONDS = 0.3
 VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
 END_SECONDS = 5.0  # for a process to end by itself
@@ -69,15 +69,15 @@ class _Member:
 
 @dataclass(eq=False)
 class _Crew:
-    """All that outlives a `Team` until its processes have ended; the watcher holds no more.
+    """What outlives a `Team` until its processes have ended; the watcher holds only this.
 
     Attributes:
         folder: where ranks have met.
         wake: closed to end the watcher.
-        reports: what each rank has said, by rank, of each kind.
-        death: why the team is of no use any more; None: it is well.
-        on_death: told this, once, by the watcher.
-        changed: told of each of these.
+        reports: of each kind, what each rank has reported, by rank.
+        death: why the team is of no use any more; None: it works.
+        on_death: called with `death`, once, by the watcher.
+        changed: notified of changes of `reports` and `death`.
     """
 
     size: int
@@ -97,7 +97,7 @@ class _Crew:
         self.wake, self.sleeper = socket.socketpair()
 
     def note_death(self, line: str) -> None:
-        """All end: whoever waits for one that is gone is freed by that."""
+        """Note why the team ends, and end all ranks: some may wait for one that is gone."""
         with self.changed:
             if self.death is not None:
                 return
@@ -122,7 +122,7 @@ class Team:
         device: of rank 0; the others take those after it, or the same CPU.
 
     Attributes:
-        ranks: rank 0 of them.
+        ranks: as rank 0.
         free_bytes: on the fullest of the other ranks' devices, when the model is loaded; None on a
             CPU, which they share.
 
@@ -153,7 +153,7 @@ class Team:
     # ----------------------------------------------------------------------------- the model
 
     def load_decoder(self, path: str | Path, **options: Any) -> Decoder:
-        """`onestem.models.weights.load_decoder`, of each rank's part at the same time."""
+        """`onestem.models.weights.load_decoder`, on each rank for its part, at the same time."""
         self.tell(call("load", str(path), {**options, "device": None}))  # each has its own
         try:
             decoder: Decoder = self._meanwhile(
@@ -170,7 +170,7 @@ class Team:
         return decoder
 
     def _meanwhile(self, work: Callable[[], Any]) -> Any:
-        """Something that may take minutes, and is given up where a rank ends."""
+        """The result of `work`, which may take minutes; given up when a rank ends."""
         crew, future = self._crew, Future[Any]()
 
         def run() -> None:
@@ -205,7 +205,7 @@ class Team:
             raise RankError(self._crew.death)
 
     def tell(self, message: bytes) -> None:
-        """Send something to all, who do it in this order."""
+        """Send a message to all other ranks, which execute messages in order."""
         self.check()
         try:
             for member in self._crew.members:
@@ -215,8 +215,8 @@ class Team:
 
     @contextlib.contextmanager
     def together(self, message: bytes) -> Iterator[None]:
-        """Tell all to do what the block does. Its collectives need every rank, so an error inside,
-        of whatever kind, is the end of all."""
+        """Tell all to do what the block does. Its collectives need every rank, so any error inside
+        ends all."""
         try:
             with uninterrupted():
                 self.tell(message)
@@ -225,7 +225,7 @@ class Team:
             raise self.failed(error) from error
 
     def failed(self, error: BaseException) -> RankError:
-        """Why a collective, or a message, has failed: mostly because a rank has ended."""
+        """Why a collective or a message has failed: mostly because a rank has ended."""
         crew = self._crew
         with crew.changed:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
@@ -249,11 +249,11 @@ class Team:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the other ranks, from rank 1 on."""
+        """Process ids of the other ranks, from rank 1 on."""
         return [member.process.pid for member in self._crew.members]
 
     def on_death(self, tell: Callable[[str], object]) -> None:
-        """Have a function told, by another thread, when a rank has ended."""
+        """Call a function, from another thread, when a rank has ended; now if one has."""
         self._crew.on_death = tell
         if self._crew.death is not None:
             tell(self._crew.death)
@@ -295,7 +295,7 @@ def _watch(crew: _Crew) -> None:
 
 
 def _report(end: Connection) -> tuple[str, Any] | None:
-    """None: the process has ended."""
+    """The next report; None: the process has ended."""
     try:
         kind, value = end.recv()
     except (EOFError, OSError):
@@ -304,8 +304,8 @@ def _report(end: Connection) -> tuple[str, Any] | None:
 
 
 def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str:
-    """Which rank the others have lost, in one line. A rank whose collective fails says so, which
-    may come before the end of the one that it has waited for is seen."""
+    """Which rank is lost, in one line. A rank whose collective fails reports it, maybe before the
+    end of the rank that it waited for is seen."""
     ended = [first] if report is None else []
     until = time.monotonic() + GRACE_SECONDS
     while not ended and (left := until - time.monotonic()) > 0:
@@ -337,7 +337,7 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(crew: _Crew) -> None:
-    """Processes end when their sockets do."""
+    """End the processes: each ends when its socket closes."""
     if crew.owner != os.getpid():
         return  # a fork, whose parent goes on
     crew.wake.close()

@@ -1,4 +1,4 @@
-"""A planned job dealt to replicas: groups kept whole, largest first, and stolen where one runs dry.
+"""A planned job dealt to replicas: groups kept whole, largest first, stolen by idle replicas.
 
 What is dealt are stretches of the planned order. The order is depth first, so a stretch computes
 again no more than what its first item shares with those before it. The same code deals a job to
@@ -22,13 +22,13 @@ __all__ = ["NOBODY", "Costs", "Deal", "FloatArray", "Piece", "simulate"]
 
 FloatArray = npt.NDArray[np.float64]
 
-# A cut may move by such a part of a piece, to where it costs least.
+# A cut may move by this part of a piece, to where it costs least.
 CUT_WINDOW = 1 / 8
-# What is stolen must end by such a part earlier than where it is.
+# Stolen items must end earlier than where they were, by at least this part.
 LEAST_GAIN = 1 / 64
-# Who has nothing to do asks so many, those that would end last.
+# Replicas that an idle one tries to steal from: those that would end last.
 MOST_VICTIMS = 8
-# Groups are dealt together until a replica's part of the job has at most about so many pieces.
+# Groups are dealt together until a replica's part of the job has at most about this many pieces.
 MOST_PIECES = 1024
 NOBODY = -1
 
@@ -39,8 +39,8 @@ class Costs:
 
     Attributes:
         cost: `[num_items]` of each, where those before it are in the same replica.
-        again: `[num_items]` what a replica that begins with the item computes besides: what the
-            item shares with those before it.
+        again: `[num_items]` extra cost for a replica that begins with the item: what the item
+            shares with those before it.
         starts: `[num_groups]` first item of each group, rising from 0.
     """
 
@@ -50,7 +50,7 @@ class Costs:
 
 
 class Piece(NamedTuple):
-    """Items `first..end - 1`, of one group; `cost` is that of a replica which computes them."""
+    """Items `first..end - 1`, of one group; `cost` is what they cost a replica."""
 
     first: int
     end: int
@@ -58,25 +58,25 @@ class Piece(NamedTuple):
 
 
 class Deal:
-    """Who computes which items.
+    """Which replica computes which items.
 
-    At first groups are dealt largest first, each to whom it ends soonest with. A group that costs
-    more than a replica's share of the job is cut, as long as no part shares more than it has to
-    itself. Each replica has its groups in planned order. Who has handed out all of its own takes as
-    much from one that would end last as lets both end together: whole groups from its end, then a
-    part of one.
+    At first groups are dealt largest first, each to the replica where it ends soonest. A group that
+    costs more than a replica's share of the job is cut, as long as no part shares more than it has
+    to itself. Each replica has its groups in planned order. One that has handed out all of its own
+    steals from one that would end last, so much that both end together: whole groups from its end,
+    then a part of one.
 
     Args:
         costs: of the job.
         speeds: `[num_replicas]` relative to each other.
 
     Attributes:
-        owner: `[num_items]` the replica that had each item in hand last; -1: nobody yet.
+        owner: `[num_items]` the replica that had each item in hand last; -1: none yet.
         speeds: may be changed at any time.
-        begun: `[num_replicas]` who is there. Of others the last group may be taken too.
-        present: `[num_replicas]` who is there or will be. Others are robbed of all that they have.
+        begun: `[num_replicas]` replicas that are up. From others the last group may be taken too.
+        present: `[num_replicas]` replicas that are up or will be. Others lose all that they have.
         num_cuts: groups cut, once for each cut.
-        cost_again: of what is computed again at cuts.
+        cost_again: cost of what is computed again at cuts.
     """
 
     def __init__(self, costs: Costs, speeds: FloatArray) -> None:
@@ -124,14 +124,14 @@ class Deal:
                 yield from self._parts(first, end, share)
 
     def _bundled(self, size: float) -> IntArray:
-        """First items of groups that cost so much, and of bundles of others."""
+        """First items of groups that cost `size` or more, and of bundles of others."""
         starts = self.costs.starts
         cost = np.diff(self._before[starts], append=self._before[-1])
         number = self._before[starts] // max(size, np.finfo(float).tiny)
         return starts[(np.diff(number, prepend=-1.0) > 0) | (cost >= size)]
 
     def _parts(self, first: int, end: int, share: float) -> Iterator[Piece]:
-        """A group in equal parts, each of a share at most."""
+        """A group in equal parts, each at most a share."""
         total, common = self._body(first, end), float(self.costs.again[first + 1 : end].min())
         most = (total - common) // common if common else end - first
         parts = int(max(1, min(-(-total // share), most, end - first)))
@@ -145,8 +145,8 @@ class Deal:
         yield self._piece(at, end)
 
     def _near(self, before: float, size: float, low: int, high: int) -> int | None:
-        """The item of `low..high - 1` to begin a part with, near where so much comes before it;
-        None: there is none."""
+        """The item of `low..high - 1` to begin a part with, near where the cost before it is
+        `before`; None: there is none."""
         if low >= high:
             return None
         around = [before - size * CUT_WINDOW, before, before + size * CUT_WINDOW]
@@ -159,14 +159,14 @@ class Deal:
         return float(self._before[end] - self._before[first])
 
     def _piece(self, first: int, end: int) -> Piece:
-        """For a replica that has not computed what comes before."""
+        """A piece, at its cost for a replica that has not computed what comes before."""
         again = 0.0 if self._begins[first] else float(self.costs.again[first])
         return Piece(first, end, self._body(first, end) + again)
 
     # ------------------------------------------------------------------------- while it runs
 
     def take(self, replica: int, most: int) -> Piece | None:
-        """The next items of a replica, `most` at most; None: there is nothing for it."""
+        """The next items of a replica, at most `most`; None: there is nothing for it."""
         queue = self._queues[replica]
         if not queue and not self._steal(replica):
             return None
@@ -185,20 +185,20 @@ class Deal:
         return piece
 
     def done(self, replica: int, first: int, end: int) -> None:
-        """A replica has these items in hand no more."""
+        """Note that a replica no longer has these items in hand."""
         self._in_hand[replica] -= self._body(first, end)
 
     def leave(self, replica: int) -> None:
-        """A replica computes no more; what it has not in hand is for the others."""
+        """Note that a replica computes no more; others may take all that it has not in hand."""
         self.begun[replica] = self.present[replica] = False
 
     @property
     def num_queued(self) -> int:
-        """Items that nobody has or had in hand."""
+        """Items that no replica has or had in hand."""
         return sum(piece.end - piece.first for queue in self._queues for piece in queue)
 
     def _steal(self, thief: int) -> bool:
-        """Take from one that would end last; whether there was anything."""
+        """Steal from a replica that would end last. Returns whether there was anything."""
         ends = (self._queued + self._in_hand) / self.speeds
         ends[~self.present] = np.inf
         ends[[not queue for queue in self._queues]] = -1.0
@@ -245,8 +245,8 @@ class Deal:
         return moved
 
     def _cut_for_thief(self, piece: Piece, most: float, pays: float) -> int | None:
-        """Where a piece is cut so that its end costs so much, a part of what is computed again
-        taken off; None: nowhere."""
+        """Where to cut a piece so that its end costs `most`, less the part `pays` of what is
+        computed again; None: nowhere."""
         low, high = piece.first + 1, piece.end
         if low >= high or most <= 0:
             return None
@@ -264,8 +264,8 @@ def simulate(deal: Deal, speeds: FloatArray, most: int) -> FloatArray:
     """Deal a job to replicas that take nothing but time: `[num_replicas]` when each one ends.
 
     Args:
-        speeds: of the replicas, as they are; the deal learns them with their first items.
-        most: items that one takes at a time.
+        speeds: true speeds of the replicas; the deal learns each when its first items are done.
+        most: maximum items that a replica takes at a time.
     """
     ends = np.zeros(len(speeds))
     clock = [(0.0, replica) for replica in range(len(speeds))]

@@ -1,8 +1,8 @@
-"""In which order the fields of a prompt would be shared most.
+"""The order in which the fields of a prompt are shared most.
 
-Prompts that are made alike are rows of fields. Fields before the first one in which two rows differ
-are shared; what follows is not, however equal it is. So the order decides: a field costs its length
-once for each distinct combination of it and the fields before it, whatever their own order is.
+Prompts of one template are rows of fields. Two rows share the fields before the first one in which
+they differ; what follows is not shared, even if equal. So the order decides. A field costs its
+length once for each distinct combination of it and the fields before it, whatever their own order.
 (Liu et al. 2024, "Optimizing LLM Queries in Relational Data Analytics Workloads", have the problem;
 they reorder the fields of each row, here one order serves all.)
 """
@@ -17,18 +17,18 @@ from onestem.planner.sort import IntArray
 
 __all__ = ["best_order", "costs_in"]
 
-MOST_FIELDS = 8  # of which all orders are compared; of more, one: by distinct values
+MOST_FIELDS = 8  # up to these all orders are compared; of more, one: by distinct values
 MOST_ROWS = 20_000  # that are looked at
-INVERSION_COST = 1 / 500  # of all text: two fields trade places for no less
+INVERSION_COST = 1 / 500  # of all text: two fields trade places only for more
 
 
 def best_order(values: IntArray, lengths: IntArray, last: int = 0) -> list[int]:
-    """The order of fields that costs least, and moves none for nothing.
+    """The order of fields that costs least; none moves for less than `INVERSION_COST`.
 
     Args:
         values: `[num_fields, num_rows]` equal numbers where the texts are equal.
         lengths: `[num_fields, num_rows]` of the texts, in any unit.
-        last: so many fields stay where they are, at the end.
+        last: number of fields that stay where they are, at the end.
     """
     count = len(values) - last
     step = -(-values.shape[1] // MOST_ROWS)
@@ -66,7 +66,7 @@ def costs_in(values: IntArray, lengths: IntArray, order: list[int]) -> list[floa
 
 
 class _Costs:
-    """Of a field behind a set of fields, a bit each."""
+    """Costs of a field that follows a set of fields, given as a bit each."""
 
     def __init__(self, values: IntArray, lengths: IntArray) -> None:
         self._values = [np.unique(row, return_inverse=True)[1].astype(np.int64) for row in values]

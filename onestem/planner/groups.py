@@ -1,8 +1,8 @@
 """Which requests run together: the shared prefix of each group.
 
 Two choices over the same tree. `one_level` is BatchLLM's (section 3.2, Algorithm 1): each request
-shares at most one prefix. `all_levels` keeps the tree and only cuts it in groups. Two to compare
-with need no tree: `by_threshold`, the heuristic of section 4.3.1, and `ungrouped`.
+shares at most one prefix. `all_levels` keeps the tree and only cuts it into groups. Two baselines
+need no tree: `by_threshold`, the heuristic of section 4.3.1, and `ungrouped`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Hoisting:
         return self._children.get(node, [])
 
     def maximize_reuse(self, node: int) -> None:
-        """Enlarge the prefixes right below `node`, whose children have been done before."""
+        """Enlarge the prefixes right below `node`; its children are done already."""
         children = self._children[node]
         self._children[node] = [kept for child in children for kept in self._hoist(node, child)]
 
@@ -121,7 +121,7 @@ def one_level(tree: PrefixTree, chosen: BoolArray) -> GroupedTree:
 
 
 def by_threshold(prompts: SortedPrompts, min_prefix_tokens: int = 1) -> GroupedTree:
-    """The heuristic that BatchLLM is compared with (section 4.3.1, table 3): in sorted order, a
+    """The heuristic that BatchLLM is compared with (section 4.3.1, table 3). In sorted order, a
     prompt joins those before it if what all of them share is more than half of the shortest."""
     depth, home = [0], [0] * len(prompts.order)
     prefix = shortest = previous = 0
@@ -143,7 +143,7 @@ def by_threshold(prompts: SortedPrompts, min_prefix_tokens: int = 1) -> GroupedT
 
 
 def ungrouped(lengths: IntArray) -> GroupedTree:
-    """Nothing is shared by plan: `[num_requests]` prompts of these lengths run alone."""
+    """A tree that shares nothing: `[num_requests]` prompts of these lengths run alone."""
     return _flat(np.zeros(1, np.int64), np.zeros_like(lengths), lengths)
 
 
@@ -161,19 +161,19 @@ def all_levels(
 
     A subtree is split into those of its children when
 
-    * the prefixes inside it that are worth pinning save more tokens than its own prefix has: a
-      chat header, or BOS, over many documents makes no group, the documents do (the header is
-      part of each document's prefix, and so stays as well);
+    * the prefixes inside it that are worth pinning save more tokens than its own prefix has. Below
+      a chat header, or BOS, each of many documents is a group. The header is part of each
+      document's prefix, and so stays as well;
     * its own prefix is not worth pinning, though what is cached of it is still used;
     * all its KV (prefix, everything below it, outputs) exceeds `kv_budget_tokens`. A group within
       the budget keeps prefixes of every level until their last use.
 
-    Worth pinning is what saves at least a sixteenth of its members' prompt tokens (of those beyond
-    the parent's prefix, where the parent is kept).
+    A prefix is worth pinning if it saves at least a sixteenth of its members' prompt tokens (of
+    those beyond the parent's prefix, where the parent is kept).
 
-    Requests right below a split node make a group of their own, with its prefix, if that is worth
-    pinning, and otherwise run alone. Such a group may exceed the budget: its members share nothing
-    more, so they pass through memory one after the other and only the prefix stays.
+    Requests right below a split node make a group of their own if its prefix is worth pinning, and
+    otherwise run alone. Such a group may exceed the budget: its members share nothing more, so they
+    pass through memory one after the other and only the prefix stays.
     """
     split = (_saved_inside(tree) > tree.depth) | ~_worthwhile(tree, tree.below)
     if kv_budget_tokens is not None:
@@ -206,7 +206,7 @@ def _gather(tree: PrefixTree, group_root: IntArray) -> GroupedTree:
 
 
 def _worthwhile(tree: PrefixTree, over: Sums) -> BoolArray:
-    """`[num_nodes]` does a node's prefix save enough of the requests that `over` sums up?"""
+    """`[num_nodes]` whether a node's prefix saves enough of the prompts that `over` sums up."""
     members = over(tree.at_home(np.ones_like(tree.home)))
     prompt_tokens = over(tree.at_home(tree.lengths))
     saved = (members - 1) * tree.depth

@@ -24,15 +24,15 @@ def depth_first(
 
         R = sum L_decode / (L_prefix + sum L_distinct)        (eq. 2 and 3)
 
-    high first, so that their decodes mix with the prefills that come later; the denominator is
+    high first, so that their decodes mix with the prefills that come later. The denominator is
     what the unit adds when all above it is computed. Equal R: smallest place of a request first.
-    Depth first, so that a nested prefix is let go as soon as possible.
+    Depth first, so that a nested prefix is freed as soon as possible.
 
     Args:
-        decode_tokens: `[num_requests]` tokens to be sampled; None: in order of places alone.
+        decode_tokens: `[num_requests]` tokens to be sampled; None: order by places alone.
         place: `[num_requests]` each request's place in another order; None: the input's.
-        pending: `[num_requests]` whose tokens count in R; None: all.
-        begun: `[num_requests]` who has begun: the units that have them come first; None: nobody.
+        pending: `[num_requests]` requests whose tokens count in R; None: all.
+        begun: `[num_requests]` requests that have begun: units with any come first; None: none.
     """
     count = len(tree.home)
     ones = np.ones_like(tree.home)
@@ -62,8 +62,8 @@ def _ratios(tree: PrefixTree, decode_tokens: IntArray, pending: np.ndarray) -> n
 
 
 def _offsets(parent: IntArray, size: IntArray, keys: list[np.ndarray]) -> IntArray:
-    """`[num_units]` requests that run before a unit under the same parent, by the last of the keys,
-    small first, then by the one before."""
+    """`[num_units]` requests that run before a unit under the same parent. Units are in ascending
+    order of the last key, then of the one before."""
     ranked = np.lexsort((*keys, parent))
     before = np.cumsum(size[ranked]) - size[ranked]
     parents, begin = np.unique(parent[ranked], return_index=True)

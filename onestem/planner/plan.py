@@ -48,7 +48,7 @@ class Group:
 
 
 class Groups(Sequence[Group]):
-    """Groups of a plan, made when they are asked for: a job may have millions.
+    """Groups of a plan, made on demand: a job may have millions.
 
     Args:
         order: `[num_requests]` the plan's.
@@ -83,7 +83,7 @@ class Groups(Sequence[Group]):
         return Group(self._order[int(self._starts[at]) : end], int(self.prefix_tokens[at]))
 
     def largest(self, count: int) -> list[Group]:
-        """The shared ones with most members, and of these with most tokens."""
+        """The shared groups with most members; of equal ones, those with most tokens."""
         shared = np.flatnonzero(self.prefix_tokens)
         size, prefix = self.sizes[shared], self.prefix_tokens[shared]
         return [self[i] for i in shared[np.lexsort((-prefix, -size))][:count].tolist()]
@@ -125,7 +125,7 @@ class JobPlan:
 
 
 def planner_of(options: EngineOptions, kv_tokens: int) -> Callable[..., JobPlan]:
-    """`plan_job` as options ask for it, on an engine whose KV memory holds so many tokens."""
+    """`plan_job` as options ask for it, for an engine with KV memory of `kv_tokens` tokens."""
     return partial(plan_job, levels=options.levels, order=options.order, kv_budget_tokens=kv_tokens)
 
 
@@ -144,17 +144,20 @@ def plan_job(
         prompts: token ids of each prompt, in any order; see `sort_prompts` for the memory used.
         output_lengths: tokens to be sampled, for all requests or for each (observed, or the
             user's `max_tokens`); `None`: unknown, 1 for each in the order's ratio.
-        levels: "one": each request shares one prefix, chosen by BatchLLM's Algorithm 1, and a
-            group is who shares it. "all": prefixes nest and a group is a subtree; see
-            `groups.all_levels` for where the tree is cut. "heuristic": `groups.by_threshold`.
-            "none": each request by itself.
+        levels: how prefixes are shared.
+            * "one": each request shares one prefix, chosen by BatchLLM's Algorithm 1, and a group
+              is all that share it.
+            * "all": prefixes nest and a group is a subtree; see `groups.all_levels` for where the
+              tree is cut.
+            * "heuristic": `groups.by_threshold`.
+            * "none": each request by itself.
         order: of the units below a node. "r": R of eq. 2 and 3, high first. "input": the first
             request's place in `prompts`. "sorted": by content. `None`: "input" where levels is
             "none", else "r".
         kv_budget_tokens: KV slots that a group with nested prefixes may fill; `None`: any number.
             A group of one level holds nothing but its prefix from member to member, so there is
             nothing to split.
-        min_prefix_tokens: shorter common prefixes are taken for not shared.
+        min_prefix_tokens: shorter common prefixes count as not shared.
     """
     began = time.perf_counter()
     _check_options(levels, order, kv_budget_tokens, min_prefix_tokens)
@@ -192,7 +195,7 @@ def plan_job(
 
 
 def default_order(levels: Levels) -> GroupOrder:
-    """What `order` is where nobody says."""
+    """The default of `order`."""
     return "input" if levels == "none" else "r"
 
 
@@ -240,7 +243,7 @@ def _groups(grouped: GroupedTree, order: IntArray) -> tuple[Groups, IntArray]:
 def _report(
     tree: PrefixTree, flat: PrefixTree, shared: PrefixTree, groups: Groups, seconds: float
 ) -> PlanReport:
-    """Of a job's whole tree, Algorithm 1's, and the one that the plan shares."""
+    """The report of a job's whole tree, Algorithm 1's, and the one that the plan shares."""
     logical = int(tree.lengths.sum())
     return PlanReport(
         requests=len(tree.home),

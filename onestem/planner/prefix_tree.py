@@ -1,4 +1,4 @@
-"""The compact prefix tree of a job (BatchLLM section 3.2): what is shared, and by whom.
+"""The compact prefix tree of a job (BatchLLM section 3.2): what is shared by which prompts.
 
 Only nodes that at least two prompts share are kept; what a prompt has to itself needs no node.
 """
@@ -53,7 +53,7 @@ class PrefixTree:
 
     @cached_property
     def nested(self) -> list[IntArray]:
-        """The nodes that are so many steps below the root; the root's are left out."""
+        """Item k: the nodes that are k + 1 steps below the root."""
         children = 1 + np.argsort(self.parent[1:], kind="stable")
         count = np.bincount(self.parent[1:], minlength=self.num_nodes)
         begin = np.cumsum(count) - count
@@ -93,9 +93,9 @@ class PrefixTree:
 
 
 def build_tree(prompts: SortedPrompts, min_prefix_tokens: int = 1) -> PrefixTree:
-    """One pass over the neighbours' common prefixes with a stack of open nodes.
+    """Build the tree in one pass over neighbours' common prefixes, with a stack of open nodes.
 
-    Prefixes shorter than `min_prefix_tokens` are taken for not shared.
+    Prefixes shorter than `min_prefix_tokens` count as not shared.
     """
     shared = np.where(prompts.shared < min_prefix_tokens, 0, prompts.shared)
     depth, parent, home_by_rank = _nodes(shared)

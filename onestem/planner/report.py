@@ -30,8 +30,8 @@ class PlanReport:
         processed_tokens_one_level: computed when each request shares at most one prefix (as
             Algorithm 1 of BatchLLM chooses them).
         processed_tokens_all_levels: computed when every common prefix is computed once.
-        processed_tokens: computed by this plan, where nothing but its groups' prefixes is shared;
-            of `levels="all"` also the prefixes inside a group.
+        processed_tokens: computed by this plan, which shares only its groups' prefixes; with
+            `levels="all"` also the prefixes inside a group.
         saving_one_level: eq. 1, 0..1.
         saving_all_levels: eq. 1, 0..1.
         saving: eq. 1 of this plan, 0..1.

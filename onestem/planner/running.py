@@ -1,7 +1,8 @@
-"""A job's order while it runs: how long answers are is learnt from those that have finished.
+"""A job's order while it runs: lengths of answers are learnt from finished ones.
 
-R of BatchLLM (section 3.3.2) needs lengths that nobody knows before; the paper sets all to 1, since
-answers of one kind of task are of much the same length (fig. 5). Here a job may have many kinds.
+R of BatchLLM (section 3.3.2) needs lengths that are not known before. The paper sets all to 1,
+since answers of one kind of task are of much the same length (fig. 5). Here a job may have many
+kinds.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from onestem.planner.sort import IntArray
 
 __all__ = ["RunningOrder"]
 
-# As many finished answers count as much as what is known of the next larger prefix.
+# What is known of the prefix above counts as much as this many finished answers.
 SHRINKAGE = 4
-# The rest is sorted again when so many times the answers have finished as the last time.
+# The rest is sorted again when the number of finished answers has grown by this factor.
 GROWTH = 1.25
 # A group whose header is at most 1 / LIGHT_HEADER of its prompt tokens is sorted by itself.
 LIGHT_HEADER = 32
@@ -29,10 +30,10 @@ LIGHT_HEADER = 32
 class RunningOrder:
     """Requests of a planned job in the order in which they are to begin: iterate once.
 
-    If the plan's order is by R, groups that have not begun are sorted again as answers finish. The
-    expected length of an answer is the share of the asked maximum that answers behind the same
-    prefix have come to, drawn towards that of the prefix above it, and so on; of the whole job
-    towards 1. The same finishes at the same times give the same order.
+    If the plan's order is by R, groups that have not begun are sorted again as answers finish. An
+    answer's expected length is a share of its asked maximum. It is what answers behind the same
+    prefix have come to, drawn towards the share of the prefix above, and so on. The whole job's
+    share is drawn towards 1. The same finishes at the same times give the same order.
 
     Args:
         plan: what to run.
@@ -56,7 +57,7 @@ class RunningOrder:
             self._num_noted = int((sampled >= 0).sum())
 
     def note(self, request: int, tokens: int) -> None:
-        """A request has finished, with so many sampled tokens."""
+        """Note that a request has finished, with `tokens` sampled tokens."""
         self._sampled[request] = tokens
         self._num_noted += 1
 
@@ -97,9 +98,9 @@ class RunningOrder:
 
 
 def _loosened(grouped: GroupedTree) -> PrefixTree:
-    """The tree that is sorted: a group that costs many times what it shares with its siblings need
-    not follow them, so that kinds of tasks with a header each are all begun, and learnt of, early.
-    What that costs is a header that may have to be computed again."""
+    """The tree to sort. A group that costs many times what it shares with its siblings need not
+    follow them. So kinds of tasks with a header each are all begun early, and their lengths learnt.
+    The price is a header that may have to be computed again."""
     tree, root = grouped.tree, grouped.group_root
     cost = tree.below(tree.edge + tree.at_home(tree.distinct))
     light = tree.depth[tree.parent] * LIGHT_HEADER <= cost

@@ -1,8 +1,8 @@
 """Bring prompts with a common prefix next to each other, in bounded memory.
 
 A job's token ids may not fit in memory (100,000 prompts of 2,000 tokens are 800 MB, several times
-that as Python lists). So prompts are dealt into buckets by their content, between splitters that a
-sample of them gives, and one bucket is sorted at a time.
+that as Python lists). So prompts are dealt into buckets by their content, and one bucket is sorted
+at a time. The splitters between buckets come from a sample of the prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKEN_BYTES = 4
 KEY_BYTES = 64 << 20  # keys held at once
 KEY_OVERHEAD = 128  # bytes that Python takes for one
 MOST_BUCKETS = 4096
-SAMPLES = 32  # for each bucket: one is then seldom twice as large as meant
+SAMPLES = 32  # per bucket: one is then seldom twice as large as meant
 
 
 class Prompts(Protocol):
@@ -68,8 +68,8 @@ class SortedPrompts:
     Attributes:
         lengths: `[num_requests]` tokens of each prompt, by request index.
         order: `[num_requests]` request indices.
-        shared: `[num_requests]` shareable tokens that `order[k]` and `order[k - 1]` begin with
-            alike; `shared[0]` is 0.
+        shared: `[num_requests]` length of the shareable prefix that `order[k]` and `order[k - 1]`
+            have in common; `shared[0]` is 0.
     """
 
     lengths: IntArray
@@ -79,11 +79,11 @@ class SortedPrompts:
 
 def sort_prompts(prompts: Prompts) -> SortedPrompts:
     """Sort by content. The order is lexicographic for a fixed, unspecified order of token ids;
-    equal prompts stand by their index.
+    equal prompts are in order of their index.
 
     Memory beside `prompts`: about 128 MiB of keys, and 40 bytes per request. Each prompt is fetched
-    once or twice. Those of `StoredPrompts` are read in their order, and written once more to a file
-    that is gone afterwards, bucket by bucket, so that none is looked for.
+    once or twice. Those of `StoredPrompts` are read in their order and written once more, bucket by
+    bucket, to a temporary file: so none is looked up alone.
     """
     count = len(prompts)
     if isinstance(prompts, StoredPrompts):
@@ -103,7 +103,7 @@ def sort_prompts(prompts: Prompts) -> SortedPrompts:
 
 
 def _buckets(prompts: Prompts, lengths: IntArray) -> Iterator[tuple[IntArray, list[bytes]]]:
-    """Requests whose content comes before that of the next bucket's, and their keys; by index."""
+    """Of each bucket, in order of content: its requests, by index, and their keys."""
     count = len(lengths)
     total = int((TOKEN_BYTES * lengths + KEY_OVERHEAD).sum())
     if total <= KEY_BYTES:
@@ -122,7 +122,7 @@ def _buckets(prompts: Prompts, lengths: IntArray) -> Iterator[tuple[IntArray, li
 
 
 def _splitters(prompts: Prompts, lengths: IntArray, buckets: int) -> list[bytes]:
-    """Keys, rising, between which prompts are of much the same size in all."""
+    """Ascending keys that cut the prompts into buckets of about the same total size."""
     drawn = np.random.default_rng(0).integers(0, len(lengths), SAMPLES * buckets)
     keys = sorted(_key(prompts[i]) for i in np.sort(drawn).tolist())
     before = np.cumsum([len(key) + KEY_OVERHEAD for key in keys])
@@ -133,7 +133,7 @@ def _splitters(prompts: Prompts, lengths: IntArray, buckets: int) -> list[bytes]
 def _dealt(
     prompts: Prompts, lengths: IntArray, splitters: list[bytes], shelves: _Shelves | None
 ) -> npt.NDArray[np.uint16]:
-    """`[num_requests]` bucket of each. Those that equal a splitter have one of their own."""
+    """`[num_requests]` bucket of each. Prompts equal to a splitter have one of their own."""
     bucket_of = np.empty(len(lengths), np.uint16)
     sizes = np.cumsum(TOKEN_BYTES * lengths + KEY_OVERHEAD)
     first = 0
@@ -151,7 +151,7 @@ def _dealt(
 
 
 def _members(bucket_of: npt.NDArray[np.uint16]) -> Iterator[tuple[int, IntArray]]:
-    """Buckets that have any, rising, and their requests, rising."""
+    """Buckets that are not empty and their requests, both ascending."""
     order = np.argsort(bucket_of, kind="stable")
     end = 0
     for bucket, count in enumerate(np.bincount(bucket_of).tolist()):
@@ -161,7 +161,7 @@ def _members(bucket_of: npt.NDArray[np.uint16]) -> Iterator[tuple[int, IntArray]
 
 
 class _Shelves:
-    """Keys in a file, those of a bucket together as far as they were put together."""
+    """Keys in a file. Within each `put`, those of a bucket are contiguous."""
 
     def __init__(self, file: IO[bytes], lengths: IntArray) -> None:
         self._file = file
@@ -176,7 +176,7 @@ class _Shelves:
         self._file.write(b"".join(keys[i] for i in np.argsort(bucket_of, kind="stable").tolist()))
 
     def keys(self, bucket: int, requests: IntArray) -> list[bytes]:
-        """Of a bucket, whose requests these are."""
+        """Keys of a bucket; `requests`: all of its requests."""
         self._file.flush()
         parts, begin = [], 0
         for ends in self._ends:

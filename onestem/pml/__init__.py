@@ -2,7 +2,7 @@
 
 `read_schema` and `read_prompt` parse files; the nodes (`Schema`, `Module`, ...) may be built in
 code as well. `lay_out` gives a schema's tokens their positions, `compile_prompt` makes a prompt's
-segments, `visible` says who sees what. `docs/pml.md` is the language.
+segments, `visible` returns which token sees which. `docs/pml.md` describes the language.
 """
 
 from onestem.pml.binding import bind, find_schema

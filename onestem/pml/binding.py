@@ -1,4 +1,4 @@
-"""A prompt's imports against a schema: which modules, with which arguments. Needs no tokens."""
+"""Binds a prompt's imports to a schema: which modules, with which arguments. Needs no tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Binding:
 
     Attributes:
         path: names from the outermost module to this one.
-        values: arguments given, by parameter; the others have defaults.
+        values: given arguments, by parameter; the other parameters have defaults.
     """
 
     path: Path
@@ -32,7 +32,7 @@ class Binding:
 
 
 def bind(schema: Schema, prompt: Prompt) -> list[Binding]:
-    """The modules that a prompt imports. Their order means nothing: each has its place.
+    """The modules that a prompt imports. Their order does not matter: each has its place.
 
     Raises:
         PmlError: an unknown module or parameter, an import twice, two members of one union, a
@@ -44,7 +44,7 @@ def bind(schema: Schema, prompt: Prompt) -> list[Binding]:
 
 
 def find_schema(prompt: Prompt, schemas: Mapping[str, T]) -> T:
-    """What is stored under the name of a prompt's schema."""
+    """The value that `schemas` has for a prompt's schema."""
     if prompt.schema not in schemas:
         raise _unknown_schema(prompt, list(schemas))
     return schemas[prompt.schema]
@@ -66,7 +66,7 @@ def _bind_scope(
 
 
 def _check_against(node: Import, member: Member, done: Sequence[Member]) -> None:
-    """The imports before it in the same scope."""
+    """Check an import against those before it in the same scope."""
     for other in done:
         if other is member:
             raise PmlError(f"module {node.name} is imported twice: leave one out", node.at)
@@ -127,7 +127,7 @@ def _unknown_schema(prompt: Prompt, known: Sequence[str]) -> PmlError:
 
 
 def _instead(name: str, known: Iterable[str]) -> str:
-    """What the writer may have meant."""
+    """A hint for an unknown name: the nearest one, or some that are known."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:

@@ -1,10 +1,10 @@
-"""A prompt to segments: which text is in use, and where arguments and new text stand.
+"""Compiles a prompt to segments: which text is in use, and where arguments and new text stand.
 
 * Arguments stand at their parameter's positions; a shorter one leaves a gap.
 * New text before the last import follows the import before it, in positions that no module of this
-  prompt has. Where no import is before it, it follows what else is in use before the next one.
-  Imports may come in any order: "before" and "last" are those of the prompt.
-* New text behind the last import, and the answer, start behind the highest position in use, where a
+  prompt has. Without an import before it, it follows what else is in use before the next import.
+  "Before" and "last" mean the prompt's order of imports, which is free.
+* New text after the last import, and the answer, start after the highest position in use. A
   parameter counts with its whole length.
 """
 
@@ -40,11 +40,11 @@ def compile_prompt(
     """Segments of a prompt, in the order in which a step computes them.
 
     Args:
-        encoding: that of `layout` under `isolation`, where it is at hand: it serves all prompts.
+        encoding: that of `layout` under `isolation`, which all prompts can share; None: made here.
 
     Raises:
-        PmlError: see `onestem.pml.binding`; and an argument longer than its parameter, a text that
-            does not fit its gap, positions past the model's limit, turns that the chat template
+        PmlError: as `onestem.pml.binding`; also an argument longer than its parameter, a text that
+            does not fit its gap, positions above the model's limit, or turns that the chat template
             refuses.
     """
     encoding = Encoding(layout, isolation) if encoding is None else encoding
@@ -89,7 +89,7 @@ class _Placement:
         self.items = sorted(items, key=lambda item: item.position)
         self.computed: list[_Placed] = []
         self._used = [(item.position, item.end) for item in self.items]
-        self._ends: dict[Path, int] = {}  # one behind what is in use of an import
+        self._ends: dict[Path, int] = {}  # of an import: last position in use + 1
         self._texts: list[tuple[int, int]] = []  # positions of the texts among the imports
         for block in blocks:
             self._reach(block.path, block.items[-1].end if block.items else block.start)
@@ -98,11 +98,11 @@ class _Placement:
 
     @property
     def end(self) -> int:
-        """One behind the highest position in use."""
+        """The highest position in use + 1."""
         return max((end for _, end in self._used), default=0)
 
     def _reach(self, path: Path, end: int) -> None:
-        """What stands in a module stands in those around it."""
+        """Extend a module, and those around it, to `end`."""
         for depth in range(1, len(path) + 1):
             self._ends[path[:depth]] = max(self._ends.get(path[:depth], 0), end)
 
@@ -136,7 +136,7 @@ class _Placement:
         if end > limit:
             raise PmlError(
                 f"text {show(text.node.text.strip())} needs {len(ids)} positions {text.beside()}, "
-                f"the gap has {limit - start}, {end - limit} too few: shorten it, or put it behind "
+                f"the gap has {limit - start}, {end - limit} too few: shorten it, or put it after "
                 "the last import",
                 text.node.at,
             )
@@ -157,7 +157,7 @@ class _Placement:
         return start
 
     def end_with(self, texts: Sequence[NewText], prompt: Prompt) -> None:
-        """Place what stands behind the last import."""
+        """Place the text after the last import, and what begins the answer."""
         start = self.end
         last = self.items[-1] if self.items else None
         after_space = (
@@ -212,7 +212,7 @@ def _assemble(encoding: Encoding, placement: _Placement) -> CompiledPrompt:
 def _last_computed(
     segments: list[Segment], computed: list[_Placed]
 ) -> tuple[list[Segment], list[_Placed]]:
-    """Have the token at the highest position computed, so that there are logits after it.
+    """Make the token at the highest position a computed one, so that it has logits.
 
     If it is cached, it is the last token of the last encoded segment, which no other attends to.
     """

@@ -1,4 +1,4 @@
-"""An element of the markup, with its attributes and content, to a node."""
+"""Turns an element of the markup, with its attributes and content, into a node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Item = Fragment | Parameter | Module | Union | Role | Import
 
 @dataclass
 class Element:
-    """An element whose end has not come yet."""
+    """An element that is still open."""
 
     tag: str
     attributes: dict[str, str]
@@ -49,7 +49,7 @@ class Element:
     items: list[Item] = field(default_factory=list)
 
     def take(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, str]:
-        """Its attributes, refused if one is missing or unknown."""
+        """The element's attributes; a missing or unknown one is refused."""
         known = [*required, *optional]
         for name in self.attributes:
             if name not in known and name != "xml:space":
@@ -63,7 +63,7 @@ class Element:
         return self.attributes
 
     def children(self) -> list[Node]:
-        """Nodes, with texts by the whitespace rule."""
+        """Nodes in the element; texts follow the whitespace rule."""
         found: list[Node] = []
         stretch: list[Fragment | Parameter] = []
         for item in self.items:
@@ -124,7 +124,7 @@ def make_parameter(element: Element) -> Parameter:
     if len(lengths) != 1:
         raise PmlError(
             f"parameter {given['name']} has {'two lengths' if lengths else 'no length'}: write "
-            'length="N", the most tokens of an argument',
+            'length="N", the maximum tokens of an argument',
             element.at,
         )
     if element.children():

@@ -1,4 +1,4 @@
-"""Prompts whose only purpose is that a schema's cached text is computed, before anybody asks."""
+"""Prompts that only compute a schema's cached text, before it is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["encoding_prompts"]
 def encoding_prompts(encoding: Encoding) -> Iterator[CompiledPrompt]:
     """A prompt for each cached segment: it imports that and what it attends to, nothing else.
 
-    Its own token is the segment's last one, so that it needs no position that the schema does not.
+    Its own token is the segment's last one, so it needs no positions beyond the schema's.
     """
     for segment in encoding.segments.values():
         if segment.kind == "cached":

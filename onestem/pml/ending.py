@@ -1,4 +1,4 @@
-"""What stands behind a prompt's last import: its new turns, and what begins the answer."""
+"""The text after a prompt's last import: its new turns, and what begins the answer."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class _Turn:
 def ending(
     layout: Layout, texts: Sequence[NewText], *, after_space: bool, at: Place | None
 ) -> list[Part]:
-    """The text behind the last import.
+    """The text after the last import.
 
-    Without roles, in schema and prompt, it is the new text as it stands. With roles, text outside
-    of them is the user's; a turn of the role of the schema's last one continues it, and any
-    other is begun as the chat template does; at the end the template opens the assistant's turn,
-    unless the last turn is the assistant's: the answer then continues that.
+    Without roles in schema and prompt, it is the new text as it is. With roles, text outside of
+    them is the user's. A first turn of the same role as the schema's last one continues that. Any
+    other turn begins as in the chat template. At the end the template opens the assistant's turn;
+    if the last turn is the assistant's, the answer continues it instead.
 
     Args:
         texts: those with `last`.
-        after_space: whether what stands before needs no separator.
-        at: where errors are reported that no text causes.
+        after_space: whether no separator is needed before them.
+        at: place of errors that no text causes.
     """
     contents = [text.node.text for text in texts]
     if not layout.roles and not any(text.role for text in texts):
@@ -62,7 +62,7 @@ def _turns(texts: Sequence[NewText]) -> list[_Turn]:
 
 
 def _content(layout: Layout, texts: Sequence[str], after_space: bool) -> list[Part]:
-    """Texts that follow each other, and the separator before them if one is needed."""
+    """Consecutive texts, with the separator before them if one is needed."""
     if not texts:
         return []
     separator = layout.schema.separator
@@ -72,11 +72,11 @@ def _content(layout: Layout, texts: Sequence[str], after_space: bool) -> list[Pa
 
 
 def _around_new_turns(layout: Layout, roles: Sequence[str], at: Place | None) -> list[str]:
-    """What the template writes before each turn that is not the schema's, and after the last."""
+    """The template's text before each turn that is not the schema's, and after the last."""
     answer = roles[-1] != "assistant"
     around = around_turns(layout.tokenizer, roles, answer=answer, at=at)
     known = len(layout.roles)
-    # A template may write the date: what counts is that it would write the same turns now.
+    # A template may write the date, so the schema's turns are rendered again before comparing.
     same = around[:known] == list(layout.around)
     if not same and around[:known] != before_turns(layout.tokenizer, layout.roles, at):
         raise PmlError(

@@ -1,4 +1,4 @@
-"""Bytes of schema, prompt and source files: bounded, decoded, and never from elsewhere."""
+"""Reads schema, prompt and source files: bounded, decoded, and only from allowed folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onestem.pml.place import Place, PmlError, show
 
 __all__ = ["MAX_BYTES", "decode_markup", "read_bytes", "read_source"]
 
-MAX_BYTES = 16 << 20  # of a file
+MAX_BYTES = 16 << 20  # per file
 _DECLARED_ENCODING = re.compile(rb"<\?xml[^>]*?encoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"']")
 
 
@@ -18,7 +18,7 @@ def read_bytes(path: Path, at: Place | None) -> bytes:
     """A file's bytes.
 
     Raises:
-        PmlError: at `at`, where the file is named.
+        PmlError: at `at`, the place that names the file.
     """
     try:
         if not path.is_file():
@@ -36,7 +36,7 @@ def read_bytes(path: Path, at: Place | None) -> bytes:
 
 
 def decode_markup(data: bytes, file: str) -> str:
-    """A document's text, from the encoding that it says it has."""
+    """A document's text, decoded by the encoding that it declares."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return _decoded(data, "utf-16", file)
     declared = _DECLARED_ENCODING.match(data.removeprefix(codecs.BOM_UTF8)[:200])
@@ -46,10 +46,10 @@ def decode_markup(data: bytes, file: str) -> str:
 def read_source(src: str, folder: Path | None, at: Place) -> tuple[str, Place]:
     """The text of a file that a schema names, and where it begins.
 
-    Line ends become \\n; otherwise the text is as it stands.
+    Line ends become \\n; otherwise the text is unchanged.
 
     Args:
-        folder: the schema's; what is not in it is refused, also behind symbolic links.
+        folder: the schema's; files outside of it are refused, also through symbolic links.
         at: the element that names the file.
     """
     if folder is None:

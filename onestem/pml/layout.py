@@ -1,4 +1,4 @@
-"""Where each token of a schema stands: text to token ids, modules to positions.
+"""Lays out a schema: text to token ids, modules to positions.
 
 Text and modules take consecutive positions. Members of a union start at the same position and the
 longest counts; a parameter takes `length` positions (Prompt Cache, section 3.3). Nothing here
@@ -37,7 +37,7 @@ class Span:
         index: number among the layout's spans and slots, in the order of the schema.
         token_ids: int32 `[n]`, n > 0.
         position: of its first token.
-        text: what it says, to show.
+        text: its text, for display.
         ends_in_space: whether more text may follow without a separator.
     """
 
@@ -74,9 +74,9 @@ class Block:
 
     Attributes:
         path: names from the outermost module to this one.
-        turn: number of the schema's turn that it stands in; None: the schema has no roles.
-        items: its own text and parameters by position, without what is nested in it.
-        start, end: its positions, with what is nested in it.
+        turn: index of the schema's turn that contains it; None: the schema has no roles.
+        items: its own text and parameters by position, without nested modules.
+        start, end: its positions, with nested modules.
     """
 
     path: tuple[str, ...]
@@ -101,7 +101,7 @@ class Block:
         return [item for item in self.items if isinstance(item, Slot)]
 
     def enclosing(self) -> list[Block]:
-        """The schema's own text, then the modules around this one, then itself."""
+        """The schema's own text, the modules around this one from outside in, and this one."""
         blocks: list[Block] = []
         block: Block | None = self
         while block is not None:
@@ -115,7 +115,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Turn:
-    """Neighbouring elements of one role; what stands outside of roles is the user's."""
+    """Neighbouring elements of one role; text outside of roles is the user's."""
 
     role: str
     bodies: tuple[tuple[Node, ...], ...]
@@ -129,8 +129,8 @@ class Layout:
     Attributes:
         blocks: by path; `()` is the schema's own text.
         roles: of the schema's turns; empty: its text is raw.
-        around: what the chat template writes before each of these turns.
-        end: one behind the last position.
+        around: the chat template's text before each of these turns.
+        end: last position + 1.
         max_positions: positions that the model has; None: not checked.
     """
 
@@ -163,10 +163,10 @@ def lay_out(schema: Schema, tokenizer: Tokenizer, *, max_positions: int | None =
 
 
 def before_turns(tokenizer: Tokenizer, roles: Sequence[str], at: Place | None) -> list[str]:
-    """What the chat template writes before each of a schema's turns.
+    """The chat template's text before each of a schema's turns.
 
-    Templates may look ahead: the turns are rendered with the user's turn behind them, which follows
-    sooner or later.
+    Templates may look ahead, so the turns are rendered with a user's turn after them. Such a turn
+    follows sooner or later.
     """
     follows = [] if roles[-1] == "user" else ["user"]
     return around_turns(tokenizer, [*roles, *follows], answer=True, at=at)[: len(roles)]
@@ -204,7 +204,7 @@ def _add_turn(turns: list[Turn], role: str, body: Sequence[Node | str], at: Plac
 
 
 def separated(text: str, separator: str) -> str:
-    """A text with the separator behind it, unless it ends in whitespace or is empty."""
+    """A text followed by the separator, unless it ends in whitespace or is empty."""
     return text if not text or text[-1].isspace() else text + separator
 
 
@@ -221,7 +221,7 @@ class _Walk:
         self._turn: int | None = None
         self._parts: list[Part] = []  # text since the last span or slot
         self._at: Place | None = schema.at  # of that text
-        self._last = ""  # last character of the stretch, "\0" for a parameter
+        self._last = ""  # last character of the current stretch, "\0" for a parameter
         self._count = 0
         self._begun = False
 
@@ -293,7 +293,7 @@ class _Walk:
         self.block = outer
 
     def _separate(self) -> None:
-        """A stretch of text ends where more text may follow."""
+        """End a stretch of text, with a separator if it needs one: more text may follow."""
         if self._last and not self._last.isspace() and self.schema.separator:
             self._parts.append(Part(self.schema.separator))
         self._last = ""

@@ -1,4 +1,4 @@
-"""Schemas at hand, laid out for one tokenizer, and prompts compiled against them."""
+"""A collection of schemas, laid out for one tokenizer, and prompts compiled against them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Library:
     """Schemas by name.
 
     Args:
-        max_positions: that the model has; None: not checked.
+        max_positions: positions that the model has; None: not checked.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_positions: int | None = None) -> None:
@@ -47,7 +47,7 @@ class Library:
             source: nodes, markup (text that begins with `<`), or a file.
 
         Raises:
-            PmlError: what is wrong with it; another schema has its name.
+            PmlError: the schema is wrong, or another schema has its name.
         """
         schema = source if isinstance(source, Schema) else _schema(source)
         known = self.layouts.get(schema.name)
@@ -65,7 +65,7 @@ class Library:
         """A prompt's segments.
 
         Raises:
-            PmlError: what is wrong with it; its schema is not here.
+            PmlError: the prompt is wrong, or its schema is not here.
         """
         prompt = source if isinstance(source, Prompt) else _prompt(source)
         layout = find_schema(prompt, self.layouts)
@@ -73,15 +73,15 @@ class Library:
         return compile_prompt(layout, prompt, encoding.isolation, encoding=encoding)
 
     def encoding(self, name: str, isolation: str) -> Encoding:
-        """What of a schema is computed once."""
+        """The part of a schema that is computed once."""
         key = (name, parse_isolation(isolation))
         if key not in self._encodings:
             self._encodings[key] = Encoding(self.layouts[name], key[1])
         return self._encodings[key]
 
     def alternatives(self, compiled: CompiledPrompt) -> list[EncodedSegment]:
-        """Cached text of other members of the unions of which a prompt imports one: the next prompt
-        may want it."""
+        """Cached text of the other members of unions from which a prompt imports: the next prompt
+        may use it."""
         layout = self.layouts[compiled.schema]
         segments = self.encoding(compiled.schema, compiled.isolation).segments
         keys = {segment.key for segment in compiled.segments if segment.kind == "cached"}

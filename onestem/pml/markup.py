@@ -1,4 +1,4 @@
-"""Nodes to markup: what parses to the same nodes again, whatever whitespace their texts have."""
+"""Writes nodes as markup that parses to the same nodes, whatever whitespace their texts have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ATTRIBUTE_ESCAPES = {**_ESCAPES, '"': "&quot;", "\n": "&#10;", "\t": "&#9;"}
 
 
 def to_markup(document: Schema | Prompt) -> str:
-    """Markup of a schema or a prompt, with `xml:space="preserve"`: its whitespace is all text.
+    """Markup of a schema or a prompt, with `xml:space="preserve"`: all whitespace is text.
 
     Raises:
         PmlError: a text has a character that XML does not have.

@@ -1,4 +1,4 @@
-"""Who sees what in a compiled prompt: the definition, and the same as an attention plan's spans."""
+"""Which token sees which in a compiled prompt: the definition, and an attention plan's spans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["computed_spans", "visible"]
 def visible(compiled: CompiledPrompt) -> np.ndarray:
     """Which tokens each token sees; the definition of the three isolations.
 
-    A full pass over all tokens with this mask, at `compiled.positions`, is what cached use equals.
+    Cached use equals a full pass over all tokens with this mask, at `compiled.positions`.
 
     Returns:
         bool `[num_tokens, num_tokens]`, rows see columns; tokens in the order of the segments.
@@ -41,7 +41,7 @@ def computed_spans(compiled: CompiledPrompt) -> np.ndarray:
 
     Returns:
         int32 `[num_spans, 6]`: row, rows, segment, first, end, step, as in `AttentionPlan.spans`
-        with segments for runs. Rows count the computed tokens in their order.
+        with segments in place of runs. Rows number the computed tokens in order.
     """
     computed = [s for s in compiled.segments if not s.is_encoded]
     rows = np.concatenate([np.arange(s.position, s.end) for s in computed])

@@ -1,9 +1,8 @@
-"""What a schema and a prompt are made of: frozen values, built in code or parsed from markup.
+"""The nodes of schemas and prompts: frozen values, built in code or parsed from markup.
 
-Equal content is equal, wherever it was written: places in files take no part in comparisons.
-Bodies are canonical (neighbouring texts are one, empty ones are none), so a schema that was built
-in code equals the one parsed from its markup. Text is what it is: the whitespace rule of markup
-(`onestem.pml.whitespace`) is applied by the parser and not here.
+Comparisons ignore places in files. Bodies are canonical (neighbouring texts are joined, empty ones
+removed), so a schema that was built in code equals the one parsed from its markup. Text is
+unchanged here: the parser applies the whitespace rule of markup (`onestem.pml.whitespace`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _NAME = re.compile(r"[^\W\d][\w.\-]*")
 
 @dataclass(frozen=True)
 class Text:
-    """Characters, as they stand."""
+    """Characters, unchanged."""
 
     text: str
     at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -53,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A placeholder of `length` positions that an argument of at most so many tokens may fill.
+    """A placeholder of `length` positions, for an argument of at most `length` tokens.
 
     Without `default`, an import of its module must give an argument.
     """
@@ -82,8 +81,8 @@ class Module:
 
     Attributes:
         body: texts, parameters, and further modules and unions.
-        cache: False: the module's own text is computed for each request. What is nested in it
-            has a `cache` of its own.
+        cache: False: the module's own text is computed for each request. Nested modules have a
+            `cache` of their own.
     """
 
     name: str
@@ -104,18 +103,18 @@ class Module:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Its own, in their order."""
+        """The module's own parameters, in order."""
         return [node for node in self.body if isinstance(node, Parameter)]
 
     @cached_property
     def members(self) -> dict[str, Member]:
-        """The modules that stand directly in it, by name."""
+        """The modules directly in this one, by name."""
         return _members(self.body)
 
 
 @dataclass(frozen=True)
 class Union:
-    """Modules of which a prompt imports one at most; they start at the same position."""
+    """Modules of which a prompt imports at most one; they start at the same position."""
 
     body: Sequence[Node]
     at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -145,8 +144,8 @@ class Schema:
     """Modules with fixed places, and text that every prompt has.
 
     Attributes:
-        separator: whitespace put behind text that does not end in whitespace, where a module begins
-            or ends.
+        separator: whitespace added after text that does not end in whitespace, where a module
+            begins or ends.
     """
 
     name: str
@@ -170,13 +169,13 @@ class Schema:
 
     @cached_property
     def members(self) -> dict[str, Member]:
-        """The modules that stand in no other, by name."""
+        """The modules that are in no other module, by name."""
         return _members(self.body)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What fills a parameter."""
+    """The text for a parameter."""
 
     name: str
     value: str
@@ -230,7 +229,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Member:
-    """A module as one of those that stand side by side."""
+    """A module and the union that contains it, if any."""
 
     module: Module
     union: Union | None
@@ -240,9 +239,9 @@ Node: TypeAlias = Text | Parameter | Module | Union | Role | Import
 
 
 def modules_of(body: Iterable[Node | str]) -> Iterator[tuple[Module, Union | None]]:
-    """The modules of one scope in their order, each with the union it is a member of.
+    """The modules of one scope in order, each with the union it is a member of.
 
-    A scope is what stands directly in a schema or a module; roles and unions are looked through.
+    A scope is the direct content of a schema or a module, including that of its roles and unions.
     """
     for node in body:
         if isinstance(node, Module):
@@ -254,7 +253,7 @@ def modules_of(body: Iterable[Node | str]) -> Iterator[tuple[Module, Union | Non
 
 
 def imports_of(body: Iterable[Node | str]) -> Iterator[Import]:
-    """The imports of one scope in their order; roles are looked through."""
+    """The imports of one scope in order, including those in roles."""
     for node in body:
         if isinstance(node, Import):
             yield node
@@ -328,7 +327,7 @@ def _check_new(first: dict[str, Parameter], node: Parameter, what: str) -> None:
 
 
 def _check_scope(body: Iterable[Node | str], where: str) -> None:
-    """Modules that stand side by side have different names, at every level."""
+    """Check that modules of one scope have different names, at every level."""
     first: dict[str, Module] = {}
     for module, _ in modules_of(body):
         if module.name in first:

@@ -1,8 +1,8 @@
-"""Markup to nodes.
+"""Parses markup to nodes.
 
-The reader is expat: it gives line and column of everything, never opens a file or a connection, and
-knows where a character reference or CDATA stands. A document type may declare entities that stand
-for plain text, within a bound on what they expand to; any other declaration is refused.
+The reader is expat: it gives the line and column of everything, reports character references and
+CDATA, and never opens a file or a connection. A document type may declare entities that stand for
+plain text, with a bound on their expansion. Any other declaration is refused.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
     "read_schema",
 ]
 
-MAX_DEPTH = 128  # elements inside each other
-MAX_ENTITY_TEXT = 1 << 20  # characters that all uses of declared entities stand for
+MAX_DEPTH = 128  # of nested elements
+MAX_ENTITY_TEXT = 1 << 20  # characters, over all uses of declared entities
 SCHEMA_TAGS = ("module", "union", "parameter", "param", *ROLES)
 _MAKE: dict[str, Callable[[Element], Item]] = {
     "union": make_union,
@@ -52,7 +52,7 @@ _MAKE: dict[str, Callable[[Element], Item]] = {
 def parse(
     text: str | bytes, *, file: str = "<text>", folder: Path | None = None
 ) -> Schema | Prompt:
-    """A schema or a prompt, whichever the markup is.
+    """Parse markup to a schema or a prompt.
 
     Args:
         file: its name in messages.
@@ -153,7 +153,7 @@ class _Reader:
         return Place(self.file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)
 
     def _declaration(self) -> Place:
-        """Where the declaration begins whose event comes at its end, or inside it."""
+        """Start of the current declaration: its event comes at its end, or inside it."""
         start = self.source.rfind(b"<!", 0, self._expat.CurrentByteIndex + 1)
         lines = self.source[:start].decode("utf-8", "replace").split("\n")
         return Place(self.file, len(lines), len(lines[-1]) + 1)

@@ -1,4 +1,4 @@
-"""Where something stands in a source file, and the error that says so."""
+"""A place in a source file, and the error that names it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 class PmlError(RequestError):
-    """Markup that cannot be used as it stands: where, what, and what to do, in one line.
+    """Markup that cannot be used: one line with the place, the fault and the way out.
 
     Attributes:
         at: the place; None for nodes that were built in code.
@@ -33,5 +33,5 @@ class PmlError(RequestError):
 
 
 def show(text: str, limit: int = 40) -> str:
-    """A text for a message: quoted, its beginning, on one line."""
+    """The beginning of a text for a message, quoted and on one line."""
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")

@@ -20,8 +20,8 @@ class NewText:
 
     Attributes:
         inside: the import that contains it; `()`: the prompt itself.
-        after, before: the imports next to it inside the same one, if there are any.
-        last: no import comes behind it.
+        after, before: the imports that it follows and precedes in the same import, if any.
+        last: no import follows it.
         role: of the element around it, if any.
     """
 
@@ -33,16 +33,16 @@ class NewText:
     role: str | None
 
     def beside(self) -> str:
-        """Where it stands, for messages."""
+        """Its place, for messages."""
         if self.after is not None:
-            return f"behind module {'/'.join(self.after)}"
+            return f"after module {'/'.join(self.after)}"
         if self.before is not None:
             return f"before module {'/'.join(self.before)}"
         return f"in module {'/'.join(self.inside)}"
 
 
 def new_texts(prompt: Prompt, layout: Layout, num_imports: int) -> list[NewText]:
-    """The new texts of a prompt whose imports are known to be right.
+    """The new texts of a prompt whose imports were checked.
 
     Raises:
         PmlError: a role around an import or a text that has another role in the schema.
@@ -82,7 +82,7 @@ class _Reader:
             )
 
     def _check_text(self, text: NewText) -> None:
-        """A text that takes its place among the schema's turns takes their role."""
+        """Check that a text among the schema's turns has their role."""
         if text.last or text.role is None:
             return
         path = text.after or text.inside or text.before
@@ -91,7 +91,7 @@ class _Reader:
         if text.role != theirs:
             raise PmlError(
                 f"text in <{text.role}> stands {text.beside()}, which is {_in(theirs)} in the "
-                "schema: put it behind the last import",
+                "schema: put it after the last import",
                 text.node.at,
             )
 

@@ -1,18 +1,18 @@
-"""What is computed once, what is computed for a prompt, and who sees it.
+"""Segments: what is computed once, what is computed for a prompt, and which token sees which.
 
 A *segment* is a stretch of tokens at consecutive positions that is stored as one run. Cached
-segments depend on the schema alone: a segment's keys and values are a function of its token ids,
+segments depend on the schema alone. A segment's keys and values are a function of its token ids,
 its positions and the segments that it attended to, so a hash of these (`key`) names them.
 
-Three isolations, each a rule of who sees what:
+Three isolations, each a rule of which token sees which:
 
-* `anchored`: cached text sees itself and what is present whenever it is: the schema's own text and
-  the enclosing modules' own text at lower positions. A computed token sees all tokens in use at
-  lower positions, and itself.
+* `anchored`: cached text sees itself and the text that is always present with it: the own text of
+  the schema and of the enclosing modules, at lower positions. A computed token sees itself and all
+  tokens in use at lower positions.
 * `isolated` (Prompt Cache, section 3.3): cached text sees its own module alone, with placeholder
-  tokens where parameters stand; these are then seen by nobody. A computed token sees all imported
-  text wherever it stands, and the computed tokens before it.
-* `off`: the same tokens at the same positions, all computed, each sees those before it.
+  tokens in place of parameters. No other token sees placeholders. A computed token sees all
+  imported text, at any position, and the computed tokens before it.
+* `off`: the same tokens at the same positions, all computed; each sees those before it.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Segment:
     """Tokens at consecutive positions: one run.
 
     Attributes:
-        kind: `cached` (text of the schema, stored), `placeholder` (tokens in an argument's place,
-            computed only while the cached text of their module is), `argument`, or `text` (new text
-            of the prompt, and text of the schema that is computed for each request).
+        kind: `cached`: text of the schema, stored. `placeholder`: tokens in place of an argument,
+            computed only together with the cached text of their module. `argument`. `text`: new
+            text of the prompt, and text of the schema that is computed for each request.
         token_ids: int32 `[n]`.
         position: of the first token.
-        origin: where the tokens come from, to show.
-        attends: indices of the cached and placeholder segments, all of them earlier ones, that a
-            cached or placeholder segment sees whole; its own tokens it sees causally.
+        origin: where the tokens come from, for display.
+        attends: indices of the earlier cached and placeholder segments that a cached or placeholder
+            segment sees whole. It sees its own tokens causally.
         key: names the KV of a cached or placeholder segment, apart from model and dtype; else "".
-        in_use: leading tokens that this prompt uses. Less than all only in a prompt without own
-            tokens at its end: its last token is then computed, so that there are logits.
+        in_use: leading tokens that this prompt uses. Fewer than all only where a prompt ends
+            without own tokens: its last token is then computed, so that it has logits.
     """
 
     kind: SegmentKind
@@ -76,12 +76,12 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """One behind the position of its last token in use."""
+        """The position of its last token in use + 1."""
         return self.position + self.in_use
 
     @property
     def is_encoded(self) -> bool:
-        """Whether its tokens are computed with the schema and not for a prompt."""
+        """Whether its tokens are computed with the schema, not for a prompt."""
         return self.kind in ("cached", "placeholder")
 
 
@@ -89,7 +89,7 @@ class Segment:
 class CompiledPrompt:
     """A prompt as segments: the encoded ones, then the computed ones, each by position.
 
-    The last token is computed and stands highest: its logits begin the answer.
+    The last token is a computed one at the highest position: its logits begin the answer.
 
     Attributes:
         next_position: of the answer's first token.
@@ -112,7 +112,7 @@ class CompiledPrompt:
 
     @cached_property
     def ordered_token_ids(self) -> np.ndarray:
-        """int32: tokens in use but placeholders, in the order of their positions."""
+        """int32: tokens in use except placeholders, in the order of their positions."""
         shown = [index for index, one in enumerate(self.segments) if one.kind != "placeholder"]
         kept = np.isin(self.segment_of, shown)
         order = np.argsort(self.positions[kept], kind="stable")
@@ -135,7 +135,7 @@ class CompiledPrompt:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that are computed for this prompt in any case."""
+        """Tokens that are always computed for this prompt."""
         return sum(segment.in_use for segment in self.segments if not segment.is_encoded)
 
 
@@ -144,7 +144,7 @@ class EncodedSegment:
     """A span of a schema's cached text, or a slot's placeholder tokens, and what it attends to.
 
     Attributes:
-        index: that of its span or slot in the layout; `attends` holds such indices, in order.
+        index: of its span or slot in the layout; `attends` holds such indices, in order.
     """
 
     index: int
@@ -157,10 +157,10 @@ class EncodedSegment:
 
 
 class Encoding:
-    """What of a schema is computed once, under one isolation.
+    """The part of a schema that is computed once, under one isolation.
 
     Attributes:
-        segments: by index in the layout, in an order in which each comes after those it attends to.
+        segments: by index in the layout; each comes after those that it attends to.
     """
 
     def __init__(self, layout: Layout, isolation: Isolation) -> None:
@@ -188,7 +188,7 @@ class Encoding:
 
     def _attended(self, item: Span | Slot) -> list[Span | Slot]:
         if self.isolation == "isolated":
-            # Each stretch of the schema's own text is a module without a name.
+            # Each stretch of the schema's own text counts as a module without a name.
             before = [] if item.block.module is None else item.block.items
             return [other for other in before if other.index < item.index]
         return [
@@ -200,7 +200,7 @@ class Encoding:
         ]
 
     def _is_attended(self, slot: Slot) -> bool:
-        """Placeholders that no text of their module follows need not be computed."""
+        """Whether text of its module follows a placeholder, so that it must be computed."""
         return self.isolation == "isolated" and any(
             span.index > slot.index for span in slot.block.spans
         )
@@ -224,7 +224,7 @@ class Encoding:
 
 
 def parse_isolation(name: str) -> Isolation:
-    """The isolation of a name; any other is refused."""
+    """The isolation with this name; other names are refused."""
     if name not in ISOLATIONS:
         raise ConfigError(f"isolation is {name!r}, expected one of {', '.join(ISOLATIONS)}")
     return cast(Isolation, name)

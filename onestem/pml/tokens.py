@@ -1,7 +1,7 @@
 """Text to token ids, and the text that a chat template puts around turns.
 
-A template is asked to render a conversation whose contents are marks. What stands around the marks
-is what it writes before, between and after the turns; it need not be known how it does that.
+The template renders a conversation whose contents are marks. The text around the marks is what it
+writes before, between and after the turns, whatever its rules are.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ class Tokenizer(Protocol):
         """The unknown token's id, or the padding token's, or None."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]:
-        """Ids of a text; names of control tokens in it are characters."""
+        """Ids of a text; names of control tokens in it count as characters."""
 
     def encode_control(self, text: str) -> Sequence[int]:
-        """Ids of a text whose names of control tokens are control tokens; what begins every
-        sequence (BOS) stands before it, once."""
+        """Ids of a text whose names of control tokens are control tokens. BOS, if the model has it,
+        comes first, once."""
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = ...
     ) -> str:
-        """A conversation as the model's chat template writes it."""
+        """A conversation as text, by the model's chat template."""
 
 
 class Part(NamedTuple):
-    """Some text; `control`: a chat template wrote it, and names of control tokens are tokens."""
+    """Some text. `control`: a chat template wrote it, so names of control tokens are tokens."""
 
     text: str
     control: bool = False
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """int32 `[n]`: ids of a text that other text precedes."""
+    """int32 `[n]`: ids of a text that follows other text."""
     return np.asarray(_continued(lambda t: _characters(tokenizer, t), text), dtype=np.int32)
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, first: bool) -> np.ndarray:
-    """int32 `[n]`: ids of parts that follow each other.
+    """int32 `[n]`: ids of consecutive parts.
 
-    They are encoded in one go, as in a conversation rendered whole. Only if a part by a user names
-    a control token, each part is encoded alone, so that the name stays text.
+    They are encoded together, as in a conversation rendered whole. But if a user's part names a
+    control token, each part is encoded alone, so that the name stays text.
 
     Args:
         first: whether a sequence begins here, with BOS where the model has one.
@@ -71,7 +71,7 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, first: bool) ->
 
 
 def _encode(tokenizer: Tokenizer, part: Part, begin: list[int]) -> list[int]:
-    """Ids of a part that other text precedes; BOS is not repeated at its beginning."""
+    """Ids of a part that follows other text, without BOS."""
     if not part.control:
         return _continued(lambda text: _characters(tokenizer, text), part.text)
     ids = _continued(lambda text: list(tokenizer.encode_control(text)), part.text)
@@ -79,10 +79,10 @@ def _encode(tokenizer: Tokenizer, part: Part, begin: list[int]) -> list[int]:
 
 
 def _continued(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Ids of a text behind a line break, without that line break.
+    """Ids of a text encoded after a line break, without that line break.
 
-    Tokenizers may put a space of their own before a text that stands alone (SentencePiece); here
-    it stands behind another. Where the line break merges with the text, it is encoded alone.
+    Tokenizers like SentencePiece may add a space before a text that stands alone; this text
+    follows another. If the line break merges with the text, the text is encoded alone.
     """
     before, joined = encode("\n"), encode(f"\n{text}")
     return joined[len(before) :] if joined[: len(before)] == before else encode(text)
@@ -93,7 +93,7 @@ def _characters(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _is_plain(tokenizer: Tokenizer, part: Part, begin: list[int]) -> bool:
-    """Whether a part names no control token that is not one."""
+    """Whether a part is a template's, or names no control token."""
     if part.control:
         return True
     ids = list(tokenizer.encode_control(part.text))
@@ -103,15 +103,15 @@ def _is_plain(tokenizer: Tokenizer, part: Part, begin: list[int]) -> bool:
 def around_turns(
     tokenizer: Tokenizer, roles: Sequence[str], *, answer: bool, at: Place | None
 ) -> list[str]:
-    """What the chat template writes before each turn's content, and after the last.
+    """The chat template's text before each turn's content, and after the last.
 
     Args:
-        roles: of the turns, in their order.
+        roles: of the turns, in order.
         answer: whether the template then opens the assistant's turn.
-        at: where an error is reported.
+        at: place of errors.
 
     Returns:
-        one text more than there are roles.
+        one more text than there are roles.
     """
     marks = [f"pmlturn{index}x8f3a61d2" for index in range(len(roles))]
     messages = [{"role": r, "content": mark} for r, mark in zip(roles, marks, strict=True)]

@@ -1,15 +1,15 @@
 """Which whitespace of the markup is text. One rule, for every stretch of text between two tags.
 
-A *stretch* reaches from one tag to the next; `<parameter>` is part of it like a word. Of a stretch
+A *stretch* reaches from one tag to the next; `<parameter>` is part of it like a word. These parts
+of a stretch are the file's layout and not text:
 
 * whitespace at both ends,
-* the indentation that its lines have in common (the first, behind a tag, has none),
-* and whitespace at the ends of its lines
+* the indentation that its lines have in common (the first, right after a tag, has none),
+* and whitespace at the ends of its lines.
 
-are the file's layout and not text. All else is text: line breaks, empty lines, further indentation.
-A line that holds comments alone is no line. Characters written as references (`&#10;`, `&#32;`) are
-text wherever they stand, and so is everything in an element with `xml:space="preserve"`. CDATA
-spares escaping and is otherwise text like any other.
+All else is text: line breaks, empty lines, further indentation. A line with nothing but comments is
+dropped. Characters written as references (`&#10;`, `&#32;`) are always text, and so is everything
+in an element with `xml:space="preserve"`. CDATA only saves escaping.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Fragment", "FragmentKind", "clean"]
 
 
 class FragmentKind(Enum):
-    """How some characters of a stretch were written."""
+    """How characters of a stretch were written."""
 
     TEXT = "text"
     REFERENCE = "reference"
@@ -36,7 +36,7 @@ class FragmentKind(Enum):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive characters of a stretch, written in one way."""
+    """Consecutive characters of a stretch, all written in the same way."""
 
     kind: FragmentKind
     text: str
@@ -45,7 +45,7 @@ class Fragment:
 
 Item = Fragment | Parameter
 
-# Stand for one item each; neither may occur in XML.
+# Each stands for one item; neither may occur in XML.
 _OBJECT, _COMMENT = "\x01", "\x02"
 _BLANK = " \t"
 _COMMENTS_ALONE = re.compile(r"[ \t]*\x02[ \t\x02]*")
@@ -86,13 +86,13 @@ def _without_layout(working: str) -> str:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """How many characters all texts begin with alike."""
+    """Length of the common prefix of all texts."""
     same = (len(set(characters)) == 1 for characters in zip(*texts))
     return sum(takewhile(bool, same))
 
 
 def _places(stretch: Iterable[Item]) -> list[Place | None]:
-    """Where the text before, between and behind the parameters begins."""
+    """Where the text before, between and after the parameters begins."""
     places: list[Place | None] = [None]
     for item in stretch:
         if isinstance(item, Parameter):

@@ -1,7 +1,6 @@
-"""A planned job on many replicas: what each is handed, and what becomes of it when one dies.
+"""A planned job on many replicas: the requests that each gets, and what happens when one dies.
 
-Nothing here knows how replicas are reached (`Crew`), nor any engine: tests use some that take no
-time.
+Nothing here depends on an engine or on the way to replicas (`Crew`): tests use simulated ones.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from onestem.request import Request, RequestOutput
 
 __all__ = ["Crew", "Dealer", "Planned"]
 
-# A replica has two calls to answer, so that it need not wait for the second one.
+# A replica has two open calls, so that it need not wait for the second one.
 CALLS = 2
 CALL_SECONDS = 0.25
-# Requests that a replica has at least and has not begun.
+# Minimum number of requests that a replica holds and has not begun.
 LEAST_AHEAD = 16
-# A speed is believed after so long.
+# A speed counts once it was measured for this long.
 MEASURED_SECONDS = 0.5
-# A replica that died so often in a row, without an answer, is not started again.
+# A replica that died this often in a row, without an answer, is not started again.
 MOST_DEATHS = 3
-# A request that was alone in so many engines that died is an error.
+# A request that was alone in an engine at this many deaths becomes an error.
 MOST_ALONE = 2
 
 
 @runtime_checkable
 class Planned(Protocol):
-    """Requests that are planned, made when they are handed out.
+    """Planned requests, which are made when they are handed out.
 
     Attributes:
-        plan: of these, and maybe of others.
-        positions: `[num_requests]` where they stand in the plan's order, rising.
+        plan: of these requests, and maybe of others.
+        positions: `[num_requests]` their positions in the plan's order, rising.
     """
 
     @property
@@ -54,28 +53,28 @@ class Planned(Protocol):
     def positions(self) -> IntArray: ...
 
     def request(self, position: int) -> Request:
-        """The one at a position of the plan's order."""
+        """The request at a position of the plan's order."""
         ...
 
 
 class Crew(Protocol):
-    """How replicas are reached, by their numbers. Nothing that is called waits but `wait`."""
+    """The way to replicas, by their numbers. Only `wait` blocks."""
 
     def start(self, replica: int) -> None:
-        """Begin to start one; `wait` gives its `Facts` or a `Failure`."""
+        """Begin to start a replica; `wait` returns its `Facts` or a `Failure`."""
         ...
 
     def call(self, replica: int, run: int, requests: list[Request], seconds: float) -> None:
-        """`Worker.work`, behind the calls before; `wait` gives a `Report`, or one `Failure` for
-        all calls that are not answered."""
+        """Call `Worker.work`, after earlier calls. `wait` returns a `Report`, or one `Failure` for
+        all open calls."""
         ...
 
     def wait(self) -> list[tuple[int, Facts | Report | Failure]]:
-        """What has come; waits until there is something, or for about a minute."""
+        """New events. Waits until there is one, or for about a minute."""
         ...
 
     def stop(self, replica: int) -> None:
-        """End one at once. Nothing more comes from it."""
+        """End a replica at once. Nothing more comes from it."""
         ...
 
 
@@ -84,16 +83,17 @@ class _Replica:
     """A replica, as the dealer sees it.
 
     Attributes:
-        facts: None: it is not there.
+        facts: None: it is not running.
         is_gone: it will not be started again.
-        calls: requests in each call that is not answered.
+        calls: number of requests in each open call.
         num_waiting: requests that it has not begun, as far as is known.
-        ahead: requests that it is to have and not begun.
-        hand: items of its requests, by their ids.
-        trial: what it has is tried apart from others.
+        ahead: requests that it should hold and not have begun.
+        hand: id -> item, of its requests.
+        trial: the suspects that it tries now; None: it tries none.
         deaths: in a row, without an answer between them.
-        work, seconds: what it has computed in this run.
-        stats: of its engine; ended: of those before.
+        work, seconds: work and computing time of this run.
+        stats: of its engine.
+        ended: of its earlier engines.
     """
 
     facts: Facts | None = None
@@ -112,7 +112,7 @@ class _Replica:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Items that an engine had when it died; they are tried together, and with no others.
+    """Items that an engine had when it died. They are tried together, without others.
 
     Attributes:
         died_on: replicas that died with them.
@@ -125,13 +125,13 @@ class _Trial:
 class Dealer:
     """Deals runs of requests to replicas.
 
-    When a replica dies, others go on with what it had not begun. What it had is tried afterwards,
-    in halves, each alone in a replica: so one request that kills engines costs itself, and a
-    machine that was switched off costs nobody an answer.
+    When a replica dies, the others go on. The requests that it held are tried afterwards, in
+    halves, each half alone in a replica. So a request that kills engines fails alone, and a machine
+    that was switched off costs no answers.
 
     Args:
-        num_replicas: that are started.
-        tell: told of replicas that cannot start or die, in one line.
+        num_replicas: replicas to start.
+        tell: gets one line for each replica that cannot start or dies.
     """
 
     def __init__(self, crew: Crew, num_replicas: int, tell: Callable[[str], object]) -> None:
@@ -139,7 +139,7 @@ class Dealer:
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._run = 0
         self._told: set[str] = set()
-        self._identity: dict[str, Any] | None = None  # what answers depend on, of the first one
+        self._identity: dict[str, Any] | None = None  # options that answers depend on
         self._job: _Run | None = None
         for replica in range(num_replicas):
             crew.start(replica)
@@ -147,7 +147,7 @@ class Dealer:
     # ------------------------------------------------------------------------- life
 
     def first(self) -> Facts:
-        """Of the first replica that is there.
+        """Facts of the first replica that runs; waits for it.
 
         Raises:
             JobError: none can start.
@@ -159,11 +159,11 @@ class Dealer:
 
     @property
     def facts(self) -> list[Facts]:
-        """Of those that are there."""
+        """Facts of the replicas that run."""
         return [one.facts for one in self._replicas if one.facts]
 
     def stats(self) -> EngineStats:
-        """Of all engines, the ended ones too; what was the most of any is that here."""
+        """Sums over all engines, also ended ones; peaks are the maximum of any engine."""
         total = EngineStats()
         for one in self._replicas:
             for part in (one.ended, one.stats):
@@ -175,12 +175,12 @@ class Dealer:
             raise JobError("no replica is left, see above: the same command goes on")
 
     def _wait(self) -> list[RequestOutput]:
-        """What comes next: outputs that it brings."""
+        """Wait for events and handle them; returns the outputs in them."""
         outputs: list[RequestOutput] = []
         events = self._crew.wait()
         if not events and not self.facts:
-            self._tell_once("no replica is there yet: Ray has no room for one, or they load")
-        died: set[int] = set()  # what else has come from them is of calls that are void
+            self._tell_once("no replica runs yet: Ray has no room for one, or they are loading")
+        died: set[int] = set()  # their later events belong to void calls
         for replica, event in events:
             if replica in died:
                 continue
@@ -232,7 +232,7 @@ class Dealer:
             self._crew.start(replica)
 
     def _tell_once(self, line: str, reason: str | None = None) -> None:
-        """Tell a line, if none was told for this reason."""
+        """Tell a line, unless one was told for this reason."""
         if (reason or line) not in self._told:
             self._told.add(reason or line)
             self._tell(line)
@@ -240,7 +240,7 @@ class Dealer:
     # ------------------------------------------------------------------------- a run
 
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
-        """Answer requests; outputs as they come. Those of a plan are dealt by its groups.
+        """Answer requests; yields outputs as they come. Planned requests are dealt by groups.
 
         Raises:
             JobError: no replica is left.
@@ -283,7 +283,7 @@ class Dealer:
 
 
 class _Run:
-    """One run's requests: who has which, and what is left."""
+    """The requests of one run: which replica holds which, and what is left."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class _Run:
         self._blamed: list[RequestOutput] = []
 
     def take(self, replica: int, one: _Replica) -> list[Request]:
-        """What a replica is handed now."""
+        """Requests for a replica's next call."""
         requests: list[Request] = []
         if one.trial is not None:
             return requests
@@ -338,7 +338,7 @@ class _Run:
         return requests
 
     def _next_trial(self, replica: int) -> _Trial:
-        """The first that did not die here, if there is one."""
+        """The first trial whose items did not die on this replica; if there is none, the first."""
         for trial in self._trials:
             if replica not in trial.died_on:
                 self._trials.remove(trial)
@@ -348,7 +348,7 @@ class _Run:
     def worked(
         self, replica: int, one: _Replica, report: Report, before: EngineStats
     ) -> list[RequestOutput]:
-        """Take a replica's report: its outputs, those of requests that it was believed to have."""
+        """Take a replica's report; returns its outputs, of requests that it was known to hold."""
         handed = one.num_waiting
         outputs = []
         for output in report.outputs:
@@ -366,7 +366,7 @@ class _Run:
         return outputs
 
     def _measure(self, replica: int, one: _Replica, report: Report, before: EngineStats) -> None:
-        """How fast it is, by what it has computed."""
+        """Update the replica's speed from what it has computed."""
         now, weights = report.stats, self.weights
         prompts = now.processed_prompt_tokens - before.processed_prompt_tokens
         one.work += weights.prompt * prompts
@@ -378,7 +378,7 @@ class _Run:
             self.deal.speeds = np.where(np.isnan(self._speeds), mean, self._speeds)
 
     def lost(self, replica: int, one: _Replica, reason: str, *, gone: bool) -> None:
-        """A replica died with what it had in hand."""
+        """Note that a replica died with the requests in its hand."""
         self.deal.begun[replica] = False
         if gone:
             self.deal.leave(replica)
@@ -401,7 +401,7 @@ class _Run:
             self._blamed.append(refused_output(request, f"{DIED_TWICE}: {reason}"))
 
     def blamed(self) -> list[RequestOutput]:
-        """Errors of requests that engines died of."""
+        """Errors of the requests that engines died with."""
         outputs, self._blamed = self._blamed, []
         self.num_left -= len(outputs)
         return outputs
@@ -414,6 +414,6 @@ def _add(total: EngineStats, part: EngineStats) -> None:
 
 
 def _alone(requests: list[Request]) -> Costs:
-    """Of requests that are not planned."""
+    """Costs of requests that are not planned."""
     tokens = [len(one.prompt_token_ids) + (one.params.max_tokens or 1) for one in requests]
     return Costs(np.array(tokens, float), np.zeros(len(requests)), np.arange(len(requests)))

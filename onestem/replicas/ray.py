@@ -19,13 +19,13 @@ __all__ = ["RayCrew"]
 
 WAIT_SECONDS = 60.0
 MOST_REASON = 200
-# Said once in the text of an actor's death; the rest is names and addresses.
+# The reason in the text of an actor's death; the rest is names and addresses.
 DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |$)|(The actor's node was terminated[^.]*)")
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What an actor takes of the cluster, and the options of its engine."""
+    """An actor's share of the cluster, and the options of its engine."""
 
     cpus: float
     gpus: int
@@ -36,12 +36,12 @@ class RayCrew:
     """Starts an actor for each replica, and talks with them.
 
     Args:
-        options: of each engine. Its model is found by each actor, on its own machine.
-        num_replicas: that there are to be.
+        options: of each engine. Each actor finds the model on its own machine.
+        num_replicas: replicas that will be started.
         address: of a cluster; None: Ray is started on this machine, and ends with the process.
 
     Raises:
-        ConfigError: Ray is not installed, or not there; or the options make no sense for replicas.
+        ConfigError: Ray is not installed or cannot be reached, or the options do not suit replicas.
     """
 
     def __init__(self, options: EngineOptions, num_replicas: int, address: str | None) -> None:
@@ -75,7 +75,7 @@ class RayCrew:
         for ref in ready:
             replica = self._waiting.pop(ref, None)
             if replica is None:
-                continue  # of one that failed with the call before
+                continue  # its replica failed with an earlier call
             try:
                 events.append((replica, self._ray.get(ref)))
             except self._ray.exceptions.RayError as error:
@@ -94,7 +94,7 @@ class RayCrew:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """End all actors, and Ray where it was started here."""
+        """End all actors, and Ray if it was started here."""
         for replica in list(self._actors):
             self.stop(replica)
         if self._began_ray:
@@ -122,7 +122,7 @@ def _init(ray: Any, address: str | None) -> None:
     try:
         ray.init(address or "local", **settings)
         if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray's ends with a stack
+            signal.signal(signal.SIGTERM, before)  # Ray's prints a stack trace
     except (ConnectionError, RuntimeError, ValueError) as error:
         told = " ".join(str(error).split())[:MOST_REASON]
         raise ConfigError(
@@ -133,7 +133,7 @@ def _init(ray: Any, address: str | None) -> None:
 def _share(
     options: EngineOptions, num_replicas: int, resources: dict[str, float], *, local: bool
 ) -> _Share:
-    """Of a cluster, for each of so many replicas."""
+    """The share of a cluster (`resources`) for each replica."""
     if options.trace is not None:
         raise ConfigError("trace is a file of one engine: leave it out with replicas")
     if ":" in options.device:
@@ -152,7 +152,7 @@ def _share(
         return _Share(float(ranks), ranks, options.replace(device="cuda"))
     cores = resources.get("CPU", 1.0) / num_replicas
     threads = options.threads or max(1, int(cores / ranks))
-    # Ray takes whole cores, or a part of one with four digits.
+    # Ray takes whole cores, or a fraction of one with four digits.
     cpus = min(int(cores), threads * ranks) if cores >= 1 else int(1e4 * cores) / 1e4
     return _Share(cpus, 0, options.replace(device="cpu", threads=threads))
 

@@ -36,24 +36,24 @@ def _say(line: str) -> None:
 
 
 class Replicas:
-    """Engines of one model, each an actor of Ray with a GPU of its own, or with its part of the
-    cores. This process holds no weights: it plans, deals and writes.
+    """Engines of one model, each a Ray actor with GPUs of its own or a part of the cores. This
+    process holds no weights: it plans, deals and writes.
 
-    It stands beside `LLM` and not in it: an `LLM` is one engine in this process, with its cache,
-    its pinned prefixes and its statistics, none of which many engines have.
+    It is separate from `LLM`, which is one engine in this process with one cache, pinned prefixes
+    and statistics: many engines have no single one of these.
 
     Args:
-        num_replicas: engines to start; what comes late joins in.
+        num_replicas: engines to start; late ones join in.
         options: of each engine.
-        address: of a Ray cluster; None: Ray is started on this machine. Where this process has
-            joined one already, it is that one.
-        tell: told in one line of each replica that cannot start or dies.
+        address: of a Ray cluster; None: Ray is started on this machine. A cluster that this process
+            has already joined is used instead.
+        tell: gets one line for each replica that cannot start or dies.
 
     Attributes:
-        options: as the first engine settled them.
+        options: as resolved by the first engine.
 
     Raises:
-        OnestemError: Ray is not there, or no engine can start.
+        OnestemError: Ray cannot be used, or no engine can start.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Replicas:
 
     @property
     def replicas(self) -> list[Facts]:
-        """Those that are there."""
+        """The replicas that run."""
         return self._dealer.facts
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV memory of the first one holds."""
+        """Tokens that the first replica's KV memory holds."""
         return self._target.kv_tokens
 
     def watch(self) -> JobWatch:
-        """What says after a job what came true of its prediction."""
+        """Compares a job with its prediction, after it has run."""
         return JobWatch(self._target, self.options.share, self.stats, self.num_replicas)
 
     def stats(self) -> EngineStats:
-        """Of all engines together; `peak_kv_tokens` is that of the fullest one."""
+        """Sums over all engines; `peak_kv_tokens` is that of the fullest one."""
         return self._dealer.stats()
 
     @property
@@ -137,10 +137,10 @@ class Replicas:
         check_pml(request, self.config, self.tokenizer, num_pages=num_pages, page_size=size)
 
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
-        """Answer requests; outputs as they finish. Those of a plan are dealt by its groups.
+        """Answer requests; yields outputs as they finish. Planned requests are dealt by groups.
 
         Raises:
-            ConfigError: they are closed.
+            ConfigError: the replicas are closed.
             JobError: no replica is left.
         """
         if self._is_closed:
@@ -156,11 +156,11 @@ class Replicas:
 
         Args:
             prompts: as `LLM.generate` takes them.
-            sampling_params: one for all, or one each. Log-probabilities are refused: here they
-                would be without ranks and texts, which `LLM.generate` gives.
+            sampling_params: one for all, or one each. Log-probabilities are refused: they would
+                lack the ranks and texts that `LLM.generate` gives.
 
         Raises:
-            RequestError: a prompt cannot be answered; it says which. Nothing is computed then.
+            RequestError: a prompt cannot be answered; names the prompt. Nothing is computed then.
             JobError: no replica is left.
         """
         requests = self._requests(prompts, sampling_params)
@@ -201,7 +201,7 @@ class Replicas:
         )
 
     def close(self) -> None:
-        """End the engines, and Ray where it was started here. Closing twice is fine."""
+        """End the engines, and Ray if it was started here. Closing twice is fine."""
         self._is_closed = True
         if self._grammars is not None:
             self._grammars.close()
@@ -223,7 +223,7 @@ class _Listed:
 
     @property
     def positions(self) -> IntArray:
-        """All of them."""
+        """All positions."""
         return np.arange(len(self.requests))
 
     def request(self, position: int) -> Request:

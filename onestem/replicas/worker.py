@@ -1,4 +1,4 @@
-"""One replica: an `LLM` that is handed requests while it computes others."""
+"""One replica: an `LLM` that takes requests while it computes others."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Facts:
-    """What a replica says of itself when it is there.
+    """Facts of a replica that has started.
 
     Attributes:
-        node, pid: the machine that it is on, and its process.
-        options: as its `LLM` has settled them.
+        node, pid: its machine and process.
+        options: as resolved by its `LLM`.
         target: its model on its device.
     """
 
@@ -39,11 +39,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Failure:
-    """A replica could not start, or is no more.
+    """A replica could not start, or has died.
 
     Attributes:
         reason: one line.
-        is_final: another attempt would end alike.
+        is_final: another attempt would fail alike.
     """
 
     reason: str
@@ -52,15 +52,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica did in a while.
+    """The result of one call of `Worker.work`.
 
     Attributes:
-        run: of which run its requests are.
+        run: the run of its requests.
         outputs: finished ones.
         num_waiting: requests that it has not begun.
-        seconds: how long it computed.
-        stats: of its engine, since it was started.
-        died: why the engine is of no use any more; None: it is well.
+        seconds: computing time.
+        stats: of its engine, since its start.
+        died: why the engine died; None: it did not.
     """
 
     run: int
@@ -93,8 +93,8 @@ class Worker:
             return Failure(_line(error), is_final=True)
 
     def work(self, run: int, requests: Sequence[Request], seconds: float) -> Report:
-        """Take requests and compute for so long, or until none of those that were there waits.
-        Requests of another run are given up."""
+        """Take requests and compute for `seconds`, or until no request is waiting any more.
+        Requests of another run are dropped."""
         engine = self._llm.engine
         began, outputs, died = time.monotonic(), list[RequestOutput](), None
         try:
@@ -129,6 +129,6 @@ class Worker:
 
 
 def _line(error: Exception) -> str:
-    """An error in one line."""
+    """An error as one line."""
     told = " ".join(str(error).split())
     return told if isinstance(error, OnestemError) else f"{type(error).__name__}: {told}"

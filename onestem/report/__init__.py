@@ -1,4 +1,4 @@
-"""The report of a plan: one page of HTML that needs nothing else."""
+"""The report of a plan: one self-contained HTML page."""
 
 from onestem.report.page import MODES, Price, check_page, write_page
 from onestem.report.tree import DrawnTree, savings_by_level

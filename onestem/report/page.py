@@ -31,7 +31,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Price:
-    """What an hour costs, as `$2.50`, `2.50 EUR` or a bare number."""
+    """Price of an hour, as `$2.50`, `2.50 EUR` or a bare number."""
 
     per_hour: float
     before: str = ""
@@ -39,7 +39,7 @@ class Price:
 
     @staticmethod
     def read(text: str) -> Price:
-        """Raises `ConfigError` for what is no price."""
+        """Parse a price; raises `ConfigError` for any other text."""
         found = re.fullmatch(
             r"\s*([^\d\s.,+-]{0,4})\s*(\d{1,9}(?:\.\d{1,9})?)(\s*[^\d\s.,+-]{0,4})\s*", text
         )
@@ -50,7 +50,7 @@ class Price:
         return Price(float(found[2]), found[1], found[3])
 
     def of(self, seconds: float) -> float:
-        """What so many seconds cost."""
+        """Cost of `seconds`."""
         return self.per_hour * seconds / 3600
 
     def text(self, amount: float) -> str:
@@ -62,7 +62,7 @@ class Price:
 
 
 def check_page(path: Path, source: Path) -> None:
-    """Refuse, before anything is computed, a place where no page can be written."""
+    """Raise `JobError` for a path where no page can be written, before anything is computed."""
     if not path.parent.is_dir():
         raise JobError(f"folder {path.parent} does not exist: make it first")
     if path.is_dir() or (path.exists() and os.path.samefile(path, source)):
@@ -82,8 +82,9 @@ def write_page(
 
     Args:
         report: as `onestem.jobs.plan_file` returns it.
-        draw: trees by name, with so many nodes at most.
-        title: the input's name. model: the model's.
+        draw: maximum number of nodes -> trees by name.
+        title: the input's name.
+        model: the model's name.
     """
     most = MOST_NODES
     while len(page := _page(report, draw(most), title, model, price)) > MOST_BYTES and most > 1:
@@ -139,7 +140,7 @@ def _hash(text: str) -> str:
 
 
 def _in_script(value: Any) -> str:
-    """JSON that ends no element, whatever text is in it."""
+    """JSON in which no text can end the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -15,14 +15,14 @@ from onestem.planner.prefix_tree import PrefixTree
 __all__ = ["DrawnTree", "savings_by_level"]
 
 WORDS_CHARACTERS = 120
-WORDS_TOKENS = 96  # that are decoded for them
+WORDS_TOKENS = 96  # tokens decoded for these characters
 
 Decode = Callable[[list[int]], str]
 
 
 def savings_by_level(tree: PrefixTree) -> list[dict[str, int]]:
-    """Of each depth of nesting: prefixes, their tokens, and the prompt tokens that sharing them
-    saves. A prefix of t tokens that r requests have saves t * (r - 1)."""
+    """For each depth of nesting: prefixes, their tokens, and the prompt tokens that sharing saves.
+    A prefix of t tokens in r requests saves t * (r - 1)."""
     level = [0] * tree.num_nodes
     for node, parent in enumerate(tree.parent.tolist()[1:], start=1):
         level[node] = level[parent] + 1
@@ -39,11 +39,12 @@ class DrawnTree:
     """The part of a tree that saves most.
 
     Attributes:
-        nodes: parents before children; node 0 is the empty prefix. Of each: its parent's place;
-            tokens that it adds; requests below it; those that go on from it alone, and their tokens
-            on average; prefixes below it that are left out, requests in them, and their tokens on
-            average; its first words; the first words of one that goes on alone.
-        left_out: prefixes that are not drawn. left_out_tokens: what sharing them saves.
+        nodes: parents before children; node 0 is the empty prefix. Each is a list: index of the
+            parent; tokens that it adds; requests below it. Then requests that continue alone, and
+            their mean tokens; prefixes below it that are left out, requests in them, and their mean
+            tokens. Last, its first words, and those of one request that continues alone.
+        left_out: prefixes that are not drawn.
+        left_out_tokens: tokens that sharing these saves.
     """
 
     nodes: list[list[Any]]
@@ -52,7 +53,7 @@ class DrawnTree:
 
     @staticmethod
     def of(plan: JobPlan, prompts: Prompts, decode: Decode, most: int) -> DrawnTree:
-        """Of a plan, at most so many nodes."""
+        """The tree of a plan, with at most `most` nodes."""
         tree = plan.tree
         ones = np.ones_like(tree.home)
         alone = tree.at_home(ones)
@@ -96,7 +97,7 @@ class DrawnTree:
 
 
 def _chosen(tree: PrefixTree, saved_below: list[int], most: int) -> list[int]:
-    """Nodes with those above them, the ones that save most below first."""
+    """At most `most` nodes, always with their ancestors, by the largest savings below them."""
     children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
     for node, parent in enumerate(tree.parent.tolist()[1:], start=1):
         children[parent].append(node)
@@ -112,8 +113,8 @@ def _chosen(tree: PrefixTree, saved_below: list[int], most: int) -> list[int]:
 def _left_out(
     tree: PrefixTree, place: dict[int, int], requests: Any, total: Any
 ) -> tuple[Any, Any, Any]:
-    """`[num_nodes]` of each drawn node: prefixes left out below it, and requests and prompt tokens
-    of those right below it."""
+    """For each drawn node, `[num_nodes]` each: prefixes left out below it, and the requests and
+    prompt tokens of those directly below it."""
     counts = np.zeros((3, tree.num_nodes), np.int64)
     parent = tree.parent.tolist()
     for node in range(tree.num_nodes - 1, 0, -1):

@@ -18,25 +18,25 @@ __all__ = ["Rollouts"]
 
 
 class Rollouts:
-    """Answers a trainer's prompts with the weights that it has at that step.
+    """Answers a trainer's prompts with the weights that the trainer has at that step.
 
-    Equal prompts that follow each other, as a group's do, are one request with `n` answers: the
-    prompt is computed once. How tokens are sampled is what the trainer's arguments say
-    (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length`, and
-    `generation_kwargs` by the names of `SamplingParams`).
+    Consecutive equal prompts, as those of a group, are one request with `n` answers: the prompt is
+    computed once. Sampling follows the trainer's arguments (`temperature`, `top_p`, `top_k`,
+    `min_p`, `repetition_penalty`, `max_completion_length`, and `generation_kwargs` by the names of
+    `SamplingParams`).
 
     Args:
-        llm: of the same model, with `logprobs_mode="processed_logprobs"`, as TRL wants them.
+        llm: of the same model, with `logprobs_mode="processed_logprobs"`, as TRL needs them.
 
     Raises:
-        ConfigError: it gives other log-probabilities.
+        ConfigError: `llm` has another `logprobs_mode`.
     """
 
     def __init__(self, llm: LLM) -> None:
         if llm.options.logprobs_mode != "processed_logprobs":
             raise ConfigError(
                 f"logprobs_mode is {llm.options.logprobs_mode}, expected processed_logprobs: TRL "
-                "compares log-probabilities behind the temperature"
+                "compares log-probabilities after the temperature"
             )
         self.llm = llm
         self._step: int | None = None  # of the trainer, whose weights these are
@@ -45,14 +45,14 @@ class Rollouts:
         """`rollout_func` of `GRPOTrainer`.
 
         Args:
-            prompts: texts or conversations, each as often as it wants answers.
+            prompts: texts or conversations, each repeated once per answer.
 
         Returns:
             `prompt_ids`, `completion_ids` and `logprobs` (of each token of the completion), in the
             prompts' order.
 
         Raises:
-            UnsupportedError: what the trainer trains is not the model itself (adapters).
+            UnsupportedError: the trainer trains adapters, not the model itself.
             OnestemError: an answer could not be computed.
         """
         self._synchronise(trainer)
@@ -69,7 +69,7 @@ class Rollouts:
         }
 
     def _synchronise(self, trainer: Any) -> None:
-        """Take the trainer's weights, if it has made a step."""
+        """Take the trainer's weights if it has made a step since the last call."""
         step = trainer.state.global_step
         if step == self._step:
             return
@@ -83,7 +83,7 @@ class Rollouts:
 
 
 def _token_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """As the trainer itself would tokenise them."""
+    """Ids of the prompts, tokenised as the trainer does."""
     tokenizer = trainer.processing_class
     if prompts and isinstance(prompts[0], str):
         return [list(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]

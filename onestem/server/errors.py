@@ -84,7 +84,7 @@ class EngineDownError(ApiError):
 
 
 class NoAnswerError(ApiError):
-    """The engine process is there, and has not answered a question in time."""
+    """The engine process runs, but has not answered a question in time."""
 
     def __init__(self, seconds: float) -> None:
         message = f"the engine has not answered within {seconds:.3g} s: try again later"
@@ -93,7 +93,7 @@ class NoAnswerError(ApiError):
 
 
 def too_late(seconds: float) -> ApiError:
-    """A request had so many seconds, and they are over."""
+    """The error of a request that was not answered within `seconds`."""
     return ApiError(
         504,
         f"no answer within {seconds:.6g} s: raise timeout, or ask for fewer tokens",

@@ -1,5 +1,5 @@
-"""Logs: a line for each event on stderr, JSON for programs or text for people. No prompt and no
-answer is ever in them below `debug`."""
+"""Logs: a line for each event on stderr, JSON for programs or text for people. Prompts and answers
+are only ever in `debug` lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    """The time, the level where something is wrong, and what a person wants to know."""
+    """The time, the level from warning on, and the event's text."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -50,7 +50,7 @@ FORMATS: dict[str, type[logging.Formatter]] = {"json": _JsonFormatter, "text": _
 
 
 def default_format() -> str:
-    """Text where a person sees it, JSON where a program does."""
+    """Text for a terminal, JSON otherwise."""
     return "text" if sys.stderr.isatty() else "json"
 
 
@@ -93,7 +93,7 @@ def set_up(level: str, style: str = "json") -> None:
 
 
 # ----------------------------------------------------------------------------- log lines
-# Events as a person reads them: a line each.
+# Events as text for people: a line each.
 
 Fields = Mapping[str, Any]
 
@@ -101,7 +101,7 @@ PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 
 def line_of(event: str, fields: Fields) -> str:
-    """An event's text. What cannot be printed is escaped: paths come from anybody."""
+    """An event's text. What cannot be printed is escaped: any client may choose a path."""
     text = LINES[event](fields) if event in LINES else _any(event, fields)
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 

@@ -1,4 +1,4 @@
-"""What is remembered of calls: metrics, the history that the page draws, what was rerendered."""
+"""Records of calls: metrics, the history that the page draws, what was rerendered."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ENGINE_COUNTS = {
     "logical_prompt_tokens": "Prompt tokens of all sequences.",
     "processed_prompt_tokens": "Prompt tokens computed.",
     "output_tokens": "Tokens sampled.",
-    "num_preempted": "Sequences that had to give their memory back.",
+    "num_preempted": "Sequences that were preempted.",
     "shared_read_tokens": "Keys that sequences saw and did not read: one read served several.",
 }
 
 
 class _EngineCollector(Collector):
-    """The engine's own counts, as they are when somebody asks."""
+    """The engine's own counts at the time of a scrape."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -68,7 +68,7 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """Counts and times of requests, by key, app (the prefix that a request stands behind) and
+    """Counts and times of requests, by key, app (the prefix that a prompt begins with) and
     endpoint."""
 
     def __init__(self, client: EngineClient) -> None:
@@ -129,7 +129,7 @@ class Metrics:
             self._tokens["request_preemptions"].labels(*labels).inc(metrics.num_preempted)
 
     def _app(self, call: Call) -> str:
-        """Its application's label: names that keys make up must not fill the memory."""
+        """Its application's label. Names are limited: those that keys make up could fill memory."""
         if len(self._apps) < MOST_APPS:
             self._apps.add(call.app)
         return call.app if call.app in self._apps else "other"
@@ -138,7 +138,7 @@ class Metrics:
         self._errors.labels(str(status)).inc()
 
     def text(self, pages: Mapping[str, Any]) -> bytes:
-        """All of it; `pages`: of the engine's snapshot, or empty."""
+        """All metrics as text; `pages`: those of the engine's snapshot, or empty."""
         self._engine.pages = pages
         return generate_latest(self._registry)
 
@@ -147,7 +147,7 @@ class Metrics:
 # The last minutes for the page: one entry per second, and the last calls.
 
 SECONDS = 300
-RATE_SECONDS = 5  # that rates are taken over: what a step or a report counts at once is no peak
+RATE_SECONDS = 5  # window of rates, so that the many tokens of one step or report make no peak
 TRAILING_SECONDS = 10.0
 MOST_CALLS = 100
 COUNTERS = {
@@ -212,7 +212,7 @@ class History:
         self._rows.append(row)
 
     def _rates(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Per second, by the clock: a second that was asked for may be longer."""
+        """Rates per second by the clock: samples may be more than a second apart."""
         now = self._clock()
         then, before = self._counts[0]
         self._counts.append((now, dict(stats)))
@@ -287,22 +287,22 @@ class History:
 
 
 def _short_name(pin_name: str) -> str:
-    """A prefix's name, of the name it is pinned under."""
+    """A prefix's name, from the name it is pinned under."""
     parts = pin_name.split("/")
     return parts[1] if len(parts) > 1 else pin_name
 
 
 def _quantile(values: list[float], share: float) -> float | None:
-    """Of sorted values, the one below which `share` of them are."""
+    """The value below which `share` of sorted values are."""
     return values[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
 # ----------------------------------------------------------------------------- rerendered
-# Says once for each application why its conversations lose what is cached of them.
+# Reports once for each application why its conversations miss their cached tokens.
 
 SHOWN = 16  # tokens of a prompt from where it differs
-MOST_TOLD = 1000  # that are remembered
-# What models write their reasoning between.
+MOST_TOLD = 1000  # maximum keys and applications that are remembered
+# Markers that models write their reasoning between.
 REASONING = re.compile(r"</?think|\[/?THINK\]|<\|channel\|>|<\|?(begin|end)_of_thought", re.I)
 
 Decode = Callable[[Sequence[int]], str]
@@ -356,6 +356,6 @@ def kind_of(rerendered: Rerendered, request: Request, earlier: str, now: str) ->
 
 
 def _agree(a: str, b: str) -> bool:
-    """As far as both go; the last character may be cut in two."""
+    """Whether two texts agree as far as both go; the last character may be cut in two."""
     length = min(len(a), len(b))
     return length > 1 and a[: length - 1] == b[: length - 1]

@@ -1,4 +1,4 @@
-"""Serve until told to stop: the socket, the signals, the order of the end."""
+"""Serve until a signal: the socket, the signals, the order of the end."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["HttpServer", "bind", "serve"]
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
 
-LAST_SECONDS = 5  # to write what answers get that have no more time
+LAST_SECONDS = 5  # to write the errors of answers whose time is over
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket of that address that does not listen yet; raises `ConfigError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol named: on such sockets alone asyncio sends pieces at once (TCP_NODELAY).
-    # Else the second piece of an answer waits 40 ms for the client's acknowledgement.
+    # With its protocol named: only on such sockets does asyncio send pieces at once (TCP_NODELAY).
+    # Otherwise the second piece of an answer waits 40 ms for the client's acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -50,12 +50,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, whose signals are handled here."""
+    """uvicorn without its own handling of signals."""
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
             make_app(service),
-            http=HalfOpenProtocol,  # of h11: httptools takes endless headers
+            http=HalfOpenProtocol,  # based on h11: httptools takes endless headers
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def begin_to_stop(self) -> None:
-        """Take no new connections, let running answers end; told twice, let nothing end."""
+        """Take no new connections and let running answers end; a second call ends them at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self._service.begin_to_stop()
@@ -139,7 +139,7 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
     signals.stop = server.begin_to_stop
     signals.heed(signal.SIGTERM)
     host, port = listener.getsockname()[:2]
-    listener.listen(BACKLOG)  # who reads that we listen may connect at once
+    listener.listen(BACKLOG)  # before the line that says so: its reader may connect at once
     say_listening(service, host, port)
     jobs_end = asyncio.create_task(_put_jobs_down(service))
     try:
@@ -152,6 +152,6 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
 
 
 async def _put_jobs_down(service: Service) -> None:
-    """At once when the end begins: their memory is for the answers that are to end."""
+    """Stop jobs as soon as the server stops: answers that are to end need their memory."""
     await service.stopping.wait()
     await service.jobs.stop()

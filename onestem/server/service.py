@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class SnapshotCache:
-    """The engine's snapshot, asked for at most twice a second however many look at it."""
+    """The engine's snapshot, asked for at most twice a second for any number of readers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -111,7 +111,7 @@ class Service:
     # ------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Start the engine, compute the prefixes and, if so told, the operator's modules.
+        """Start the engine, compute the prefixes and, with `encode_schemas`, operators' modules.
 
         Raises:
             ConfigError, RequestError: an option or a prefix is wrong.
@@ -135,8 +135,8 @@ class Service:
         self._sampler = asyncio.create_task(self._sample())
 
     def begin_to_stop(self) -> None:
-        """The page's streams end at once, answers that still run when the grace is over get an
-        error; jobs are put down by `stop`."""
+        """End the page's streams at once. Answers that still run when the grace is over get an
+        error; `stop` stops jobs."""
         if not self.stopping.is_set():
             self.stopping.set()
             log.info("stopping", grace=self.settings.grace)
@@ -145,7 +145,7 @@ class Service:
             loop.call_later(self.settings.grace, self.client.fail_all, late)
 
     async def stop(self) -> None:
-        """Put jobs down and end the engine. Streams that still run get an error."""
+        """Stop jobs and end the engine. Streams that still run get an error."""
         self.begin_to_stop()
         await self.jobs.stop()
         if self._sampler is not None:
@@ -161,7 +161,7 @@ class Service:
         self.jobs.wake()
 
     async def _sample(self) -> None:
-        """The history's clock."""
+        """Take a sample of the history once a second."""
         while True:
             await asyncio.sleep(1.0)
             pages = self.snapshots.last.get("pages")
@@ -179,11 +179,11 @@ class Service:
     # ------------------------------------------------------------------------- requests
 
     async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Tokenising, templates and checks: never on the event loop."""
+        """Run tokenising, templates and checks off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def parsed(self, raw: bytes, read: Callable[[bytes], T]) -> T:
-        """What is read of a body: on the event loop where that takes a millisecond at most."""
+        """Read a body: on the event loop where that takes a millisecond at most, else a thread."""
         return read(raw) if len(raw) <= QUICK_BYTES else await self.in_thread(read, raw)
 
     def check(self, request: Request) -> None:
@@ -204,7 +204,7 @@ class Service:
 
     @cached_property
     def bounded_tokenizer(self) -> BoundedTokenizer | None:
-        """For prompts, once the engine has been up."""
+        """The tokenizer for prompts, once the engine has been up."""
         facts = self.client.facts
         assert facts is not None
         if self.tokenizer is None:
@@ -248,7 +248,7 @@ class Service:
         return None if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """With the names of control tokens."""
+        """The text of token ids, control tokens by their names."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -260,7 +260,7 @@ class Service:
         return model_identity(self.path)
 
     def _job_model(self) -> JobModel:
-        """As `onestem batch` has it, so that a job's results are the same."""
+        """The model of jobs, as in `onestem batch`: a job's results are the same."""
         facts = self.client.facts
         assert facts is not None
         return JobModel(
@@ -273,13 +273,13 @@ class Service:
 
 
 # ----------------------------------------------------------------------------- progress
-# What a server says while it starts, for whoever waits for it.
+# What a server logs while it starts.
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def say_loading(settings: Settings, path: Path) -> None:
-    """A model was found, and its weights are loaded next."""
+    """Log that a model was found, and that its weights are loaded next."""
     log.info("model_found", model=str(settings.engine.model), path=str(path))
     made_up = settings.engine.makes_weights_up
     size = 0 if made_up else sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -287,7 +287,7 @@ def say_loading(settings: Settings, path: Path) -> None:
 
 
 def say_loaded(service: Service, seconds: float) -> None:
-    """The engine has begun to run."""
+    """Log that the engine has begun to run."""
     facts = service.client.facts
     assert facts is not None
     log.info(
@@ -301,7 +301,7 @@ def say_loaded(service: Service, seconds: float) -> None:
 
 
 def say_prefixes(service: Service) -> None:
-    """The operator's prefixes and those of keys are in KV memory."""
+    """Log that the operator's prefixes and those of keys are in KV memory."""
     prefixes = service.prefixes.everyone()
     if prefixes:
         tokens = sum(prefix.num_tokens for prefix in prefixes)
@@ -309,7 +309,7 @@ def say_prefixes(service: Service) -> None:
 
 
 def say_listening(service: Service, host: str, port: int) -> None:
-    """Requests are taken: where, and how one is sent."""
+    """Log where requests are taken, and how to send one."""
     host = f"[{host}]" if ":" in host else host
     log.info("listening", url=f"http://{host}:{port}", model=service.settings.names[0])
     url = f"http://{EVERYWHERE.get(host, host)}:{port}"

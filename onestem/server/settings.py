@@ -1,4 +1,4 @@
-"""What `onestem serve` is told."""
+"""Options of `onestem serve`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEAST_BYTES = 1024
 
 
 class Settings(Options):
-    """Of one server."""
+    """Options of one server."""
 
     table: ClassVar[str] = "serve"
 
     engine: EngineOptions = Field(default=EngineOptions(), json_schema_extra={"flag": ""})
-    """What its engine is told."""
+    """Options of its engine."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -48,19 +48,19 @@ class Settings(Options):
     """Compute the modules of all --schema before requests are taken."""
 
     api_key_file: Path_ | None = None
-    """Keys that are let in, a line each: name:key[:weight]."""
+    """File of accepted keys, a line each: name:key[:weight]."""
 
     served_model_name: Texts = ()
-    """What requests call the model (may be repeated; default: --model)."""
+    """Name of the model in requests (may be repeated; default: --model)."""
 
     state: Path_ | None = None
     """Folder of files, batches and prefixes (default: ~/.local/state/onestem/serve-PORT)."""
 
     max_queue: int = Field(default=1024, ge=1)
-    """Maximum requests of a key that wait; more are told to come back."""
+    """Maximum queued requests of a key. More get a 429."""
 
     timeout: float = Field(default=600.0, ge=0.001)
-    """Seconds that a request may take unless it says otherwise."""
+    """Seconds that a request may take, unless it sets its own timeout."""
 
     max_body: Memory = "8MiB"
     """Largest request body."""
@@ -75,7 +75,7 @@ class Settings(Options):
     """Minimum tokens of a stream's chunk; the first is sent at once. Under load: more."""
 
     engine_timeout: float = Field(default=120.0, ge=0)
-    """Seconds without a sign of an engine that has work, until it is started again; 0: never."""
+    """Restart an engine that has work and is silent for this long, in seconds (0: never)."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug, info, warning or error."""
@@ -107,7 +107,7 @@ class Settings(Options):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call the model; the first is shown."""
+        """Names of the model in requests; the first is shown."""
         return self.served_model_name or (str(self.engine.model),)
 
     @property

@@ -118,3 +118,24 @@ def test_the_linter_of_prose_sees_what_it_is_to_see():
         "150: the page has 150 lines, limit is 149"
     ]
     assert not list(prose.too_long("line\n" * 149, 150))
+
+
+def test_the_linter_of_prose_reads_docstrings_helps_and_errors():
+    prose = loaded("scripts/prose")
+    words = list(prose.words_of(prose.STYLE.read_text()))
+    source = '''"""It stands
+behind it.
+
+Args:
+    one: so many
+        of them.
+    two: fine.
+"""
+add("--x", help="just one", default="behind")
+raise ValueError(f"{x} stands behind {y + 'behind'}", "fine")
+text = "so many"
+'''
+    found = list(prose.sentences_of_code(source))
+    assert [(one.line, one.words) for one in found][:3] == [(1, 4), (5, 4), (7, 1)]
+    faults = [fault.partition(": say")[0] for fault in prose.check(found, words, 40)]
+    assert faults == ["1: 'behind'", "5: 'so many'", "10: 'behind'", "9: 'just'"]

@@ -71,6 +71,12 @@ def reference_logits(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
     return x
 
 
+def not_above(share: float) -> float:
+    """The largest float32 that a share reaches."""
+    nearest = np.float32(share)
+    return float(nearest if float(nearest) <= share else np.nextafter(nearest, np.float32(0)))
+
+
 def reference_token(logits: np.ndarray, row: SamplingRow) -> int:
     params = row.params
     asked = {name: getattr(params, name) or 0 for name in ("top_k", "min_p")}
@@ -81,7 +87,7 @@ def reference_token(logits: np.ndarray, row: SamplingRow) -> int:
         sequence=row.sequence_index,
         token=row.token_index,
         temperature=float(np.float32(temperature)),
-        top_p=float(np.float32(1.0 if params.top_p is None else params.top_p)),
+        top_p=not_above(1.0 if params.top_p is None else params.top_p),
         top_k=asked["top_k"],
         min_p=float(np.float32(asked["min_p"])),
     )
@@ -266,6 +272,7 @@ def test_equal_logits_at_the_limit_of_top_p_stay_outside() -> None:
     """0.1 is a little more than a tenth in float32."""
     assert seen_tokens([0.0] * 20, SamplingParams(top_p=0.1)) == {0, 1}
     assert seen_tokens([0.0] * 20, SamplingParams(top_p=0.7)) == set(range(14))
+    assert seen_tokens([0.0] * 3, SamplingParams(top_p=1 / 3)) == {0}
 
 
 def test_top_p_counts_what_top_k_left() -> None:

@@ -197,8 +197,8 @@ def test_what_cannot_be_measured_is_refused():
 @pytest.mark.parametrize(
     ("counts", "lengths", "message"),
     [
-        ((0, 2), (1, 1), "a level of 0 nodes stands under 1: expected at least as many"),
-        ((4, 2), (1, 1), "a level of 2 nodes stands under 4: expected at least as many"),
+        ((0, 2), (1, 1), "a level of 0 nodes is below one of 1: expected at least as many"),
+        ((4, 2), (1, 1), "a level of 2 nodes is below one of 4: expected at least as many"),
         ((1, 2), (-5, 1), "a node has -5 tokens, expected at least 0"),
         ((1, 2), (1, 0), "a node has 0 tokens, expected at least 1"),
         ((1, 2), (1,), "expected as many counts as lengths"),

@@ -99,7 +99,7 @@ def test_heads_that_are_none_are_refused_where_a_plan_is_used_again():
     plan, (q, k, v) = three_rows()
     prepared = resolve("cpu").prepare(plan)
     for heads, kv_heads in ((0, 2), (4, 0), (0, 0)):
-        with pytest.raises(ConfigError, match="does not go with pages"):
+        with pytest.raises(ConfigError, match="does not fit pages"):
             prepared.attend(q[:, :heads], k[:, :, :kv_heads], v[:, :, :kv_heads])
     with pytest.raises(ConfigError, match="got tensors on cpu, meta"):
         prepared.attend(q, k, v.to("meta"))

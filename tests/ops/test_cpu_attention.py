@@ -414,7 +414,7 @@ def test_a_plan_edited_after_prepare_does_not_matter():
         ({"num_pages": 3}, ConfigError, "pages up to 3, got 5 rows and 3 pages"),
         ({"rows": 4}, ConfigError, "5 rows and pages up to 3, got 4 rows"),
         ({"page_size": 8}, ConfigError, "of 4 slots"),
-        ({"q_heads": 3}, ConfigError, "does not go with pages"),
+        ({"q_heads": 3}, ConfigError, "does not fit pages"),
         ({"strided": True}, ConfigError, "not contiguous"),
     ],
 )

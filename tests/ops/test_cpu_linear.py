@@ -124,5 +124,5 @@ def test_other_rows_are_refused() -> None:
         with pytest.raises(ConfigError, match="expected rows of 64 in"):
             weight.product(x, None)
     for out in (torch.empty(1, 32), torch.empty(2, 32).double(), torch.empty(32, 2).t()):
-        with pytest.raises(ConfigError, match=r"got room .*, expected .2, 32., contiguous"):
+        with pytest.raises(ConfigError, match=r"got out .*, expected .2, 32., contiguous"):
             weight.product(torch.ones(2, 64), None, out)

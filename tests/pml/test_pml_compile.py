@@ -190,7 +190,7 @@ def test_text_in_an_import_before_the_first_of_it():
     assert computed("<m><a/>q</m><n/>x", layout=layout) == [(7, "q"), (9, "x")]
     assert computed("<m><a/></m>q<n/>x", layout=layout) == [(7, "q"), (9, "x")]
     assert refusal("<m><a/>q</m>r<n/>x", layout).startswith(
-        "<text>:1:32: text 'r' needs 1 positions behind module m, the gap has 0, 1 too few"
+        "<text>:1:32: text 'r' needs 1 positions after module m, the gap has 0, 1 too few"
     )
 
 
@@ -211,7 +211,7 @@ def test_text_among_imports_in_another_order():
     assert computed("Hi.<tips/><rome/>x") == [(22, "Hi."), (37, "x")]
     # Both take their places behind rome.
     assert computed('Hi.<tips/><rome/>Yo<plan days=""/>x') == [(22, "Hi."), (25, "Yo"), (37, "x")]
-    assert "behind module tips, the gap has 0, 3 too few" in refusal("<tips/>Hi.<rome/>x")
+    assert "after module tips, the gap has 0, 3 too few" in refusal("<tips/>Hi.<rome/>x")
 
 
 def test_text_behind_the_highest_module_has_room():
@@ -226,10 +226,10 @@ def test_text_behind_the_highest_module_has_room():
 def test_gaps_that_are_too_small():
     assert computed("<rome/>123456<tips/>x")[0] == (22, "123456")
     assert refusal("<rome/>\n1234567<tips/>x").startswith(
-        "<text>:2:1: text '1234567' needs 7 positions behind module rome, the gap has 6, 1 too few"
+        "<text>:2:1: text '1234567' needs 7 positions after module rome, the gap has 6, 1 too few"
     )
     assert "before module plan, the gap has 0, 2 too few" in refusal('Hi<plan days="1"/>')
-    assert "behind module plan, the gap has 0, 1 too few" in refusal('<plan days="1"/>x<miami/>')
+    assert "after module plan, the gap has 0, 1 too few" in refusal('<plan days="1"/>x<miami/>')
     assert "in module rome, the gap has 6, 1 too few" in refusal("<rome>1234567</rome><tips/>")
 
 
@@ -371,7 +371,7 @@ def test_text_among_a_schemas_turns_is_of_its_role():
     assert "module b is imported in <system> and stands in <user>" in refusal(
         "<system><b/></system>", layout
     )
-    assert "text in <user> stands behind module a, which is in <system>" in refusal(
+    assert "text in <user> stands after module a, which is in <system>" in refusal(
         "<a/><user>x</user><b/>", layout
     )
     raw = lay_out(

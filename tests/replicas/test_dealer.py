@@ -236,4 +236,4 @@ def test_who_waits_for_the_first_replica_is_told_once(monkeypatch):
     told: list[str] = []
     crew.starting.clear()
     assert Dealer(crew, 1, told.append).first().node == "node 0"
-    assert told == ["no replica is there yet: Ray has no room for one, or they load"]
+    assert told == ["no replica runs yet: Ray has no room for one, or they are loading"]

@@ -81,6 +81,17 @@ def test_without_a_limit_nothing_is_stuck(clock):
     assert not dog.tick()
 
 
+def test_without_a_limit_nobody_looks():
+    async def live() -> None:
+        launcher = EngineProcess(EngineOptions(), "tests.server.fake_engine:load")
+        client = EngineClient(launcher, 4, engine_timeout=0)
+        client.watchdog.tick = lambda: pytest.fail("a look at an engine that may be silent")
+        await client.start()  # takes longer than a thousand looks
+        await client.stop()
+
+    asyncio.run(live())
+
+
 def test_a_stopped_engine_is_killed_and_started_again():
     async def live() -> None:
         launcher = EngineProcess(EngineOptions(), "tests.server.fake_engine:load")

@@ -57,11 +57,11 @@ def test_data_of_several_lines_is_one_event():
 SPOILT = {
     "missing chunk": (lambda e: e[:2] + e[3:], "5 tokens streamed, 6 counted"),
     "doubled chunk": (lambda e: [*e[:3], *e[2:]], "7 tokens streamed, 6 counted"),
-    "out of order": (lambda e: [e[0], e[2], e[1], *e[3:]], "text offset 2 behind 4"),
-    "last first": (lambda e: [e[5], *e[:5], *e[6:]], "behind the finish_reason"),
+    "out of order": (lambda e: [e[0], e[2], e[1], *e[3:]], "text offset 2 after 4"),
+    "last first": (lambda e: [e[5], *e[:5], *e[6:]], "after the finish_reason"),
     "no end": (lambda e: e[:-1], "without [DONE]"),
     "torn event": (lambda e: [*e[:4], e[4][:30]], "within an event"),
-    "behind the end": (lambda e: [*e, e[3]], "behind [DONE]"),
+    "after the end": (lambda e: [*e, e[3]], "after [DONE]"),
     "no JSON": (lambda e: [e[0], b"data: {oops\n\n", *e[1:]], "no JSON"),
     "error": (
         lambda e: [*e[:3], b'data: {"error": {"message": "engine died"}}\n\n'],

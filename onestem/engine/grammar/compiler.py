@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "packed"]
 
 _CACHE_ENTRIES = 256
-# Of `prepare`: a slow schema does not hold up the next, and each has threads of its own besides.
+# Of `prepare`: a slow schema does not delay the next; each compilation has more threads of its own.
 _THREADS = 4
-# Stands before a control token's name in its bytes: no UTF-8 has it, so no text and no character
-# class lets the token in; only tokens that a structural tag names are such tokens.
+# Stands before a control token's name in its bytes. No UTF-8 has it, so no text and no character
+# class admits the token, only a structural tag that names it.
 _CONTROL = b"\xff"
 
 
 class _Wanted(NamedTuple):
-    """What a format asks: a JSON schema, or a structural tag's format and its name in errors."""
+    """What is asked for: a JSON schema, or a structural tag's format and its name in errors."""
 
     schema: dict[str, Any] | None
     tags: dict[str, Any] | None
@@ -57,7 +57,7 @@ class _Wanted(NamedTuple):
 
     @property
     def is_costly(self) -> bool:
-        """Whether compiling may take any time."""
+        """Whether compiling may take arbitrarily long."""
         return self.tags is not None and not is_simple(self.tags)
 
     def check(self) -> None:
@@ -68,7 +68,7 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(response_format: Mapping[str, Any] | None) -> _Wanted | None:
-    """Of a format (`request.ResponseFormat`); None where any text will do."""
+    """What a format (`request.ResponseFormat`) asks for; None where any text will do."""
     if response_format is None or response_format["type"] == "text":
         return None
     tags = tags_of(response_format)
@@ -94,11 +94,11 @@ class Grammar(NamedTuple):
 
 class GrammarCompiler:
     """Compiles response formats for one tokenizer. Safe to use from several threads: a format is
-    compiled once, and who wants another does not wait for it.
+    compiled once, and requests for another do not wait for it.
 
     Args:
         tokenizer: the model's.
-        vocab_size: columns of the logits, if there are more than tokens; those are never allowed.
+        vocab_size: columns of the logits, if there are more than tokens; more are never allowed.
         stop_token_ids: ids that may end an answer once it is complete: all end-of-sequence ids of
             the model. None: the tokenizer's one.
         limits: of what a regular expression, a grammar or a structural tag may take.
@@ -126,7 +126,7 @@ class GrammarCompiler:
         self._trials: dict[bool, Trial] = {}  # by whether they are quick
         self._compiled: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._checked: OrderedDict[str, None] = OrderedDict()
-        # Those that wait for a process are others. None is started before it has something to do.
+        # Others wait for processes. A thread starts when it first has something to do.
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._quick_thread = ThreadPoolExecutor(1, "quick grammars")
         self._slow_thread = ThreadPoolExecutor(1, "slow grammars")
@@ -139,10 +139,10 @@ class GrammarCompiler:
 
         Args:
             response_format: OpenAI's object.
-            output_token_ids: tokens that the sequence sampled already.
+            output_token_ids: tokens that the sequence has already sampled.
 
         Raises:
-            RequestError: the format or its schema is not one, or the tokens do not follow it.
+            RequestError: the format or its schema is not valid, or the tokens do not follow it.
             UnsupportedError: the schema uses what cannot be enforced or is too large, or xgrammar
                 is not installed.
         """
@@ -158,11 +158,11 @@ class GrammarCompiler:
         return state
 
     def check(self, response_format: Mapping[str, Any] | None) -> _Wanted | None:
-        """What a format asks, found good once for each: the only entrance of schemas. None where
-        any text will do.
+        """What a format asks for, checked once for each: all schemas come in here. None where any
+        text will do.
 
         Raises:
-            RequestError: the schema is none.
+            RequestError: the schema is not valid.
             UnsupportedError: it uses what cannot be enforced, or is too large.
         """
         wanted = _wanted(response_format)
@@ -180,7 +180,7 @@ class GrammarCompiler:
         return wanted
 
     def prepare(self, response_format: Mapping[str, Any] | None) -> Future[Grammar] | None:
-        """What will be the grammar, or the error that `compile` raises: compiled by another thread
+        """A future with the grammar, or the error that `compile` raises; another thread compiles it
         if it is not there. None where the format is text."""
         wanted = self.check(response_format)
         if wanted is None:
@@ -217,7 +217,7 @@ class GrammarCompiler:
             return key, new, True
 
     def _forget_oldest(self) -> None:
-        """Those that are being compiled stay: nobody is to begin them again."""
+        """Drop the oldest; those that are being compiled stay, so that none begins again."""
         left = len(self._compiled) - _CACHE_ENTRIES
         if left > 0:
             done = (key for key, grammar in self._compiled.items() if grammar.done())
@@ -227,7 +227,7 @@ class GrammarCompiler:
     def _compile_into(
         self, grammar: Future[Grammar], key: str, wanted: _Wanted, *, quick: bool = False
     ) -> None:
-        """`quick`: what takes longer is done later, by the thread of slow ones."""
+        """Set `grammar`. `quick`: one that takes longer goes to the thread of slow ones."""
         try:
             compiled = self._compile(wanted, quick=quick)
         except BaseException as error:
@@ -302,7 +302,7 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar."""
+    """State of one sequence in its grammar."""
 
     def __init__(self, grammar: Grammar, vocab_size: int, stop_token_ids: list[int]) -> None:
         import xgrammar
@@ -315,7 +315,7 @@ class GrammarState:
         self._filled = False
 
     def at_start(self) -> GrammarState:
-        """Another sequence's, in the same grammar."""
+        """The state of another sequence in the same grammar."""
         return GrammarState(*self._origin)
 
     def fill_mask(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema: what their values are, what the compiler enforces of them where, and of
+"""Keywords of JSON Schema: their valid values, and what the compiler enforces of them, and of
 regular expressions."""
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _MUST_ESCAPE = frozenset((*map(chr, range(0x20)), '"', "\\"))
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """What of a pattern an answer would not be held to, as a noun for an error; None: nothing.
+    """What of a pattern is not enforced, as a noun for an error; None: nothing.
 
     The compiler reads ECMA-262 patterns as if they stood between `^` and `$`, which is stricter and
-    so harmless, and reads over anchors elsewhere, lookarounds and escapes that it does not know; it
-    also writes characters that JSON must escape as they are.
+    so harmless. It ignores anchors elsewhere, lookarounds and unknown escapes. It also writes
+    characters that JSON must escape as they are.
     """
     return _character_fault(pattern) or regex_fault(pattern)
 
 
 def regex_fault(pattern: str) -> str | None:
-    """The same of a pattern that is no JSON: lookarounds, modifiers, and anchors inside."""
+    """The same of a pattern outside JSON: lookarounds, modifiers, and anchors inside."""
     structure = _structure(pattern)
     modifier = _MODIFIER.search(structure)
     if modifier is not None:
@@ -69,12 +69,12 @@ def _character_fault(pattern: str) -> str | None:
 
 
 def _structure(pattern: str) -> str:
-    """A pattern of which groups, anchors and quantifiers are left; an x for each character."""
+    """A pattern's groups, anchors and quantifiers, with an x for each character."""
     return _CLASS.sub("x", re.sub(_ESCAPE, "x", pattern, flags=re.DOTALL))
 
 
 def num_characters(pattern: str) -> int:
-    """Of a pattern with its repetitions written out, the most of them."""
+    """Characters of a pattern with its repetitions written out, as many as they may be."""
     totals, last = [0], 0  # of each open group; of what a quantifier would repeat
     for found in _PART.finditer(_structure(pattern)):
         part = found[0]
@@ -106,7 +106,7 @@ _FORMATS = frozenset(
     )
 )  # fmt: skip
 
-# They say nothing of what is valid.
+# They do not restrict what is valid.
 _ANNOTATIONS = frozenset(
     (
         "title", "description", "default", "examples", "example", "deprecated", "readOnly",
@@ -119,7 +119,7 @@ _UNENFORCED = (
     "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
     "contentEncoding", "contentMediaType", "contentSchema",
 )  # fmt: skip
-# Of these the compiler takes the first and reads over its neighbours.
+# Of these the compiler takes the first and ignores its neighbours.
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 
 Schema = Mapping[str, Any]
@@ -175,7 +175,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(_BOUNDS, _NUMBER),
 }
 _ASSERTIONS = frozenset(_KINDS) - {"$defs", "definitions"}
-# Without a type, these say which one the compiler takes; others it then reads over.
+# Without a type, these say which one the compiler takes; it then ignores others.
 _OBJECT_SIGNS = frozenset(("properties", "additionalProperties", "unevaluatedProperties"))
 _ARRAY_SIGNS = frozenset(("items", "prefixItems", "unevaluatedItems"))
 _OF_OBJECTS = _OBJECT_SIGNS | {
@@ -185,7 +185,7 @@ _OF_ARRAYS = _ARRAY_SIGNS | {"minItems", "maxItems"}
 
 
 def keyword_fault(schema: Schema, name: str) -> None:
-    """Raise `RequestError` for a keyword whose value is none of its kind; `name`: of the whole."""
+    """Raise `RequestError` for a keyword with a wrong kind of value; `name`: the whole schema's."""
     for keyword, value in schema.items():
         expected, fits = _KINDS.get(keyword, ("", None))
         if fits is not None and not fits(value):
@@ -198,7 +198,7 @@ def neighbour_fault(schema: Schema, *, in_names: bool) -> str | None:
     """What of one schema, not of those inside it, is not enforced: a noun for an error.
 
     Args:
-        in_names: of `propertyNames`, whose type is string.
+        in_names: the schema is one of `propertyNames`, whose type is string.
     """
     unknown = _unknown_keyword(schema)
     if unknown is not None:
@@ -261,13 +261,13 @@ def _untyped(schema: Schema) -> str | None:
 
 
 def type_names(schema: Schema) -> tuple[str, ...]:
-    """Its types; () where it names none."""
+    """A schema's types; () where it names none."""
     given = schema.get("type", [])
     return tuple(given) if isinstance(given, list) else (given,)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality of JSON values, of which true is not 1."""
+    """Equality of JSON values: true is not 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):

@@ -14,7 +14,7 @@ __all__ = ["TokenRules", "spelled"]
 
 
 class TokenRules:
-    """Where one sequence stands in what its request forbids, in front of its grammar if it has one.
+    """State of one sequence under what its request forbids, and under its grammar if it has one.
 
     Args:
         vocab_size: of the logits.
@@ -41,7 +41,7 @@ class TokenRules:
         self._last: list[int] = []
 
     def at_start(self) -> TokenRules:
-        """Another sequence's, under the same rules."""
+        """The state of another sequence under the same rules."""
         other = copy(self)
         other._grammar = None if self._grammar is None else self._grammar.at_start()
         other._last = []

@@ -1,8 +1,8 @@
 """JSON schemas of `response_format`: what is one, and what the grammar compiler enforces.
 
-The compiler reads over keywords that it does not know, and over some that it knows where they stand
-beside others. An answer that breaks its schema is worse than an error, so all of these are refused
-here, and nothing is left for the compiler to warn of.
+The compiler ignores keywords that it does not know, and some that it knows where they stand beside
+others. An answer that breaks its schema is worse than an error, so all of these are refused here,
+and nothing is left for the compiler to warn of.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEMA = "response_format.json_schema.schema"
 MOST_DEPTH = 64
 # 0.4 s of compiling; values of an enum are cheaper.
 MOST_SCHEMAS, MOST_VALUES, MOST_CHARACTERS = 1_000, 5_000, 100_000
-# It takes the square of what a pattern spells out: 0.1 s, and 11 s for ten times as much.
+# It takes the square of a pattern's written-out length: 0.1 s, and 11 s for ten times as much.
 MOST_REPEATED = 1_000
 # Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
 _MOST_WHITESPACE = 64
@@ -58,7 +58,7 @@ Schema = Mapping[str, Any]
 
 
 def check_schema(schema: Schema, strict: bool, name: str = SCHEMA) -> None:
-    """Refuse a schema that is none, or that an answer would not be held to.
+    """Refuse a schema that is not valid, or that would not be enforced.
 
     Strings with a `minLength` or `maxLength` are written without escapes, so without quotes and
     newlines. Formats are enforced as far as a regular expression can: a date may be 31 June.
@@ -68,7 +68,7 @@ def check_schema(schema: Schema, strict: bool, name: str = SCHEMA) -> None:
         name: what errors call the schema.
 
     Raises:
-        RequestError: a keyword has a value that is none of its kind, or a `$ref` leads nowhere.
+        RequestError: a keyword has a wrong kind of value, or a `$ref` leads nowhere.
         UnsupportedError: the schema is too large, or has what is not enforced.
     """
     found = dict(subschemas(schema, name))
@@ -89,7 +89,7 @@ def check_schema(schema: Schema, strict: bool, name: str = SCHEMA) -> None:
 
 
 def subschemas(schema: Schema, name: str = SCHEMA) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """A schema and all inside it, each behind its path; values (`enum`, `default`, ...) are no
+    """A schema and all inside it, each with its path; values (`enum`, `default`, ...) are not
     schemas.
 
     Raises:
@@ -169,7 +169,7 @@ def ebnf_of(
 
     Args:
         strict: no properties and items that no keyword names.
-        any_whitespace: between values; else there is none, or what `spaced` says.
+        any_whitespace: allow any between values; else there is none, or what `spaced` says.
         spaced: a space after each comma and colon, as `json.dumps` writes.
         name: what errors call the schema.
 
@@ -199,8 +199,8 @@ def unusable(name: str, reason: str) -> RequestError:
 
 
 def _with_any_of(schema: Schema) -> dict[str, Any]:
-    """A copy in which each `oneOf`, whose schemas part (`check_schema` saw to it), is an `anyOf`:
-    the compiler proves less, and would warn."""
+    """A copy with `anyOf` for each `oneOf`: no value fits two of its schemas (`check_schema` sees
+    to it), but the compiler cannot prove that, and would warn."""
     copied: dict[str, Any] = json.loads(json.dumps(schema))
     for _, part in list(subschemas(copied)):
         if "oneOf" in part:
@@ -217,7 +217,7 @@ class _References:
         self._name = name
 
     def fault(self, schema: Schema) -> str | None:
-        """Why a schema's reference is none that is followed."""
+        """Why a schema's reference is not followed; None: it is."""
         uri = schema.get("$ref")
         if uri is None:
             return None
@@ -239,7 +239,7 @@ class _References:
         """The schema that a reference, or a chain of them, leads to.
 
         Raises:
-            RequestError: to itself.
+            RequestError: it leads to itself.
         """
         passed = []
         while isinstance(uri := schema.get("$ref"), str) and (to := self._target(uri)) is not None:
@@ -253,9 +253,9 @@ class _References:
 def object_fault(schema: Schema, strict: bool) -> str | None:
     """What of one schema's keywords for objects is not enforced: a noun for an error.
 
-    Properties are written in the schema's order and each once; those whose names it does not give
-    (`additionalProperties`, `patternProperties`, `propertyNames`) may come twice, and are not told
-    from those that another keyword names.
+    Properties are written in the schema's order and each once. Those whose names it does not give
+    (`additionalProperties`, `patternProperties`, `propertyNames`) may come twice, and are not
+    distinguished from those that another keyword names.
     """
     named = schema.get("properties", {})
     missing = [name for name in schema.get("required", ()) if name not in named]
@@ -292,8 +292,8 @@ Resolve = Callable[[Schema], Schema]
 
 
 def oneof_fault(schema: Schema, resolve: Resolve) -> str | None:
-    """What of a schema's `oneOf` is not enforced: a noun for an error. It is where its schemas part
-    by a type, by their values or by a property's value.
+    """What of a schema's `oneOf` is not enforced: a noun for an error. It is enforced where its
+    schemas differ in type, in values or in a property's value.
 
     Args:
         resolve: follows a schema's `$ref`.

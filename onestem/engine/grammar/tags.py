@@ -1,4 +1,4 @@
-"""Structural tags: what an answer is held to where a JSON schema alone does not say it.
+"""Structural tags: constraints on an answer that a JSON schema alone does not express.
 
 A format is xgrammar's (`structural_tag.Format`): texts, schemas, regular expressions and grammars,
 put together. Schemas in it are written without whitespace between their values, or with a space
@@ -20,8 +20,8 @@ __all__ = ["FIELDS", "check_tags", "compilable", "is_simple", "named_tokens", "t
 
 Format = Mapping[str, Any]
 
-# What each type has beside it (xgrammar 0.2.8). Others are not honoured here: properties in any
-# order may come twice, limits of whitespace mean nothing in compact JSON.
+# Fields of each type (xgrammar 0.2.8). Others are refused here: properties in any order may come
+# twice, limits of whitespace mean nothing in compact JSON.
 FIELDS: Mapping[str, frozenset[str]] = {
     "any_text": frozenset(("excludes", "max_tokens", "max_chars")),
     "any_tokens": frozenset(("exclude_tokens", "max_tokens")),
@@ -54,7 +54,7 @@ _MOST_CHOICES, _MANY = 4, 1_000
 
 
 def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The structural tag of a format that is no JSON schema; None: it is one."""
+    """The structural tag of a format that is not a JSON schema; None: it is one."""
     kind = response_format["type"]
     if kind == "regex":
         return {"type": "regex", "pattern": response_format["regex"]}
@@ -92,10 +92,10 @@ def _text(value: str) -> dict[str, Any]:
 
 
 def check_tags(tags: Format) -> None:
-    """Refuse what an answer would not be held to.
+    """Refuse a tag that is not valid, or that would not be enforced.
 
     Raises:
-        RequestError: a type or a field of it is unknown, or a schema in it is none.
+        RequestError: a type or a field of it is unknown, or a schema in it is not valid.
         UnsupportedError: something in it is not enforced, or it is too large.
     """
     if is_deep(tags):
@@ -132,7 +132,7 @@ def _check_fields(path: str, one: Format) -> None:
 
 
 def _formats(path: str, value: Any) -> Iterator[tuple[str, Format]]:
-    """All formats of a tag behind their paths; what is inside schemas is none."""
+    """All formats of a tag, each with its path; there are none inside schemas."""
     waiting = [(path, value)]
     while waiting:
         path, one = waiting.pop()
@@ -144,13 +144,13 @@ def _formats(path: str, value: Any) -> Iterator[tuple[str, Format]]:
 
 
 def is_simple(tag: object) -> bool:
-    """Whether compiling costs little more than compiling its schemas does: nothing in it is
-    repeated that may be empty, and one part of a sequence at most leaves a choice."""
+    """Whether compiling a tag costs little more than compiling its schemas: no repeated part may be
+    empty, and at most one part of a sequence leaves a choice."""
     return _choices(tag) <= _MOST_CHOICES
 
 
 def _choices(tag: object) -> int:
-    """How many choices are inside one another; `_MANY`: it is not simple."""
+    """How many choices are nested; `_MANY`: the tag is not simple."""
     kind = tag.get("type") if isinstance(tag, Mapping) else None
     if not isinstance(tag, Mapping) or not isinstance(kind, str):
         return _MANY
@@ -170,11 +170,11 @@ def _choices(tag: object) -> int:
 
 
 def compilable(value: Any, control_token: Callable[[str], int | None]) -> Any:
-    """A tag as xgrammar compiles it: its plain schemas as grammars, which say where
-    whitespace is, its control tokens as ids.
+    """A tag as xgrammar compiles it: plain schemas as grammars, which say where whitespace is, and
+    control tokens as ids.
 
     Args:
-        control_token: the id of a control token; None: the text is none.
+        control_token: the id of a control token; None: the text is not one.
 
     Raises:
         RequestError: xgrammar refuses a schema.
@@ -214,7 +214,7 @@ def compilable(value: Any, control_token: Callable[[str], int | None]) -> Any:
 
 
 def named_tokens(tag: Any) -> set[int]:
-    """Ids of the tokens that a tag of `compilable` asks for by themselves."""
+    """Ids of the tokens that a tag of `compilable` names."""
     found: list[Any] = []
     for _, one in _formats("", tag):
         found.append(one.get("token"))

@@ -30,8 +30,8 @@ class Limits:
 
     Attributes:
         cpu_seconds: to compile it, and to write some tokens under it.
-        quick_seconds: the same, where others wait for their turn; then it waits for slow ones.
-        wall_seconds: the same, where the machine is busy with something else.
+        quick_seconds: the same at the first try, while others wait; then it queues with slow ones.
+        wall_seconds: the same in wall-clock time, where the machine is busy with other work.
         mask_seconds: for a token's mask, which all others in its step wait for.
         memory_bytes: beyond what the process has without grammars.
     """
@@ -112,7 +112,7 @@ class Trial:
             return TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
         if number in (signal.SIGABRT, signal.SIGKILL):
             return self._out_of_memory(name)
-        return _costly(name, f"is more than the compiler bears ({number.name})")
+        return _costly(name, f"makes the compiler crash ({number.name})")
 
     def _out_of_memory(self, name: str) -> TooCostlyError:
         mebibytes = self._limits.memory_bytes >> 20
@@ -143,7 +143,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """While it waited: of something else than a grammar."""
+        """Whether it has ended while it waited, so not because of a grammar."""
         return self._process.poll() is not None
 
     def ask(self, tag: str) -> str:
@@ -152,7 +152,7 @@ class _Process:
         return self._channel.recv_bytes().decode()
 
     def end(self) -> int:
-        """Its exit status: what it died of, if it is dead."""
+        """End it. Returns its exit status: what it died of, if it was dead."""
         self._end()
         return self._process.wait()
 

@@ -1,7 +1,7 @@
 """A process that compiles grammars which may cost too much; `onestem.engine.grammar.trial` starts
 it.
 
-It is run as a file, and imports neither torch nor anything else of this package: it is there in a
+It is run as a file, and imports neither torch nor anything else of this package: it starts in a
 quarter of a second. The kernel ends it at its limits, whatever its native code does then.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 __all__: list[str] = []
 
-_WALK_TOKENS = 64  # what is ambiguous takes longer with each token
+_WALK_TOKENS = 64  # an ambiguous grammar takes longer with each token
 
 
 def _native() -> Any:

@@ -1,8 +1,8 @@
 """A prompt in PML as the engine runs it: which module runs it imports, and what it computes itself.
 
 What a prompt computes (arguments, new text, the answer) is a sequence like any other, with jumps of
-positions; what it imports are runs beside it, each seen by the rows behind it (`anchored`) or by
-all (`isolated`). `docs/pml.md` has the rules, `onestem.pml.visible` defines them.
+positions. What it imports are runs beside it, each seen by the rows after it (`anchored`) or by all
+(`isolated`). `docs/pml.md` has the rules, `onestem.pml.visible` defines them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PmlPrompt:
         stretches: where they and the answer stand, and which runs they may share: those of prompts
             that see the same modules.
         encoded: segments that are computed once for all prompts, and their placeholders, each
-            behind those that it attends to.
+            after those that it attends to.
         imports: what the tokens see of these.
     """
 
@@ -75,7 +75,7 @@ class PmlPrompt:
         return (Stretch(start, Label(space, int(shifts[start]))) for start in starts)
 
     def _space(self) -> Hashable:
-        """Names what the tokens see that is not on their path."""
+        """A name for what the tokens see that is not on their path."""
         if not self.imports:
             return self.salt
         digest = hashlib.blake2b(digest_size=16)
@@ -84,7 +84,7 @@ class PmlPrompt:
         return self.salt, digest.hexdigest()
 
     def num_pages(self, page_size: int) -> int:
-        """Pages that it takes in an empty cache before its answer begins, at most."""
+        """Maximum pages that it takes in an empty cache before its answer begins."""
         bounds = [stretch.start for stretch in self.stretches if stretch.start < len(self.tokens)]
         own = np.diff([*bounds, len(self.tokens)]).tolist()
         lengths = [len(segment.token_ids) for segment in self.encoded] + own
@@ -117,7 +117,7 @@ class SequenceModules:
         store: of the runs.
         prompt: what the sequence imports.
         owner: the sequence: it computes what is not there.
-        private: nobody else may use them (`share="off"`).
+        private: no other sequence may use them (`share="off"`).
 
     Attributes:
         seen: what the sequence's tokens see of them.
@@ -177,7 +177,7 @@ class SequenceModules:
         )
 
     def release_placeholders(self) -> None:
-        """Once what attends to them is computed, nobody sees them any more."""
+        """Release placeholders once what attends to them is computed: nothing else sees them."""
         if len(self._runs) > len(self.seen) and self.complete:
             for index in self._runs.keys() - {one.segment for one in self.prompt.imports}:
                 self._store.unpin(self._runs.pop(index))
@@ -187,7 +187,7 @@ class SequenceModules:
         return SequenceModules(self._store, self.prompt, owner, private=False)
 
     def release(self) -> None:
-        """Let go; whoever else holds unfinished runs may take them over."""
+        """Release all; others that hold unfinished runs may take them over."""
         for run in self._runs.values():
             if run.owner is self._owner:
                 run.owner = None

@@ -1,7 +1,7 @@
-"""Modules behind the KV pages: copied out when they are computed, copied back instead of computed.
+"""Modules outside the KV pages: copied out when they are computed, copied back instead of computed.
 
-On a GPU copies go over pinned memory on a stream of their own: those out wait for the step that
-computed them, the next step waits for those in. Files are read and written by a thread.
+On a GPU copies go over pinned memory on a stream of their own. Copies out wait for the step that
+computed the module; the next step waits for copies in. Files are read and written by a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ModuleTiers", "TierStats"]
 Name = Hashable
 KvPages = Sequence[tuple[Tensor, Tensor]]
 MOST_READ_AHEAD = 32  # modules
-FEW_STRETCHES = 4  # so many copies straight into the pages are no slower than one and a scatter
+FEW_STRETCHES = 4  # this many copies straight into the pages are no slower than one and a scatter
 
 
 @dataclass
@@ -72,8 +72,8 @@ class ModuleTiers:
         self._probe: Future[None] | None = None
 
     def note_step(self, prompt_rows: int, seconds: float) -> None:
-        """A step of so many rows of prompts took `seconds`. The best rate counts: small steps wait
-        for the weights, and a module would be computed in large ones."""
+        """Note that a step with `prompt_rows` rows of prompts took `seconds`. The best rate counts:
+        small steps wait for the weights, and a module would be computed in large ones."""
         if prompt_rows > 0:
             row = seconds / prompt_rows
             self._row_seconds = min(row, self._row_seconds or row)
@@ -93,8 +93,8 @@ class ModuleTiers:
         return self.disk is not None and name not in self._damaged and name in self.disk
 
     def _disk_pays(self, name: Name, num_tokens: int) -> bool:
-        """On a GPU only where both rates were measured and say so. That of the disk is measured on
-        the side, with the beginning of the first file that is asked for."""
+        """Whether reading beats computing: on a GPU only if both measured rates say so. The disk's
+        is measured on the side, with the beginning of the first file that is asked for."""
         if self._device.type == "cpu":
             return True
         row = self._row_seconds
@@ -133,7 +133,7 @@ class ModuleTiers:
                 self._read(name, num_tokens)
 
     def _read(self, name: Name, num_tokens: int) -> Future[Tensor | None]:
-        """Begin to read a module. What was read ahead and not wanted goes, the oldest first."""
+        """Begin to read a module. What was read ahead and not used is dropped, oldest first."""
         future = self._reading.get(name)
         if future is None:
             future = self._thread.submit(self._timed_read, name, num_tokens)
@@ -190,7 +190,7 @@ class ModuleTiers:
 
     @torch.inference_mode()
     def _copy_in_aside(self, slots: np.ndarray, module: Tensor) -> None:
-        """The copy waits for the steps that may still read these pages, the next step for it."""
+        """Copy after the steps that may still read these pages, and before the next step."""
         assert self._stream is not None
         main = torch.cuda.current_stream(self._device)
         cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
@@ -213,7 +213,7 @@ class ModuleTiers:
     # ----------------------------------------------------------------------------- out
 
     def save(self, run: ModuleRun) -> None:
-        """Keep a module that has just been computed."""
+        """Keep a newly computed module."""
         name = _name(run)
         if not run.pages:
             return
@@ -262,8 +262,8 @@ class ModuleTiers:
         return written
 
     def forget(self) -> None:
-        """The model has other weights: what is kept is of no use. Files are the checkpoint's, so
-        there is no disk any more."""
+        """Drop what is kept: the model has other weights. Files are for the checkpoint's weights,
+        so the disk is not used any more."""
         self.flush()
         self.disk = None
         for future in self._reading.values():

@@ -58,8 +58,8 @@ class SamplingRow:
             `ignore_eos`, and `stop_token_ids`).
         allowed_mask: from the grammar: bits packed in int32 `[ceil(vocab / 32)]`, lowest bit first;
             what a mask does not reach is forbidden.
-        place, record: the sampler's own: of its state of penalties (-1: none), and all that does
-            not change, as the device knows it.
+        place, record: the sampler's own: of its state of penalties (-1: none), and the `ROW` that
+            the device gets, as far as it does not change.
     """
 
     params: SamplingParams
@@ -103,7 +103,7 @@ class Chosen(NamedTuple):
         own: `[m]`, of the chosen tokens.
         ids, logprobs: `[m, k]`, of the most probable ones.
         before: int64 `[m]`, how many tokens are more probable than the chosen one, or as probable
-            with a lower id; `[0]` where nobody asks.
+            with a lower id; `[0]` where ranks are not asked for.
     """
 
     own: Tensor
@@ -126,7 +126,7 @@ class TakenChosen(NamedTuple):
 
     @staticmethod
     def of(words: NDArray[np.int64], count: int) -> TakenChosen:
-        """From the words of so many rows."""
+        """Read the words of `count` rows."""
         most = (len(words) // count - 1) // 2
         ends = [count * most, count * (most + 1), count * (2 * most + 1)]
         ids, own, logprobs, before = np.split(words, ends)
@@ -138,13 +138,13 @@ class TakenChosen(NamedTuple):
         )
 
     def part(self, first: int, end: int) -> TakenChosen:
-        """Of some of its rows."""
+        """The same of some of its rows."""
         at = slice(first, end)
         return TakenChosen(self.own[at], self.ids[at], self.logprobs[at], self.before[at])
 
     def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-        """Of each row the `counts` most probable tokens, in order, and a token that may be one of
-        them, else stands behind them."""
+        """Of each row the `counts` most probable tokens, in order, then its token of `tokens` if it
+        is not among them."""
         own, ids, logprobs = self.own.tolist(), self.ids.tolist(), self.logprobs.tolist()
         kind: Any = RankedLogprobs if len(self.before) else dict
         found: list[Any] = []
@@ -225,7 +225,7 @@ class Pending:
 
 
 class PendingBlocks:
-    """The same of rows whose logits were not all there at a time."""
+    """The same of rows whose logits were made in blocks."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts
@@ -262,7 +262,7 @@ def _as_bits(values: Tensor) -> Tensor:
 
 
 _CACHE_ENTRIES = 8192
-_CACHE_PROMPTS = 256  # whose different ids are kept, 8 bytes each
+_CACHE_PROMPTS = 256  # whose distinct ids are kept, 8 bytes each
 _MOST_TOKENS = 2**31 - 1  # no sequence has more
 # A lower one is greedy: float32 logits have no smaller differences.
 LOWEST_TEMPERATURE = 1e-6
@@ -290,7 +290,7 @@ class Sampler:
         vocab_size: columns of the logits.
         defaults: the model's sampling defaults, used where a request leaves them open.
         device: where the logits are.
-        logprobs_mode: of sampled tokens: `raw_logprobs`, or `processed_logprobs`, behind all that
+        logprobs_mode: of sampled tokens: `raw_logprobs`, or `processed_logprobs`, after all that
             changes what is drawn from.
 
     Attributes:
@@ -375,7 +375,7 @@ class Sampler:
         )
 
     def release(self, row: SamplingRow) -> None:
-        """A sequence has ended: its state of penalties goes."""
+        """Free the state of penalties of a sequence that has ended."""
         if row.place >= 0:
             self._free.append(row.place)
             self._penalties.release(row.place)
@@ -385,7 +385,7 @@ class Sampler:
 
     @torch.inference_mode()
     def records(self, rows: Sequence[SamplingRow]) -> NDArray[np.void]:
-        """What the device is told of rows, `ROW` `[n]`."""
+        """Rows as the device gets them, `ROW` `[n]`."""
         records = np.frombuffer(b"".join([self._record(row) for row in rows]), ROW).copy()
         records["token"] = [row.token_index for row in rows]
         return records
@@ -415,7 +415,7 @@ class Sampler:
         return record.tobytes()
 
     def _assign(self, row: SamplingRow) -> None:
-        """Tell the device what a row has seen: at first, and after a step that came to nothing."""
+        """Tell the device what a row has seen: at first, and after a failed step."""
         repeats = self.settings_of(row.params).repetition_penalty != 1.0
         prompt = self._prompt_ids(row.prompt_token_ids) if repeats else None
         self._penalties.assign(row.place, prompt, np.asarray(row.output_token_ids(), np.int64))
@@ -429,7 +429,7 @@ class Sampler:
         return first
 
     def _prompt_ids(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-        """The prompt's different ids; n sequences have them in common."""
+        """The prompt's distinct ids, shared by its n sequences."""
         known = self._prompts.get(id(token_ids))
         if known is None:
             if len(self._prompts) >= _CACHE_PROMPTS:
@@ -488,7 +488,7 @@ class Sampler:
     def _chosen(
         self, logits: Tensor, index: Tensor, ids: Tensor, most: int, told: Tensor | None
     ) -> Chosen:
-        """Of rows `index` of the logits, or of all of `told`: what is asked of given tokens."""
+        """Log-probabilities of tokens `ids`, by rows `index` of the logits or all of `told`."""
         if told is not None:
             logits, index = told, torch.arange(len(told), device=told.device)
         own = logits[index, ids]
@@ -548,11 +548,11 @@ class Step:
 
     Args:
         records: `ROW` `[n]`.
-        row_at: gives the sequence's of a row; asked for those that have a bias, a mask or stop ids
+        row_at: gives a row's `SamplingRow`; called for rows that have a bias, a mask or stop ids
             that may not come yet.
 
     Attributes:
-        table: of the device's own work.
+        table: the rows as the device takes them.
         told: int64 `[m]`, rows whose log-probabilities are wanted; `told_counts`: of how many of
             the most probable tokens beside the sampled one.
         changes: whether logits are changed before tokens are drawn.

@@ -1,1 +1,1 @@
-"""Who is admitted, and which rows a step has. No torch."""
+"""Which requests are admitted, and which rows a step has. No torch."""

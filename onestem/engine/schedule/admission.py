@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-# Of all of a request's choices together: as much work as a long prompt, for which others wait.
+# Of all of a request's choices together: as much work as a long prompt, while others wait.
 MAX_CHOICE_TOKENS = 8192
 
 
@@ -52,8 +52,8 @@ def model_len(limit: int, capacity: int, asked: int | None) -> int:
         ConfigError: `asked` is more than either.
     """
     if asked is None:
-        # Where memory is what limits, a round figure: the next start finds a little more or less
-        # free, and a job that goes on must find the same limit.
+        # Where memory is the limit, round it: the next start finds a little more or less free, and
+        # a job that goes on must find the same limit.
         return limit if limit <= capacity else capacity - capacity % 1024 or capacity
     if asked < 2 or asked > limit:
         raise ConfigError(
@@ -77,7 +77,7 @@ def check_request(
     max_num_seqs: int | None = None,
 ) -> None:
     """Raise `RequestError` for a request that can never be answered; `response_format` is left to
-    the compiler of grammars. `token_ids`: those of the prompt, where an array of them is there."""
+    the grammar compiler. `token_ids`: the prompt's, where there is an array of them."""
     _check_prompt(request, max_model_len, vocab_size, token_ids)
     if max_num_seqs is not None and request.params.n > max_num_seqs:
         raise RequestError(
@@ -106,7 +106,7 @@ def check_request(
 
 
 def check_format(check: Callable[..., object], request: Request) -> None:
-    """Check a request's `response_format`: what is not supported is a fault of the request."""
+    """Check a request's `response_format`; raise `RequestError` for what is not supported."""
     try:
         check(request.params.response_format)
     except UnsupportedError as error:
@@ -121,8 +121,8 @@ def check_pml(
     num_pages: int,
     page_size: int,
 ) -> None:
-    """Raise `RequestError` for a prompt in PML that, with the least of an answer, the model's
-    positions or the KV memory have no room for.
+    """Raise `RequestError` for a prompt in PML that, with the shortest answer, does not fit in the
+    model's positions or in KV memory.
 
     Args:
         num_pages: pages that it could have.
@@ -250,15 +250,15 @@ class SequenceFactory:
         pool: the KV pages.
         kept_pages: how many of them pinned prefixes keep for good.
         tokenizer, grammars: None for a model without tokenizer.
-        max_model_len: most tokens of prompt and answer.
+        max_model_len: maximum tokens of prompt and answer.
         together: a prompt's n sequences are one until the prompt is computed (prefixes are shared).
         seed: source of seeds for requests that have none; None draws from the system.
         stats: requests are counted there.
 
     Attributes:
-        arrivals: when requests came that are not open yet, by id.
+        arrivals: arrival times of requests that are not open yet, by id.
         states: of requests that are open, by id.
-        refused: outputs of requests that cannot be opened; whoever hands them on empties it.
+        refused: outputs of requests that cannot be opened; the reader empties it.
         weights_version: of the weights that sequences are made for.
     """
 
@@ -291,8 +291,8 @@ class SequenceFactory:
         self._seed = seed
 
     def gate(self, request: Request) -> tuple[Gate, str]:
-        """Whether a request can be opened now, or has to wait for its grammar, which another thread
-        compiles; or its grammar is none, and why."""
+        """Whether a request can be opened now, has to wait for its grammar, which another thread
+        compiles, or is refused for its grammar, and why."""
         response_format = request.params.response_format
         if response_format is None or self._grammars is None:
             return Gate.OPEN, ""
@@ -301,7 +301,7 @@ class SequenceFactory:
             grammar = self._grammars.prepare(response_format)
             if grammar is None:
                 return Gate.OPEN, ""
-            # Held until it is opened, whatever the compiler forgets.
+            # Held until the request is opened, whatever the compiler evicts.
             self._prepared[request.request_id] = grammar
         if not grammar.done():
             return Gate.WAIT, ""
@@ -313,18 +313,18 @@ class SequenceFactory:
         return Gate.REFUSE, str(error)
 
     def wait(self, seconds: float) -> None:
-        """Until a grammar that is being compiled is there, or a time has passed."""
+        """Wait until a grammar is compiled, for at most `seconds`."""
         unfinished = [grammar for grammar in self._prepared.values() if not grammar.done()]
         wait(unfinished, seconds, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
-        """Of a request that is not opened any more."""
+        """Forget a request that will not be opened."""
         self.arrivals.pop(request_id, None)
         self._prepared.pop(request_id, None)
 
     def open(self, request: Request) -> RequestState:
-        """A request's sequences: one that computes the prompt for all n, unless nothing is shared;
-        one for each of its paths, or of its choices'."""
+        """Make a request's sequences: one that computes the prompt for all n, or n if nothing is
+        shared; or one for each of its paths, or of its choices' paths."""
         state = RequestState(
             request,
             self._seed_of(request),
@@ -359,7 +359,7 @@ class SequenceFactory:
         return state
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """A request cannot be opened."""
+        """Note the output of a request that cannot be opened."""
         name = request.request_id
         log.error("request %s cannot be opened", name, exc_info=error)
         self.forget(name)
@@ -386,13 +386,13 @@ class SequenceFactory:
         return sequence
 
     def detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        """For one of a request's sequences; None: there is no text."""
+        """A detokenizer for a sequence of a request; None: there is no text."""
         if self._tokenizer is None:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.params, request.prompt_token_ids)
 
     def _grammar_of(self, state: RequestState) -> GrammarState | TokenRules | None:
-        """What its tokens are held to."""
+        """The constraint on its sequences' tokens; None: there is none."""
         params, grammar = state.request.params, None
         if not (params.response_format or params.allowed_token_ids or params.bad_words):
             return None
@@ -415,14 +415,14 @@ class SequenceFactory:
         )
 
     def _compiled(self, request: Request, grammars: GrammarCompiler) -> GrammarState | None:
-        """Compiled here only where no gate was passed: all requests are one caller's then."""
+        """Compile here only where no gate was passed: all requests are one caller's then."""
         prepared = self._prepared.get(request.request_id)
         if prepared is not None:
             return grammars.state(prepared)
         return grammars.compile(request.params.response_format)
 
     def _most_tokens(self, state: RequestState) -> int:
-        """Of a sequence: what it imports takes its part of the model's length and of memory."""
+        """Maximum tokens of a sequence; imports take their part of length and memory."""
         if state.pml is None:
             return self._max_model_len
         config, pool = self._config, self._pool
@@ -448,7 +448,7 @@ class SequenceFactory:
 
 
 def _prompt_scoring(request: Request) -> Scoring | None:
-    """Of the prompt's own tokens; the very first has no log-probability."""
+    """Scoring of the prompt's own tokens; the very first has no log-probability."""
     wanted = [] if request.score_from is None else [max(1, request.score_from)]
     alternatives = request.params.prompt_logprobs
     if alternatives is not None:

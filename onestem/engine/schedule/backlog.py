@@ -1,10 +1,10 @@
-"""Who is admitted next of the requests that wait: by keys' turns, then by what is in the cache.
+"""Which waiting request is admitted next: by keys' turns, then by what is in the cache.
 
-Of a backlog larger than the cache, first come, first served computes most prefixes again and again:
-each is evicted before the next request behind it comes. So those whose prefix is there go first,
-the longest first, and groups that share one follow each other (BatchLLM, section 4.4, names this
-as future work). Nobody waits for ever: whoever is the oldest is passed only by those who waited
-when the oldest before it was taken, and by so many at most.
+With a backlog larger than the cache, first come, first served computes most prefixes again and
+again: each is evicted before the next request with it comes. So requests whose prefix is cached go
+first, the longest prefix first, and groups that share one follow each other (BatchLLM, section 4.4,
+names this as future work). No request waits for ever: the oldest is passed at most `max_passed`
+times, and only by requests that waited when the oldest before it was taken.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from onestem.tree import Node, RadixTree, cut
 
 __all__ = ["Backlog", "Turns"]
 
-MIN_AHEAD = 64  # tokens that who passes others has more of in the cache than the oldest
+MIN_AHEAD = 64  # cached tokens that a request needs more than the oldest, to pass it
 
 
 class _Place(Node):
-    """Tokens of prompts that wait, and the requests whose prompt ends with them."""
+    """Tokens of waiting prompts, and the requests whose prompt ends with them."""
 
     __slots__ = ("ending",)
 
@@ -46,11 +46,11 @@ class _Waiting:
 
 
 class Backlog:
-    """Requests of one key. A prompt in PML has no prefix to go by: it passes nobody.
+    """Requests of one key. A prompt in PML has no prefix to go by: it passes none.
 
     Args:
         cached: what is stored, or being computed.
-        max_passed: how many later requests may go before one; 0: first come, first served.
+        max_passed: maximum later requests that may pass one; 0: first come, first served.
     """
 
     def __init__(self, cached: RadixTree[Any], max_passed: int) -> None:
@@ -61,8 +61,8 @@ class Backlog:
         self._unplaced: dict[str, _Waiting] = {}
         self._ahead: deque[_Waiting] = deque()  # whose prefixes were found in the cache
         self._num_arrived = 0
-        self._turn = 0  # who arrived before may pass the oldest
-        self._looked_at: int | None = None  # insertions into the cache by the last look
+        self._turn = 0  # requests that arrived before may pass the oldest
+        self._looked_at: int | None = None  # insertions into the cache at the last look
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -114,14 +114,14 @@ class Backlog:
         return self._waiting.get(one.request.request_id) is one
 
     def _may_find(self) -> bool:
-        """Whether somebody may pass the oldest, and that or the cache has changed since."""
+        """Whether a request may pass the oldest, and that or the cache has changed since."""
         second = next(islice(self._waiting.values(), 1, 2), None)
         if second is None or second.number >= self._turn:
             return False
         return self._looked_at != self._cached.num_inserted
 
     def _look(self, oldest: _Waiting) -> None:
-        """Who may pass the oldest."""
+        """Find the requests that may pass the oldest."""
         self._looked_at = self._cached.num_inserted
         for one in self._unplaced.values():
             self._enter(one)
@@ -162,7 +162,7 @@ class Backlog:
 
 
 class _Line:
-    """What waits of one key. `mark`: how much of its share it has had."""
+    """The waiting requests of a key. `mark`: how much of its share it has had."""
 
     def __init__(self, backlog: Backlog) -> None:
         self.backlog = backlog
@@ -172,8 +172,8 @@ class _Line:
 
 class Turns:
     """A line per key. The next comes from the key that has had the least of its share (stride
-    scheduling); a key that comes back after a pause gets no credit for it. Nobody passes another
-    key's requests: each is taken in the place of its own key's oldest.
+    scheduling); a key that comes back after a pause gets no credit for it. No request passes
+    another key's: each is taken in the place of its own key's oldest.
 
     Args:
         cached, max_passed: see `Backlog`.

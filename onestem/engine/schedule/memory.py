@@ -1,4 +1,4 @@
-"""KV memory that is spoken for: pinned prefixes, those of planned groups, what decodes will need.
+"""Reserved KV memory: pinned prefixes, those of planned groups, what decodes will need.
 And why a prompt shares what it shares."""
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ __all__ = [
 ]
 
 PREFIXES = ":prefixes"
-"""The key whose turns prefixes take: they do not wait behind a backlog."""
+"""The key of requests for pinned prefixes, so that they do not wait for a backlog."""
 
 SHOWN = 4  # tokens of runs beside a prompt's own, for an explanation
 SHOWN_ANSWER = 16  # tokens of an answer that a prompt leaves
-LOOKED_AT = 16  # runs beside one, the newest, among which an answer is looked for
+LOOKED_AT = 16  # newest runs beside one, among which an answer is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRequest(Request):
-    """Computes the prefix of a name, to be pinned; nobody waits for its output."""
+    """Computes a named prefix, to be pinned; its output goes to no one."""
 
     name: str
 
 
 def prefix_id(name: str) -> str:
-    """Of the request that computes a prefix."""
+    """Id of the request that computes a prefix."""
     return f"onestem-prefix:{name}"
 
 
@@ -91,7 +91,7 @@ class _Pin:
 
 
 class PinnedPrefixes:
-    """Which prefixes are kept, and who reads them.
+    """Which prefixes are kept, and which sequences read them.
 
     Args:
         cache: where their runs are.
@@ -118,7 +118,7 @@ class PinnedPrefixes:
         return name in self._pins
 
     def add(self, name: str, token_ids: Seq[int], salt: str) -> Request:
-        """Note a prefix; the request that computes it."""
+        """Note a prefix. Returns the request that computes it."""
         if name in self._pins:
             raise RequestError(f"prefix {name!r} is pinned already: unpin it first")
         if not self._cache.enabled:
@@ -129,7 +129,7 @@ class PinnedPrefixes:
 
     @property
     def num_pages(self) -> int:
-        """Pages that prefixes may keep for good, at most."""
+        """Maximum pages that prefixes may keep for good."""
         pool = self._cache.pool
         return sum(pool.pages_for(len(pin.token_ids)) + 1 for pin in self._pins.values())
 
@@ -147,7 +147,8 @@ class PinnedPrefixes:
             )
 
     def remove(self, name: str) -> bool:
-        """Let a prefix go; it stays cached until its memory is wanted. Whether it was computed."""
+        """Unpin a prefix; it stays cached until its memory is wanted. Returns whether it
+        was computed."""
         pin = self._pins.pop(name, None)
         if pin is None:
             raise RequestError(f"prefix {name!r} is not pinned")
@@ -156,7 +157,7 @@ class PinnedPrefixes:
         return pin.run is not None
 
     def let_go(self) -> bool:
-        """Keep none for now: they are computed again behind who waits. False: none was kept.
+        """Unpin all for now and queue them to be computed again. False: none was kept.
         Prefixes can take more pages than they need (their runs may be many and short)."""
         kept = [pin for pin in self._pins.values() if pin.run is not None]
         for pin in kept:
@@ -167,8 +168,8 @@ class PinnedPrefixes:
         return bool(kept)
 
     def computed(self, request: PrefixRequest) -> None:
-        """A request has ended: keep what it computed, if its prefix is still wanted. It is computed
-        once more where another's answer has just begun to grow from its last tokens."""
+        """Keep what a finished request has computed, if its prefix is still wanted. It is computed
+        once more where another's answer already grows from its last tokens."""
         pin = self._pins.get(request.name)
         if pin is None:
             return
@@ -181,7 +182,7 @@ class PinnedPrefixes:
             self._queue.push(pin.request(), PREFIXES)
 
     def admitted(self, sequence: Sequence, path: list[Run]) -> str | None:
-        """A sequence was given its path: note which prefixes it begins with; the longest's name."""
+        """Note which prefixes an admitted sequence begins with. Returns the longest's name."""
         runs = set(path)
         found = [pin for pin in self._pins.values() if pin.run in runs]
         for pin in found:
@@ -190,7 +191,7 @@ class PinnedPrefixes:
         return max(found, key=lambda pin: len(pin.token_ids)).name if found else None
 
     def infos(self, running: Seq[Sequence], version: int) -> list[PrefixInfo]:
-        """All of them as they stand; `running` have their paths."""
+        """All of them as they stand; `running`: sequences that have their paths."""
         readers: Counter[Run] = Counter()
         computing: dict[str, int] = {}
         for sequence in running:
@@ -217,12 +218,12 @@ class PinnedPrefixes:
 
     @property
     def runs(self) -> dict[Run, str]:
-        """Of all prefixes, with those above them: the name of a prefix that holds each."""
+        """All prefixes' runs, with those above them, and the name of a prefix on each."""
         return {run: p.name for p in self._pins.values() if p.run for run in p.run.path()}
 
 
 class PlannedGroups:
-    """Who of each group is here, and what is pinned for it.
+    """Members of each group that are here, and what is pinned for it.
 
     Args:
         cache: where the prefixes are.
@@ -241,7 +242,7 @@ class PlannedGroups:
         return len(self._pins)
 
     def admitted(self, sequence: Sequence) -> None:
-        """A member was admitted: its group's prefix stays from now on."""
+        """Note that a member was admitted: its group's prefix stays from now on."""
         request = sequence.state.request
         group = request.group
         if group is None or not self._cache.enabled:
@@ -257,7 +258,7 @@ class PlannedGroups:
             self._pins[group] = node
 
     def finished(self, state: RequestState) -> None:
-        """A sequence of a request has ended."""
+        """Note that a sequence of a request has ended."""
         group = state.request.group
         if group is None or not state.finished:
             return
@@ -265,16 +266,16 @@ class PlannedGroups:
         self.release_closed()
 
     def release_closed(self) -> None:
-        """Let go of what groups keep that have no member here and to which none can come."""
+        """Release what groups keep that have no member here and can get none."""
         members = self._members.items()
         self._release([g for g, left in members if not left and not self._is_open(g)])
 
     def release_all(self) -> None:
-        """Let go of all planned prefixes."""
+        """Release all planned prefixes."""
         self._release(list(self._pins))
 
     def release_jobs(self) -> bool:
-        """Let go of what groups of jobs keep; False: nothing."""
+        """Release what groups of jobs keep; False: nothing."""
         members = self._members.items()
         groups = [g for g, left in members if any(m.request.priority == "job" for m in left)]
         pinned = [group for group in groups if group in self._pins]
@@ -295,7 +296,7 @@ class PlannedGroups:
 
 def explain(sequence: Sequence, path: list[Run], prefix: str | None) -> Reuse:
     """Args:
-    sequence: just admitted: the runs that it is to compute are its own.
+    sequence: newly admitted: the runs that it is to compute are its own.
     path: its runs.
     prefix: the longest pinned prefix on it.
     """
@@ -314,16 +315,16 @@ def explain(sequence: Sequence, path: list[Run], prefix: str | None) -> Reuse:
 
 
 def _beside(own: Run) -> tuple[int, ...]:
-    """First tokens of the other runs that go on where this one begins, of the same label: what
-    another salt has stored is nobody's business."""
+    """First tokens of the other runs of the same label that begin where this one does. What another
+    salt has stored is not shown."""
     assert own.parent is not None
     others = (run for run in own.parent.children.values() if run is not own)
     return tuple(islice((run.tokens[0] for run in others if run.label == own.label), SHOWN))
 
 
 def _rerendered(own: Run) -> Rerendered | None:
-    """Of a prompt that goes on as `own` from inside an answer that has ended. Costs nothing where
-    no answer is, and otherwise as many steps as the conversation's path has runs."""
+    """What a prompt leaves that goes on, as `own`, from inside an answer that has ended. O(1) where
+    there is no answer, otherwise O(runs of the conversation's path)."""
     assert own.parent is not None
     if own.parent.answer_at > own.start:
         return None
@@ -341,7 +342,7 @@ def _rerendered(own: Run) -> Rerendered | None:
 
 
 def _below(run: Run) -> Iterator[Run]:
-    """A run and how its conversation went on last, as far as that has ended."""
+    """A run and the newest runs that follow it, as far as they have ended."""
     following: Run | None = run
     while following is not None and not following.grows:
         yield following
@@ -349,7 +350,7 @@ def _below(run: Run) -> Iterator[Run]:
 
 
 def _newest(parent: Run, like: Run, wanted: Callable[[Run], bool]) -> Run | None:
-    """The newest of some runs below another; `like`: another one of the same label."""
+    """The newest `wanted` run below another, of the label of `like` and not `like` itself."""
     children = islice(reversed(parent.children.values()), LOOKED_AT)
     return next(
         (c for c in children if c is not like and c.label == like.label and wanted(c)), None
@@ -357,7 +358,7 @@ def _newest(parent: Run, like: Run, wanted: Callable[[Run], bool]) -> Run | None
 
 
 class ReservedPages:
-    """What was reserved when it was counted, and to who was admitted since.
+    """Pages reserved at the last count, and for sequences admitted since.
 
     Args:
         cache: the runs.
@@ -370,15 +371,15 @@ class ReservedPages:
         self._num_pages = 0
 
     def count(self, running: Iterable[Sequence]) -> None:
-        """Count anew, for all who run."""
+        """Count anew, for all running sequences."""
         self._num_pages = sum(map(self._pages, running))
 
     def add(self, sequence: Sequence) -> None:
-        """One more is admitted."""
+        """Add a sequence that is admitted."""
         self._num_pages += self._pages(sequence)
 
     def take_back(self, sequence: Sequence) -> None:
-        """One of those who were counted is to be preempted."""
+        """Subtract a counted sequence that is to be preempted."""
         self._num_pages -= self._pages(sequence)
 
     def have_room(self, sequence: Sequence) -> bool:

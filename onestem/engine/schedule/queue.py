@@ -1,4 +1,4 @@
-"""Where requests wait, and which are jobs'. The engine does not know which queue it has."""
+"""Queues of requests and of jobs. The engine does not know which queue it has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Gate", "HybridQueue", "InteractiveQueue", "Jobs", "PlannedQueue", "R
 
 
 class Gate(Enum):
-    """Whether a request may be admitted: now; later, others may pass it; or never."""
+    """Whether a request may be admitted: now, later (others may pass it), or never."""
 
     OPEN = "open"
     WAIT = "wait"
@@ -47,13 +47,13 @@ class RequestQueue(Protocol):
 
 
 class InteractiveQueue:
-    """Keys take turns; of a key first come, first served, but for prefixes that are in the cache
-    (`Backlog`); each request as soon as the gate lets it in.
+    """Keys take turns. Within a key: first come, first served, but for prefixes that are cached
+    (`Backlog`). A request takes its place when the gate lets it in.
 
     Args:
         cached, max_passed: see `Backlog`.
-        gate: asked when a request comes, and from then on until it does not say to wait; who is
-            refused is forgotten.
+        gate: called on push, then on each peek until it stops returning WAIT. Refused requests are
+            dropped.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class InteractiveQueue:
 
     @property
     def holds(self) -> bool:
-        """Whether the gate lets some wait."""
+        """Whether requests wait at the gate."""
         return bool(self._held)
 
     def pop(self) -> Request:
@@ -120,7 +120,7 @@ class PlannedQueue:
     Members of a group come one after the other, so a group is complete when another begins.
 
     Args:
-        gate: asked for the next request until it does not say to wait; who is refused is passed.
+        gate: called for the next request until it stops returning WAIT. Refused ones are skipped.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class PlannedQueue:
 
 
 class HybridQueue:
-    """Interactive requests; behind them jobs, one after the other.
+    """Interactive requests, then jobs, one after the other.
 
     Args:
         cached, max_passed: see `Backlog`.
@@ -184,7 +184,7 @@ class HybridQueue:
         """Queue a job's requests, in planned order; they are read as there is room for them.
 
         Args:
-            first: before those of other jobs that are not read.
+            first: before other jobs' requests that are not read yet.
         """
         numbers: dict[int, int] = {}
         # Not a generator, which would end with the first error of `requests`.
@@ -192,11 +192,11 @@ class HybridQueue:
         self._jobs = {job_id: job, **self._jobs} if first else {**self._jobs, job_id: job}
 
     def remove_job(self, job_id: str) -> bool:
-        """Forget what of a job is not admitted; False if there is none of this name."""
+        """Forget requests of a job that are not admitted; False if there is no such job."""
         return self._jobs.pop(job_id, None) is not None
 
     def _as_job(self, numbers: dict[int, int], request: Request) -> Request:
-        """Groups of different jobs are different groups: `numbers` of one job's own."""
+        """Number groups apart from other jobs'; `numbers`: those of this job so far."""
         group = request.group
         if group is not None:
             group = numbers.setdefault(group, next(self._numbers))
@@ -217,7 +217,7 @@ class HybridQueue:
 
     @property
     def holds(self) -> bool:
-        """Whether the gate lets some wait."""
+        """Whether requests wait at the gate."""
         return self.interactive.holds or any(job.holds for job in self._jobs.values())
 
     def pop(self) -> Request:
@@ -251,18 +251,18 @@ class Jobs:
         self._open[job_id] = {}
 
     def opened(self, job_id: str, request_id: str) -> None:
-        """A job's request was read."""
+        """Note that a job's request was read."""
         self._open[job_id][request_id] = None
         self._job_of[request_id] = job_id
 
     def ended(self, request_id: str) -> None:
-        """A request has ended; others than jobs' are no matter."""
+        """Note that a request has ended; those of no job are ignored."""
         job_id = self._job_of.pop(request_id, None)
         if job_id is not None:
             self._open[job_id].pop(request_id, None)
 
     def remove(self, job_id: str) -> list[str]:
-        """Forget a job; ids of its requests that were read and have not ended."""
+        """Forget a job. Returns ids of its requests that were read and have not ended."""
         requests = list(self._open.pop(job_id, ()))
         for request_id in requests:
             self._job_of.pop(request_id)

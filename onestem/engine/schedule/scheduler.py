@@ -17,8 +17,8 @@ from onestem.request import Request
 
 __all__ = ["Scheduler", "SourceError"]
 
-# Steps after which it is counted anew what those who run will still ask for; it grows less with
-# time, but for newcomers, who are counted as they come.
+# Steps after which the pages that running sequences will still need are counted anew. They become
+# fewer with time, but for new sequences, which are counted when admitted.
 RESERVED_STEPS = 16
 # Steps in which jobs run beside interactive requests, and in which they pause.
 MIXED_STEPS = 16
@@ -26,7 +26,7 @@ REFERENCE_STEPS = 6
 
 
 class CommitFirst(Exception):
-    """Memory is short, and what is in flight may free some: nobody is preempted before that."""
+    """Memory is short, and what is in flight may free some: nothing is preempted before that."""
 
 
 class SourceError(Exception):
@@ -40,27 +40,27 @@ class SequenceFactory(Protocol):
     def sequence(self, state: RequestState, index: int) -> Sequence: ...
     def detokenizer(self, request: Request) -> Any: ...
     def refuse(self, request: Request, error: Exception) -> None:
-        """A request cannot be opened."""
+        """Note that a request cannot be opened."""
         ...
 
 
 class DecodingRows(Protocol):
-    """Who decodes at present (`onestem.engine.step.order`)."""
+    """The rows that decode at present (`onestem.engine.step.order`)."""
 
     @property
     def sequences(self) -> list[Sequence | None]: ...
 
     def any_stays(self, leave: list[Sequence]) -> bool:
-        """Whether somebody decodes on, beside those that leave."""
+        """Whether a sequence decodes on, beside those that leave."""
         ...
 
     def page_ends(self) -> list[Sequence]:
-        """Whose next token stands in a new page."""
+        """Sequences whose next token stands in a new page."""
         ...
 
 
 class ModuleTiers(Protocol):
-    """Memories behind the KV pages."""
+    """Memories below the KV pages, for modules."""
 
     def has(self, run: ModuleRun) -> bool:
         """Whether a module's keys and values are kept, and copying them beats computing them."""
@@ -81,7 +81,7 @@ def _job_of(run: Run) -> Sequence | None:
 
 
 def _order(sequence: Sequence) -> tuple[bool, int]:
-    """Jobs come behind all interactive requests."""
+    """Sort key of admitted sequences: jobs after all interactive requests, then by age."""
     return sequence.is_job, sequence.order
 
 
@@ -91,12 +91,12 @@ def _num_left(sequence: Sequence) -> int:
 
 
 def _place(sequence: Sequence) -> tuple[bool, float]:
-    """Order of those who wait; the never admitted last, as they came."""
+    """Sort key of waiting sequences: those never admitted last, as they came."""
     return sequence.is_job, sequence.order if sequence.order >= 0 else float("inf")
 
 
 def _num_forks(sequence: Sequence) -> int:
-    """Sequences that will part from one at its prompt's end."""
+    """Sequences that will fork from one at its prompt's end."""
     state = sequence.state
     return 0 if state.forked or sequence.score_only else state.request.params.n - 1
 
@@ -105,28 +105,28 @@ class Scheduler:
     """Decodes first, then unfinished prompts, then new requests; then the same for jobs.
 
     A step is bounded by a token budget (for what is not a decode) and by KV memory (BatchLLM's
-    memory-centric batching); by a number of sequences only where `max_num_seqs` says one. While
-    interactive requests run, jobs have so many rows of a step as slow it down little (`throttle`),
-    and their memory goes first.
+    memory-centric batching); by a number of sequences only with `max_num_seqs`. While interactive
+    requests run, jobs have only as many rows of a step as slow it down little (`throttle`), and
+    their memory goes first.
 
     Args:
         cache: the runs.
         queue: where new requests wait.
         pins: prefixes that are kept.
-        max_step_tokens: maximum rows of a step, half of them for prompts at least (`StepBudget`).
-        max_step_seconds: what a step may take, by the measured time of a row; None: as it takes.
+        max_step_tokens: maximum rows of a step, at least half for prompts (`StepBudget`).
+        max_step_seconds: what a step may take, by the measured time of a row; None: no limit.
         max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
         lookahead_tokens: decodes that admission leaves room for, per sequence.
 
     Attributes:
-        factory: makes a request's sequences when it is admitted, and those that part at its end.
+        factory: makes a request's sequences when it is opened, and those that fork at its end.
         running: sequences that are admitted, the oldest first, jobs last.
         prompts: those of them that do not decode yet, in the same order.
         waiting: opened, but not (or no longer) admitted.
         num_paused: jobs' sequences that the present step leaves out.
         opened: ids of the interactive requests that the present step has taken from the queue.
-        is_short: memory, for who waits first; none was freed since.
-        handling: the sequence that is being scheduled: an error is its own.
+        is_short: memory is short for the first that waits, and none was freed since.
+        handling: the sequence that is being scheduled, to which an error is attributed.
     """
 
     def __init__(
@@ -161,15 +161,15 @@ class Scheduler:
         self._pins = pins
         self._orders = itertools.count()
         self._edits = Edits()
-        self._chunked: set[Sequence] = set()  # who has chunks in the step
+        self._chunked: set[Sequence] = set()  # that have chunks in the step
         self._only: Container[Sequence] | None = None
         self._may_preempt = True
         self._is_launched = False
         self._alone: Sequence | None = None
-        self._standing: dict[Sequence, None] = {}  # who decodes and has no row
+        self._standing: dict[Sequence, None] = {}  # that decode and have no row
         self._job_rows: dict[Sequence, None] = {}  # jobs that have one
-        self._job_limit: int | None = None  # of these; None: as they come
-        self._review_at = 0  # the step in which it is looked at again
+        self._job_limit: int | None = None  # of these; None: no limit
+        self._review_at = 0  # the step in which that is set again
         self._reserved = ReservedPages(cache, lookahead_tokens)
         self._reserved_at = -RESERVED_STEPS  # the step in which they were counted
         self._short_at = -RESERVED_STEPS
@@ -192,7 +192,7 @@ class Scheduler:
             rows: of the step before.
             may_preempt: whether nothing is in flight. Otherwise None is returned where memory is
                 short: take what is in flight first.
-            only: nobody else has rows, or is admitted.
+            only: no others have rows, or are admitted.
 
         Raises:
             SourceError: a request could not be read.
@@ -227,7 +227,7 @@ class Scheduler:
         self._fill()
 
     def _reserve_rows(self, sequences: list[Sequence]) -> None:
-        """Pages for the next token of each. Together, where there are enough."""
+        """Reserve pages for the next token of each, at once where there are enough."""
         size = self.cache.pool.page_size
         runs = [
             run
@@ -246,7 +246,7 @@ class Scheduler:
         return bool(edits.chunks or edits.enter) or rows.any_stays(edits.leave)
 
     def _settle(self) -> None:
-        """The step is chosen: who enters, leaves, and samples behind a prompt."""
+        """Settle the chosen step: which sequences enter, leave, and sample after a prompt."""
         edits = self._edits
         for sequence in edits.enter:
             self._standing.pop(sequence, None)
@@ -268,8 +268,8 @@ class Scheduler:
                     chunk.samples = self._end_prompt(sequence)
 
     def _end_prompt(self, sequence: Sequence) -> list[Sequence]:
-        """All tokens of a sequence are computed with this step: who samples behind it, each with a
-        run to write, before any of their tokens is known."""
+        """End a prompt whose last tokens are in this step. Returns the sequences that sample after
+        it, each with a run to write, before any of their tokens is known."""
         state, run = sequence.state, sequence.run
         assert run is not None
         self.prompts.remove(sequence)
@@ -300,7 +300,7 @@ class Scheduler:
         return child
 
     def _undo(self) -> None:
-        """The step is not computed: its tokens have no KV."""
+        """Take back the step, which is not computed: its tokens have no KV."""
         for chunk in self._edits.chunks:
             if chunk.module is not None:
                 chunk.module.computed = min(chunk.module.computed, chunk.start)
@@ -315,13 +315,13 @@ class Scheduler:
         self._edits.chunks = []
 
     def note_launched(self) -> None:
-        """The step that was chosen last is launched: its chunks have keys and values."""
+        """Note that the step chosen last is launched: its chunks have keys and values."""
         self._is_launched = True
 
     def recover(self) -> None:
-        """A step has failed, and what was in flight is lost. Who lacks a sample or a score is
-        preempted, so that its last tokens are computed again; the others go on from what they
-        have."""
+        """Go on after a failed step; what was in flight is lost. Sequences that lack a sample or a
+        score are preempted, so that their last tokens are computed again. Others go on from what
+        they have."""
         lost = {one for chunk in self._edits.chunks for one in chunk.samples}
         if not self._is_launched:
             self._undo()
@@ -337,8 +337,8 @@ class Scheduler:
                 self._standing[sequence] = None
 
     def note_step(self, edits: Edits, seconds: float, *, is_steady: bool) -> None:
-        """How long a step took: `throttle` goes by it. `is_steady`: the one before it had rows of
-        the same kinds."""
+        """Note how long a step took, for `throttle`. `is_steady`: the one before it had rows of the
+        same kinds."""
         self.budget.note(edits.prompt_rows, seconds)
         if is_steady and edits.decodes and not edits.has_interactive_prompts:
             self.job_share.note(edits.decodes, edits.jobs, seconds)
@@ -346,7 +346,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------- rows
 
     def _choose_rows(self, rows: DecodingRows) -> None:
-        """Who decodes: the only place where that is said."""
+        """Choose which sequences decode; only this method does."""
         edits = self._edits
         if self._only is not None:
             there = [sequence for sequence in rows.sequences if sequence is not None]
@@ -367,7 +367,7 @@ class Scheduler:
         self.num_paused = max(0, len(jobs) + len(self._job_rows) - self._job_limit)
 
     def _review_jobs(self) -> None:
-        """Beside interactive requests jobs have some rows; how many is looked at now and then."""
+        """Set, now and then, how many rows jobs have beside interactive requests."""
         if not self._has_interactive():
             self._job_limit = None
         elif self._job_limit is None or self.step >= self._review_at:
@@ -381,14 +381,14 @@ class Scheduler:
         return len(self.running) - len(self.prompts) - jobs
 
     def _has_interactive(self) -> bool:
-        """Whether an interactive request runs or waits. They stand before jobs."""
+        """Whether an interactive request runs or waits: these come before jobs."""
         if any(some and not some[0].is_job for some in (self.running, self.waiting)):
             return True
         first = self._peek()
         return first is not None and first.priority != "job"
 
     def _reserve_row(self, sequence: Sequence) -> None:
-        """A page for its next token; newer sequences make room, and if there is none, it itself."""
+        """Reserve a page for its next token; the newest sequences make room, it itself last."""
         self.handling = sequence
         while sequence.run is not None and sequence not in self.prompts:
             run = sequence.run
@@ -408,7 +408,7 @@ class Scheduler:
         beside = decodes + sum(not sequence.is_job for sequence in self.prompts) > 0
         budget = self.budget.rows(decodes if beside else len(self._job_rows))
         budget = self._fill_class(budget, jobs=False)
-        if self._has_interactive() and self._only is None:  # also who was admitted just now
+        if self._has_interactive() and self._only is None:  # also one admitted in this step
             self._review_jobs()
             assert self._job_limit is not None
             entering = sum(sequence.is_job for sequence in self._edits.enter)
@@ -419,7 +419,7 @@ class Scheduler:
         self._fill_class(budget, jobs=True)
 
     def _fill_class(self, budget: int, *, jobs: bool) -> int:
-        """Schedule a class's prompts, then new ones of it; what is left of the budget."""
+        """Schedule a class's prompts, then new ones. Returns what is left of the budget."""
         prompts = [s for s in self.prompts if s.is_job is jobs and self._is_tried(s)]
         # A planned group's prompts come as planned.
         if prompts and not jobs and prompts[0].state.request.group is None:
@@ -429,15 +429,15 @@ class Scheduler:
 
     def _fill_with_short(self, oldest: int, prompts: list[Sequence], budget: int) -> int:
         """Schedule interactive prompts that have fewer tokens left than the oldest one, the
-        shortest first, in half of the step: they do not wait for the end of a long one. Gives the
-        rows that they take."""
+        shortest first, in half of the step: so they do not wait for a long one. Returns the rows
+        that they take."""
         half = budget - min(oldest, (budget + 1) // 2)
         short = sorted((s for s in prompts if _num_left(s) < oldest), key=_num_left)
         left = self._extend_each(short, half)
         return half - self._fill_with_new(left, jobs=False, shorter_than=oldest)
 
     def _extend_each(self, sequences: list[Sequence], budget: int) -> int:
-        """Schedule prompts that have no rows in the step yet; what is left of the budget."""
+        """Schedule prompts without rows in the step. Returns what is left of the budget."""
         for sequence in sequences:
             if sequence.run is not None and budget > 0 and sequence not in self._chunked:
                 self.handling = sequence
@@ -449,8 +449,8 @@ class Scheduler:
         return self._only is None or sequence in self._only
 
     def _fill_with_new(self, budget: int, *, jobs: bool, shorter_than: int | None = None) -> int:
-        """Admit new ones of a class and schedule their prompts, up to the first that has not fewer
-        tokens left than `shorter_than`; what is left of the budget."""
+        """Admit new sequences of a class and schedule their prompts, up to the first that has
+        `shorter_than` tokens left or more. Returns what is left of the budget."""
         if budget <= 0 or not (self.waiting or (self._only is None and self._peek() is not None)):
             return budget
         head = self._head() if self._only is None else None
@@ -463,7 +463,7 @@ class Scheduler:
             admitted = self._admit(jobs=jobs)
             recount = self._reserved_at != self.step and self._only is None
             if admitted is None and recount and self._waits(jobs=jobs):
-                self._count_reserved()  # some who were counted may have ended
+                self._count_reserved()  # some that were counted may have ended
                 admitted = self._admit(jobs=jobs)
             if admitted is None:
                 if self._only is None and self._waits(jobs=jobs):
@@ -490,7 +490,7 @@ class Scheduler:
             raise SourceError from error
 
     def _head(self) -> Sequence | Request | None:
-        """Who would be admitted next."""
+        """The sequence or request that would be admitted next."""
         first = self._peek()
         if self.waiting and (
             first is None or first.priority == "job" or not self.waiting[0].is_job
@@ -499,15 +499,15 @@ class Scheduler:
         return first
 
     def _waits(self, *, jobs: bool) -> bool:
-        """Whether who would be admitted next is of the class."""
+        """Whether the next to be admitted is of the class."""
         head = self._head()
         if isinstance(head, Sequence):
             return head.is_job is jobs
         return head is not None and (head.priority == "job") is jobs
 
     def _extend_prompt(self, sequence: Sequence, budget: int) -> int:
-        """`_extend`, and before it jobs that compute what an interactive sequence waits for, as far
-        as it does."""
+        """`_extend` a sequence; if it is interactive, first the jobs that compute what it waits
+        for, as far as it does."""
         left = budget
         if not sequence.is_job:
             for owner, tokens in self._awaited(sequence).items():
@@ -517,7 +517,7 @@ class Scheduler:
         return budget - left
 
     def _awaited(self, sequence: Sequence) -> dict[Sequence, int]:
-        """Jobs that compute what a sequence reads, and in how many tokens of theirs it is there."""
+        """Jobs that compute what a sequence reads, and how many tokens each is away from it."""
         found: dict[Sequence, int] = {}
         for run in sequence.path(self.version):
             if (owner := _job_of(run)) is not None:
@@ -534,7 +534,7 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence, budget: int) -> int:
         """Schedule a sequence's next tokens, and before them the modules that it imports and that
-        nobody has computed; gives their number, `budget` at most."""
+        are not computed. Returns their number, at most `budget`."""
         used = self._extend_modules(sequence, budget)
         if sequence.modules is not None and not sequence.modules.complete:
             return used
@@ -559,7 +559,7 @@ class Scheduler:
         return used
 
     def _load(self, sequence: Sequence, run: ModuleRun) -> bool:
-        """Have a module's keys and values copied from another tier, if one has them."""
+        """Copy a module's keys and values from another tier, if one has them."""
         if self.tiers is None or not self.tiers.has(run):
             return False
         if run.owner is not None and run.owner is not sequence:
@@ -570,7 +570,7 @@ class Scheduler:
         return True
 
     def _extend_path(self, sequence: Sequence, budget: int) -> int:
-        """Its own tokens, up to a run that another computes."""
+        """Schedule its own tokens, up to a run that another computes. Returns their number."""
         start = at = sequence.frontier
         chunk: Chunk | None = None
         for run in sequence.path(self.version):
@@ -588,7 +588,7 @@ class Scheduler:
         return at - start
 
     def _note_rows(self, chunk: Chunk | None, sequence: Sequence, start: int, end: int) -> Chunk:
-        """Put tokens into the step, before they count as computed: `_undo` takes them back then,
+        """Put tokens into the step before they count as computed, so that `_undo` takes them back
         wherever scheduling is interrupted."""
         if chunk is None:
             chunk = self._add_chunk(Chunk(sequence, start, end))
@@ -601,7 +601,7 @@ class Scheduler:
         return chunk
 
     def _reserve(self, sequence: Sequence, run: Run, tokens: int) -> bool:
-        """Pages for a run's first tokens; newer sequences that have no rows yet make room."""
+        """Reserve pages for a run's first tokens; newer sequences without rows make room."""
         while not self.cache.reserve(run, tokens):
             newest = self.running[-1]
             if newest is sequence or self._has_row(newest):
@@ -616,7 +616,7 @@ class Scheduler:
         return sequence in self._chunked
 
     def _make_progress_possible(self) -> bool:
-        """Nothing could be scheduled though something runs: give memory up, newest first."""
+        """Free memory, newest first, where something runs and nothing could be scheduled."""
         if not self.running or self._only is not None:
             return False
         if not self._may_preempt:
@@ -638,7 +638,7 @@ class Scheduler:
         return self._pins.let_go() or self._end_unfit(last)
 
     def _end_unfit(self, sequence: Sequence) -> bool:
-        """A sequence that has KV memory for itself and cannot go on ends; others may."""
+        """End a sequence that has KV memory for itself and cannot go on; others may."""
         pool = self.cache.pool
         reason = (
             f"a sequence of {len(sequence.tokens)} tokens does not fit in KV memory of "
@@ -649,7 +649,7 @@ class Scheduler:
         return True
 
     def _num_own_runs(self, sequence: Sequence) -> int:
-        """Runs of its path that nobody else keeps (pinned prefixes are kept)."""
+        """Runs of its path that nothing else keeps (pinned prefixes are kept)."""
         return sum(run.pins == 1 for run in sequence.path(self.version))
 
     # ----------------------------------------------------------------------------- admission
@@ -667,7 +667,7 @@ class Scheduler:
         return sequence
 
     def _next(self, *, jobs: bool) -> Sequence | None:
-        """The first who waits, if it is of the class (jobs do not pass interactive requests)."""
+        """The first that waits, if it is of the class (jobs do not pass interactive requests)."""
         if self._only is not None:
             return next((s for s in self.waiting if s in self._only and s.is_job is jobs), None)
         if not self.waiting or (self.waiting[0].is_job and not jobs):
@@ -692,12 +692,12 @@ class Scheduler:
         self.groups.release_closed()
 
     def _wait(self, sequence: Sequence) -> None:
-        """Jobs wait behind interactive requests, what was never admitted behind what was."""
+        """Let a sequence wait: jobs after interactive ones, never admitted after preempted ones."""
         insort(self.waiting, sequence, key=_place)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Whether a sequence, with those that part from it, may run beside the others; jobs make
-        place for interactive ones."""
+        """Whether a sequence, with those that fork from it, may run beside the others; jobs are
+        preempted for interactive ones."""
         while self.max_num_seqs is not None and self.running:
             coming = _num_forks(sequence) + sum(map(_num_forks, self.prompts))
             if len(self.running) + 1 + coming <= self.max_num_seqs:
@@ -760,7 +760,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------- leaving
 
     def finish(self, sequence: Sequence) -> None:
-        """A sequence has ended: let go of its runs (those that others may find stay)."""
+        """Release the runs of a sequence that has ended (those that others may find stay)."""
         self.is_short = False
         if sequence is self._alone:
             self._alone = None
@@ -786,8 +786,8 @@ class Scheduler:
         self._wait(sequence)
 
     def preempt_all(self) -> None:
-        """Take the memory of all who run, and of planned groups. Nothing is in flight, and no step
-        is being chosen."""
+        """Take the memory of all running sequences, and of planned groups. Nothing may be in
+        flight, and no step being chosen."""
         self._may_preempt, self._alone, self.is_short = True, None, False
         for sequence in list(self.running):
             self.preempt(sequence)
@@ -795,7 +795,7 @@ class Scheduler:
         self._reserved_at = -RESERVED_STEPS
 
     def _forget(self, sequence: Sequence) -> None:
-        """One that is not admitted any more."""
+        """Forget one that is not admitted any more."""
         self.running.remove(sequence)
         for some in (self.prompts, self._edits.enter, self._edits.leave):
             if sequence in some:
@@ -819,7 +819,7 @@ class Scheduler:
         return waiting or self.queue.group_open(group)
 
     def idle(self) -> bool:
-        """Nothing runs and nothing waits; planned groups are complete then."""
+        """Whether nothing runs and nothing waits; planned groups are complete then."""
         if self.running or self.waiting or self.queue.peek() is not None:
             return False
         self.groups.release_all()

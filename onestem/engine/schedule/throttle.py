@@ -1,9 +1,9 @@
 """How much of a step jobs may take beside interactive requests, and how long steps are. No torch.
 
 Interactive tokens may come a little slower than without jobs and no more. What a row costs depends
-on the device, on the batch and on what it reads, so it is not predicted but followed: steps
-without jobs give the reference, and the number of jobs' rows grows slowly while steps with them
-are fast enough and shrinks fast when they are not (as TCP fits its window to a line).
+on the device, on the batch and on what it reads, so it is not predicted but measured: steps without
+jobs give the reference. The number of jobs' rows grows slowly while steps with them are fast
+enough, and shrinks fast when they are not (as TCP fits its window to a line).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class JobShare:
         self._steps = 0
 
     def rows(self, interactive: int) -> int:
-        """Rows for jobs in a step with so many interactive decodes; 0 in steps that measure how
-        long it takes without them. Where interactive prompts are all, jobs have as many as decodes
-        bear, and one at least: there is no decode by which the limit could rise again."""
+        """Rows for jobs in a step with `interactive` decodes; 0 in steps that measure the time
+        without jobs. Beside interactive prompts alone, jobs have the present limit, at least one
+        row: no decode could raise the limit again."""
         if interactive == 0:
             return max(1, self.limit)
         known = interactive.bit_length() in self._seconds
         return self.limit if known and self._steps % CYCLE >= SAMPLES else 0
 
     def note(self, interactive: int, jobs: int, seconds: float) -> None:
-        """A step of so many rows took `seconds`; its interactive rows are decodes."""
+        """Note that a step of `interactive` decodes and `jobs` rows of jobs took `seconds`."""
         key = interactive.bit_length()
         known = self._seconds.get(key)
         self._steps += 1
@@ -63,9 +63,9 @@ class StepBudget:
     """Rows of prompts in a step, so that it takes about a given time.
 
     Args:
-        most: rows of a step at most, decodes counted; half of them are for prompts however many
-            decodes there are. Steps that are full then have one number of rows, for which
-            libraries have chosen their kernels before.
+        most: maximum rows of a step, decodes included; half of them are for prompts, however many
+            decodes there are. So full steps have one number of rows, for which libraries have
+            chosen their kernels before.
         seconds: what a step may take; None: no limit but `most`.
     """
 
@@ -75,7 +75,7 @@ class StepBudget:
         self._row: float | None = None  # seconds of a prompt's row
 
     def rows(self, decodes: int = 0) -> int:
-        """Rows of prompts that the next step may have beside so many decodes."""
+        """Rows of prompts that the next step may have beside `decodes` decodes."""
         most = max(self.most - decodes, (self.most + 1) // 2)
         if self.seconds is None:
             return most
@@ -84,7 +84,7 @@ class StepBudget:
         return min(most, max(FEWEST_ROWS, int(self.seconds / self._row)))
 
     def note(self, prompt_rows: int, seconds: float) -> None:
-        """A step with so many rows of prompts took `seconds`."""
+        """Note that a step with `prompt_rows` rows of prompts took `seconds`."""
         if prompt_rows < FEWEST_ROWS:
             return
         row = seconds / prompt_rows

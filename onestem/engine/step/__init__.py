@@ -1,1 +1,1 @@
-"""One step: whose rows stand in it, what they read, what comes of them."""
+"""One step: which rows it has, what they read, what they give."""

@@ -1,11 +1,11 @@
 """The runner of a GPU: steps of few rows are CUDA graphs over fixed buffers, which do not wait.
 
-A graph is made for each of a few batch sizes; a step takes the next larger one, its spare rows see
-nothing and write to a page that nobody reads. What a step attends to is in the plan's work list,
-which is data (`ops.triton.Workspace`): prefixes, their lengths and their number change nothing.
+A graph is made for each of a few batch sizes, and a step takes the next larger one. Its spare rows
+see nothing and write to a page that is never read. What a step attends to is in the plan's work
+list, which is data (`ops.triton.Workspace`): a graph serves prefixes of any number and length.
 
-A graph ends with the hidden states. Logits are made behind it, of those rows that want them: rows
-of prompts and spare rows want none, and the graphs hold no logits of their own.
+A graph ends with the hidden states. Logits are made after it, only of rows that want them: rows of
+prompts and spare rows want none, and the graphs hold no logits of their own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ BATCH_SIZES = (
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 
-# Steps of decodes after which their work list is made anew: who takes what was settled for the
-# lengths of that time, and own runs grow.
+# Steps of decodes after which their work list is made anew: it was balanced for the lengths of its
+# time, and own runs grow.
 LIST_STEPS = 16
 
 # Layers that one work list serves: their window, KV heads and size of heads.
@@ -69,7 +69,7 @@ class _Graph:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Cyclic garbage may hold graphs of another engine, and to destroy one breaks a capture."""
+    """Cyclic garbage may hold graphs of another engine, and destroying one breaks a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -124,7 +124,7 @@ class GraphRunner(Runner):
                 device=device,
                 # Each page stands in the plan twice at most (a step's prompts list what they share
                 # with its decodes again), and each row's items, spans and slack beside: about
-                # twelve words for each run that it sees. A list that takes more runs without graph.
+                # twelve words for each run that it sees. A step whose list takes more has no graph.
                 max_words=2 * num_pages + WORDS_PER_ROW * BATCH_SIZES[-1] + (1 << 17),
                 states=states.of_size(head_dim),
                 share=self.share != "storage",
@@ -139,7 +139,7 @@ class GraphRunner(Runner):
             self._graph(size)
 
     def release_pages(self) -> None:
-        """Graphs know addresses: they are made again when the engine is awake (`warm_up`)."""
+        """Graphs hold addresses: they are made again when the engine is awake (`warm_up`)."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._listed = False
@@ -148,8 +148,8 @@ class GraphRunner(Runner):
     # ----------------------------------------------------------------------------- a step
 
     def prepare(self, inputs: StepInputs, change: Change | None) -> Prepared | int:
-        """What `run` takes: for a step of few rows the batch size of its graph. A step of more, and
-        one whose work list the fixed buffers do not hold, is launched kernel by kernel."""
+        """What `run` takes: for a step of few rows the batch size of its graph. A step of more, or
+        whose work list does not fit in the fixed buffers, is launched kernel by kernel."""
         rows = len(inputs.positions)
         self._list_age += 1
         if change is None or self._list_age >= LIST_STEPS or not self._listed:
@@ -163,11 +163,11 @@ class GraphRunner(Runner):
         return self._size(rows)
 
     def _size(self, rows: int) -> int:
-        """Rows of the graph that a step of so many takes."""
+        """Rows of the graph that a step of `rows` takes."""
         return int(self._sizes[np.searchsorted(self._sizes, rows)])
 
     def _write_lists(self, inputs: StepInputs) -> bool:
-        """Whether they fit in the fixed buffers."""
+        """Write the work lists; False: they do not fit in the fixed buffers."""
         self._list_age, size = 0, self._size(len(inputs.positions))
         if self.share == "no-attention":
             return True
@@ -217,7 +217,7 @@ class GraphRunner(Runner):
             self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Of several ranks a thread of their group looks after collectives meanwhile.
+        # With several ranks, a thread of their group watches collectives meanwhile.
         mode = "global" if self.decoder.ranks.size == 1 else "thread_local"
         with (
             _without_collector(),

@@ -54,9 +54,9 @@ class StepInputs:
     Attributes:
         token_ids, positions, slots: int64 `[num_rows]`; `slots` is where each row's K and V go.
         plans: attention plan by window (None: unlimited).
-        logit_rows: int64 `[num_logits]`, rows that are sampled from: of decodes, each once; then
-            of `ends`, as often as they are.
-        ends: chunks behind which sequences sample.
+        logit_rows: int64 `[num_logits]`, rows that are sampled from: each decode's, once; then the
+            last row of each of `ends`, once for each of its samples.
+        ends: chunks after which sequences sample.
         score_rows: int64 `[n]`, ascending: rows that score given tokens, and `scores`: which.
         shared_read_tokens: keys that sequences see and need not read, since one read of a run
             serves several of them.
@@ -75,7 +75,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What a step of decodes differs in from the one before it, where only lengths have changed.
+    """How a step of decodes differs from the one before it, where only lengths have changed.
 
     Attributes:
         spans: int64 `[n]`, the spans that grew by one token.
@@ -92,8 +92,7 @@ class Change:
 def join_prompts(
     decodes: StepInputs, chunks: list[Chunk], *, page_size: int, version: int, share: bool = True
 ) -> StepInputs:
-    """A step of decodes with chunks of prompts behind their rows. `shared_read_tokens` is that of
-    the chunks."""
+    """A step of decodes, then chunks of prompts. `shared_read_tokens` is that of the chunks."""
     layout = _ChunkLayout(page_size, share, decodes)
     modules = [chunk for chunk in chunks if chunk.module is not None]
     for chunk in sorted(modules, key=lambda one: [run.uid for run in one.module_path]):
@@ -105,16 +104,12 @@ def join_prompts(
 
 
 def _uids(sequence: Sequence, path: list[Run]) -> list[int]:
-    """What rows are sorted by: those who import the same stand together."""
+    """What rows are sorted by: those that import the same stand together."""
     return [*(one.run.uid for one in sequence.imports), *(run.uid for run in path)]
 
 
 class DecodeLayout:
-    """Runs and spans of rows that decode.
-
-    Args:
-        behind: a plan that they are added to.
-    """
+    """Runs and spans of rows that decode, added to a plan if one is given."""
 
     def __init__(self, page_size: int, behind: AttentionPlan | None = None) -> None:
         self._builder = PlanBuilder(page_size, behind)
@@ -125,8 +120,8 @@ class DecodeLayout:
     def add_all(
         self, rows: list[tuple[Sequence, list[Run]]], *, share: bool
     ) -> tuple[list[Sequence], Rows]:
-        """Sequences with their paths, in tree order then, each with its own run and what it sees
-        above."""
+        """Add sequences with their paths, each with its own run and what it sees above. Returns
+        them in tree order, and their rows."""
         rows = sorted(rows, key=lambda row: _uids(*row))
         sequences = [sequence for sequence, _ in rows]
         own = self.add_own(sequences)
@@ -143,8 +138,8 @@ class DecodeLayout:
         return sequences, own
 
     def add_own(self, sequences: list[Sequence]) -> Rows:
-        """The runs that sequences write, and a span over each, before all others; their lengths are
-        told later, and whose they are."""
+        """Add the runs that sequences write, and a span over each, before all others. Their slots
+        and lengths are set later."""
         rows, builder = Rows(len(sequences)), self._builder
         runs = [sequence.run for sequence in sequences if sequence.run is not None]
         rows.held[:] = [len(run.pages) + SLACK_PAGES for run in runs]
@@ -160,7 +155,7 @@ class DecodeLayout:
         return rows
 
     def add_shared(self, run: Run, row: int, rows: int) -> None:
-        """So many rows see a run whole."""
+        """Let `rows` rows, from `row` on, see a run whole."""
         if run not in self._runs:
             self._runs[run] = self._builder.add_run(
                 run.page_ids(), run.offset, len(run.tokens), run.position
@@ -181,7 +176,7 @@ class DecodeLayout:
         return [one.run for one in sequence.imports if one.whole]
 
     def _see(self, above: list[Run], row: int, share: bool) -> None:
-        """Runs that the row before sees too go on, the others begin."""
+        """Continue the runs that the row before sees too, and begin the others."""
         common = 0
         limit = min(len(self._path), len(above)) if share else 0
         while common < limit and self._path[common] is above[common]:
@@ -191,7 +186,7 @@ class DecodeLayout:
         self._first_rows.extend([row] * (len(above) - common))
 
     def _close(self, depth: int, row: int) -> None:
-        """End the spans over what lies deeper."""
+        """End the spans over runs deeper than `depth`."""
         while len(self._path) > depth:
             run, first = self._path.pop(), self._first_rows.pop()
             self.add_shared(run, first, row - first)
@@ -199,7 +194,7 @@ class DecodeLayout:
 
 @dataclass(slots=True)
 class _OpenSpan:
-    """Rows, of so many sequences, that see a run up to `end`; the rows behind may go on with it."""
+    """Rows of `readers` sequences that see a run up to `end`; the next rows may join."""
 
     row: int
     rows: int
@@ -208,7 +203,7 @@ class _OpenSpan:
 
 
 class _ChunkLayout:
-    """Rows of prompts, behind those of a step of decodes."""
+    """Rows of prompts, after those of a step of decodes."""
 
     def __init__(self, page_size: int, share: bool, decodes: StepInputs) -> None:
         plan = next(iter(decodes.plans.values()))
@@ -263,7 +258,7 @@ class _ChunkLayout:
         self.num_rows += b - a
 
     def _add_run(self, run: Run, a: int, b: int) -> None:
-        """Rows inside the run see it causally, rows behind it see it whole."""
+        """Rows inside the run see it causally, rows after it see it whole."""
         index = self._run_index(run)
         inside = min(b, run.end) - max(a, run.start)
         if inside > 0:
@@ -277,7 +272,7 @@ class _ChunkLayout:
             self._see_whole(index, self.num_rows + b - a - behind, behind, len(run.tokens))
 
     def _see_whole(self, index: int, row: int, rows: int, end: int) -> None:
-        """Rows of one sequence more see a run whole."""
+        """Let rows of one more sequence see a run whole."""
         span = self._open.get(index)
         if self.share and span is not None and span.row + span.rows == row:
             span.rows += rows

@@ -1,4 +1,4 @@
-"""Steps on their way: launched with what the one before sampled, before that is known here."""
+"""Steps in flight: launched with what the one before sampled, before the host knows that."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Flight:
     """What a launched step will give.
 
     Attributes:
-        edits: what it differed in from the one before it.
+        edits: how it differed from the one before it.
         slots, generations: int64 `[n]`, of each sample; a slot of another generation by now is
             another sequence's.
         num_released: slots that had been released when it was launched.
         last: bool `[n]`, samples after which their sequences may have no more.
-        is_plain: nobody looks at a sample as it comes, unless it is an end-of-sequence id.
-        num_decodes: samples of rows that decode; the others are the first behind prompts.
+        is_plain: no sample is looked at as it comes, unless it is an end-of-sequence id.
+        num_decodes: samples of rows that decode; the others are the first after prompts.
         sampled: the samples; None: there are none.
         scores: given tokens that are scored, and `scored` their log-probabilities.
         began: when it was launched, in seconds.
@@ -73,7 +73,7 @@ class Launcher:
         self.flights: list[Flight] = []
         self._sampler = sampler
         self._steps: list[Step] = []  # how rows sample, while they stay the same: of each block
-        self._is_watched = True  # some of them, as their tokens come
+        self._is_watched = True  # whether some are looked at as they come
         self.began = 0.0
 
     def follows(self, order: Order) -> bool:
@@ -145,7 +145,7 @@ class Launcher:
         return PendingBlocks(parts)
 
     def _step(self, order: Order, slots: NDArray[np.int64], masked: list[int]) -> Step:
-        """How these slots sample. `masked`: counted from the first of them; others may be told."""
+        """How these slots sample. `masked`: counted from the first of them; may be out of range."""
         records, listed = order.slots.records[slots].copy(), slots.tolist()
         records["token"] = (order.slots.computed - order.slots.num_prompt)[slots]
         return Step(
@@ -174,13 +174,13 @@ class Launcher:
         )
 
     def abandon(self) -> None:
-        """What is in flight is computed again."""
+        """Drop what is in flight, which is computed again."""
         self.flights.clear()
         self._steps = []
 
 
 def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:
-    """CUDA graphs where the attention can be in them."""
+    """The model's runner: with CUDA graphs where they can hold the attention."""
     if decoder.device.type == "cpu":
         keep_freed_memory()
     if decoder.device.type != "cuda" or impl.name != "triton":

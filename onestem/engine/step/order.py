@@ -1,9 +1,9 @@
 """The rows that decode, in tree order, and the inputs of a step, edited in place.
 
-A row stands below those that see the same, so that one span shows a run to all of them. From one
-step to the next only lengths change, and now and then a run takes a page: no sequence is visited.
-Who leaves is cut out of all columns at once; who comes is put beside those that it shares most
-with. `rebuild` makes all of it from the sequences: when much has changed, and as what tests compare
+Rows that see the same are neighbours, so that one span shows a run to all of them. From one step
+to the next only lengths change, and now and then a run takes a page: no sequence is visited. Rows
+that leave are cut out of all columns at once; a new one is put beside those that it shares most
+with. `rebuild` makes all of it from the sequences: when much has changed, and for tests to compare
 with. Chunks of prompts are rows of one step, after all others.
 """
 
@@ -23,8 +23,8 @@ from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITI
 
 __all__ = ["Order"]
 
-# Rows are made anew: where so many words of page lists belong to nobody; where a newcomer would
-# read so many tokens apart from others that read them too; where more than this share comes.
+# Rows are made anew if this many words of page lists are unused, if a new row would read more than
+# this many tokens apart from others that read them too, or if more rows than this (share) are new.
 SPARE_WORDS = 1 << 15
 APART_TOKENS = 64
 FEW, FEW_SHARE = 8, 0.125
@@ -42,7 +42,7 @@ class Order:
     Attributes:
         rows: those that decode.
         inputs: of the step, with its chunks.
-        change: what differs from the step before; None: also who sees what, or who is there.
+        change: what differs from the step before; None: also the rows, or what they see.
         chunks: of prompts, in the step.
         sampled: int64 `[n]`, slots that sample in the step: of all rows, then of prompts;
             `generations`: theirs.
@@ -58,7 +58,7 @@ class Order:
         self._cache = cache
         self._windows = windows
         self._share = share
-        self._changed = True  # who is there, since the last step
+        self._changed = True  # whether rows did, since the last step
         self._readers: dict[Run, dict[int, None]] = {}  # slots of rows, by the runs of their paths
         self._reads: dict[int, list[Run]] = {}
         self._spare_words = 0
@@ -77,13 +77,13 @@ class Order:
 
     @property
     def sequences(self) -> list[Sequence | None]:
-        """Of each row that decodes."""
+        """The sequence of each row that decodes."""
         return [self.slots.sequences[slot] for slot in self.rows.slot.tolist()]
 
     # ----------------------------------------------------------------------------- edits
 
     def apply(self, edits: Edits) -> None:
-        """Make the next step: who leaves, who comes, one token more in each row, and chunks."""
+        """Make the next step: drop rows, add rows, one token more in each, and chunks."""
         self._drop(edits.leave)
         self._enter(edits.enter)
         was_mixed, self.chunks = bool(self.chunks), edits.chunks
@@ -109,11 +109,11 @@ class Order:
         self.inputs, self.sampled, self.generations = inputs, samples, generations
 
     def _begin(self, sequence: Sequence) -> int:
-        """A slot for one that samples behind its prompt."""
+        """A slot for a sequence that samples after its prompt."""
         return self.slots.put(sequence, len(sequence.tokens))
 
     def _drop(self, leave: list[Sequence]) -> None:
-        """Rows of those that leave, have ended, or sample no more leave no gap."""
+        """Remove rows of sequences that leave, have ended, or sample no more; no gap is left."""
         keep, slots = self._staying(leave), self.rows.slot
         if keep.all():
             return
@@ -163,25 +163,25 @@ class Order:
     # ----------------------------------------------------------------------------- a step
 
     def _going(self, rows: slice | np.ndarray) -> np.ndarray:
-        """bool: of which of these rows the sequences sample on."""
+        """bool: whether the sequences of these rows sample on."""
         columns, slots = self.slots, self.rows.slot[rows]
         known = columns.generation[slots] == self.rows.generation[rows]
         return known & (columns.computed[slots] < columns.end[slots])
 
     def _staying(self, leave: list[Sequence]) -> np.ndarray:
-        """bool `[num_rows]`: whose sequences sample on, and are none of those."""
+        """bool `[num_rows]`: rows whose sequences sample on and do not leave."""
         going = self._going(slice(None))
         paused = [sequence.slot for sequence in leave if sequence.slot >= 0]
         return going & ~np.isin(self.rows.slot, paused) if paused else going
 
     def any_stays(self, leave: list[Sequence]) -> bool:
-        """Whether somebody decodes on, beside those that leave."""
+        """Whether a sequence decodes on, beside those that leave."""
         if not leave and self._going(slice(1)).any():  # mostly the first one does
             return True
         return bool(self._staying(leave).any())
 
     def page_ends(self) -> list[Sequence]:
-        """Whose next token stands in a new page; they may not be all there any more."""
+        """Sequences whose next token stands in a new page, without those that have ended."""
         fresh = self._fresh()
         if not len(fresh):
             return []
@@ -195,7 +195,7 @@ class Order:
         return np.flatnonzero(place // size * size == place)
 
     def _advance(self) -> Change:
-        """One token further in every row."""
+        """Advance every row by one token."""
         rows, inputs, plan, count = self.rows, self._decodes, self._plan, len(self.rows)
         fresh, size = self._fresh(), self._cache.pool.page_size
         inputs.slots[:] += 1
@@ -214,8 +214,8 @@ class Order:
         return Change(self._own, fresh, index, pages)
 
     def _next_pages(self, rows: np.ndarray) -> list[int]:
-        """The page of each row's next token, which the scheduler has reserved. After a step that
-        came to nothing a run may have more of them."""
+        """The page of each row's next token, which the scheduler has reserved. After a failed step
+        a run may have more pages."""
         size, pages = self._cache.pool.page_size, []
         for slot in self.rows.slot[rows].tolist():
             sequence = self.slots.sequences[slot]
@@ -224,7 +224,7 @@ class Order:
             pages.append(sequence.run.pages[sequence.next_place // size])
         return pages
 
-    # ----------------------------------------------------------------------------- newcomers
+    # ----------------------------------------------------------------------------- new rows
 
     def _alike(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """Those that see the same above their own runs, together (if anything is shared)."""
@@ -236,8 +236,8 @@ class Order:
         return list(groups.values())
 
     def _insert(self, group: list[Sequence]) -> bool:
-        """Rows for those that see the same, beside whom they share most with; False: all rows
-        should be made anew."""
+        """Add rows for sequences that see the same, beside the row that they share most with.
+        False: all rows should be made anew."""
         path = group[0].path(self._cache.tree.num_splits)
         above = path[:-1]
         count, at, read = len(group), len(self.rows), 0
@@ -262,10 +262,10 @@ class Order:
         return True
 
     def _neighbour(self, above: list[Run]) -> tuple[int, int]:
-        """A row that sees most of these runs, and how many tokens of them; -1: none does."""
+        """The row that sees most of these runs, and how many tokens of them; -1: none does."""
         version = self._cache.tree.num_splits
         for run in reversed(above):
-            # Who stood in a run that was split is known by its lower part.
+            # Readers of a run that was split are noted at its lower part.
             nodes = [run] if run in self._readers else [run, *run.children.values()]
             for node in nodes:
                 for slot in self._readers.get(node, ()):
@@ -275,8 +275,8 @@ class Order:
         return -1, 0
 
     def _seen(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the spans over what a row sees above its own run, from the root down, and how
-        many tokens of its path each ends behind."""
+        """Indices of the spans over what a row sees above its own run, from the root down, and the
+        number of tokens of its path up to each one's end."""
         spans, runs = self._plan.spans, self._plan.runs
         seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
         seen[row] = False
@@ -285,7 +285,7 @@ class Order:
         return found, np.cumsum(spans[found, END])
 
     def _add_rows(self, group: list[Sequence], at: int, apart: list[Run]) -> None:
-        """Put rows before row `at`, each with its own run, and spans of theirs over runs."""
+        """Put rows before row `at`, each with its own run, and their spans over runs `apart`."""
         count, before, plan = len(group), len(self.rows), self._plan
         layout = DecodeLayout(self._cache.pool.page_size)
         rows = self._seated(group, layout.add_own(group))
@@ -331,12 +331,12 @@ class Order:
     # ----------------------------------------------------------------------------- anew
 
     def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
-        """Make all rows anew from their sequences, and those that come."""
+        """Make all rows anew, from their sequences and new ones."""
         there = dict.fromkeys(s for s in self.sequences if s is not None)
         self._put([*there, *(s for s in newcomers if s not in there)])
 
     def clear(self) -> None:
-        """Nobody has a row."""
+        """Remove all rows and chunks."""
         self._put([])
         self.chunks = []
 
@@ -354,7 +354,7 @@ class Order:
         self.inputs, self.sampled, self.generations = self._decodes, rows.slot, rows.generation
 
     def _set(self, plan: AttentionPlan) -> None:
-        """Another plan; arrays of inputs are as long as its rows."""
+        """Set another plan, and arrays of inputs as long as its rows."""
         count = len(self.rows)
         if len(plan.row_position) != count:
             plan = replace(plan, row_position=np.zeros(count, np.int32))

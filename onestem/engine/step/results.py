@@ -1,4 +1,4 @@
-"""What becomes of a step: scores, sampled tokens, texts, ends; and whose an error of it is."""
+"""Results of a step: scores, sampled tokens, texts, ends; and which sequence caused an error."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Results:
         stats: output tokens are counted there.
 
     Attributes:
-        touched: requests that had news, in order; whoever hands them on empties it.
-        ended: those whose last sequence has ended; whoever forgets them empties it.
+        touched: requests that had news, in order; the reader empties it.
+        ended: those whose last sequence has ended; the reader empties it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Results:
         self._stats = stats
 
     def note_launched(self, chunks: list[Chunk]) -> None:
-        """Chunks are rows of a step."""
+        """Note that chunks are launched as rows of a step."""
         now = time.monotonic()
         for chunk in chunks:
             rows, metrics = chunk.num_prompt_rows, chunk.sequence.state.metrics
@@ -77,7 +77,7 @@ class Results:
             self._take_samples(flight, flight.sampled.take())
 
     def _take_samples(self, flight: Flight, sampled: Sampled) -> None:
-        """Rows that nobody looks at are taken all at once."""
+        """Take samples; those that are not looked at as they come, all at once."""
         columns, slots, ids = self._slots, flight.slots, sampled.ids
         if (
             flight.is_plain
@@ -115,7 +115,7 @@ class Results:
         self._slots.end_commit()
 
     def _keep(self, flight: Flight, sampled: Sampled, rows: NDArray[np.bool_]) -> None:
-        """Samples of bool `rows`, which nobody looks at as they come."""
+        """Keep samples of bool `rows`, which are not looked at as they come."""
         slots = flight.slots[rows]
         self._slots.note_committed(slots, sampled.ids[rows])
         self._stats.output_tokens += len(slots)
@@ -135,7 +135,7 @@ class Results:
         entry: TokenLogprobs | None,
         ending: FinishReason | None,
     ) -> None:
-        """Append a sampled token and see whether it ends the sequence; `ending` is known."""
+        """Append a sampled token and see whether it ends the sequence; `ending`: it does."""
         metrics = sequence.state.metrics
         self.touched[sequence.state] = None
         if metrics.first_token_time is None:
@@ -157,7 +157,7 @@ class Results:
         entry: TokenLogprobs | None,
         ending: FinishReason | None,
     ) -> FinishReason | None:
-        """A token was appended; how the sequence ends with it."""
+        """Note an appended token. Returns how the sequence ends with it, if it does."""
         if entry is not None:
             sequence.note_logprobs(token, entry)
         if sequence.grammar is not None:
@@ -205,14 +205,14 @@ class Results:
             self.finish(sequence, "stop")
 
     def _end_without_token(self, sequence: Sequence, status: int) -> None:
-        """No token can follow: a grammar at its end before min_tokens, weights that overflow."""
+        """No token can follow: its grammar ends before min_tokens, or weights overflow."""
         params = sequence.state.request.params
         reason = why_masked(params) if status == STATUS_MASKED else None
         sequence.stop_reason = reason or NOT_FINITE
         self.finish(sequence, "error")
 
     def _is_stopped(self, sequence: Sequence, token: int, *, may_stop: bool) -> bool:
-        """By a stop id of its own, or by a text; else the token's text is added."""
+        """Whether a stop id of its own, or a stop string, ends it. Adds the token's text."""
         if may_stop and token in sequence.state.request.params.stop_token_ids:
             sequence.stop_reason = token
             return True
@@ -224,7 +224,7 @@ class Results:
         return detokenizer.stop_reason is not None
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence: its text is completed, its runs are let go."""
+        """End a sequence: complete its text and release its runs."""
         sequence.leave_slot()
         sequence.finish_reason = reason
         try:
@@ -235,7 +235,7 @@ class Results:
         self._let_go(sequence)
 
     def end_broken(self, sequence: Sequence, error: Exception) -> None:
-        """Something failed that is a sequence's own: that ends it, and nobody else."""
+        """End a sequence, and no other, for an error that is its own."""
         sequence.leave_slot()
         self._note_broken(sequence, error)
         self._let_go(sequence)
@@ -247,7 +247,7 @@ class Results:
         sequence.stop_reason = f"{BROKEN}{type(error).__name__}: {error}"
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Of the runs of a sequence that has ended, and of its request after its last one."""
+        """Release the runs of a sequence that has ended, and its request after the last one."""
         state, reason = sequence.state, sequence.finish_reason
         assert reason is not None
         if sequence.sampling is not None:
@@ -262,7 +262,7 @@ class Results:
             self.ended.append(state)
 
     def _end_unforked(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Sequences of a request that have not parted yet end like the one that stands for them."""
+        """End a request's sequences that have not forked yet like the one that stands for them."""
         state = sequence.state
         state.forked = True
         for index in range(len(state.sequences), state.request.params.n):
@@ -271,7 +271,7 @@ class Results:
             state.sequences.append(other)
 
     def _finish_text(self, sequence: Sequence) -> None:
-        """The rest of the text; all of it where nobody needed it before."""
+        """Make the rest of the text; all of it where it was not needed before."""
         detokenizer = sequence.detokenizer
         if detokenizer is not None and detokenizer.stop_reason is not None:
             return
@@ -302,7 +302,7 @@ MAX_FAILURES = 40
 
 class Suspects:
     """Sequences of a step that failed. They are tried by themselves, in halves, until one fails
-    alone: the error is its own. What fails once and not again costs nobody an answer."""
+    alone: the error is its own. An error that does not come again costs no answer."""
 
     def __init__(self) -> None:
         self._groups: list[list[Sequence]] = []
@@ -311,17 +311,17 @@ class Suspects:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether steps fail whoever is in them."""
+        """Whether steps fail whichever sequences are in them."""
         return self._num_failures > MAX_FAILURES
 
     @property
     def tried(self) -> frozenset[Sequence] | None:
-        """Who may have rows in the next step; None: nobody is suspected."""
+        """Sequences that may have rows in the next step; None: none is suspected."""
         return frozenset(self._groups[-1]) if self._groups else None
 
     def failed(self, involved: Iterable[Sequence]) -> list[Sequence]:
-        """A step of these failed, or of those that are tried; whom the error is put down to. What
-        was in flight is lost."""
+        """Note that a step failed, of these or of those that are tried; what was in flight is lost.
+        Returns the sequences to which the error is attributed."""
         self._num_failures += 1
         is_trial = bool(self._groups)
         group = self._groups.pop() if is_trial else list(involved)
@@ -338,8 +338,8 @@ class Suspects:
         return []
 
     def passed(self, *, has_rows: bool) -> None:
-        """A step was computed and taken. Who came further than before is not to blame; nor are
-        those that cannot be tried, since they wait for others."""
+        """Note that a step was computed and taken. Sequences that came further are not to blame;
+        nor are those that cannot be tried, since they wait for others."""
         if not self._groups:
             self._num_failures *= not has_rows
             return
@@ -356,8 +356,8 @@ class Suspects:
 
 
 def _position(sequence: Sequence) -> int:
-    """Tokens of a sequence whose rows were launched; one that lost its memory is to come to its
-    next token."""
+    """Tokens of a sequence whose rows were launched; of one that lost its memory, those before its
+    next token's row."""
     if sequence.slot >= 0:
         return sequence.num_launched
     return sequence.frontier if sequence.run is not None else len(sequence.tokens) - 1

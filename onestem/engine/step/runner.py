@@ -22,9 +22,9 @@ from onestem.options import ShareMode
 
 __all__ = ["Logits", "Prepared", "Runner", "StepRunner"]
 
-# Rows that score are many, and their logits large: so many values are there at a time (128 MiB).
+# Rows that score are many, and their logits large: at most this many at a time (128 MiB).
 BLOCK_LOGITS = 1 << 25
-# Of rows that are sampled from (4 GiB): about as many as memory is left for.
+# The same for rows that are sampled from (4 GiB): about what memory is left for.
 SAMPLED_LOGITS = 1 << 30
 
 # By window; empty where nothing is attended.
@@ -33,12 +33,12 @@ Prepared = dict[int | None, PreparedAttention]
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Of a step's rows, float32.
+    """Logits of a step's rows, float32.
 
     Attributes:
-        samples: `[n_i, vocab_size]` each, of those that are sampled from. A block is made when it
+        samples: blocks `[n_i, vocab_size]` of rows that are sampled from. A block is made when it
             is asked for, before the next step.
-        scored: the same of those that score given tokens.
+        scored: the same of rows that score given tokens.
     """
 
     samples: Iterable[Tensor]
@@ -50,7 +50,7 @@ class StepRunner(Protocol):
 
     Attributes:
         decoder: the model, or this rank's part of it.
-        depth: steps that may be in flight: 1, they end before they return.
+        depth: steps that may be in flight; 1: each ends before `run` returns.
         windows: of the layers.
         may_be_interrupted: a step may end half-way, and be computed again.
         kv_pages: K and V pages, of each layer that has its own.
@@ -78,7 +78,7 @@ class Runner:
     """Holds the model and its KV pages: a `StepRunner`.
 
     Attributes:
-        scratch_slot: a slot that nobody reads.
+        scratch_slot: a slot that is never read.
         pages: those that each layer reads.
 
     Args:
@@ -103,7 +103,7 @@ class Runner:
         self.depth = 1
         self.may_be_interrupted = True
         self.windows = config.sliding_windows
-        # One page more than the pool knows of: rows that stand for nobody write there.
+        # One page more than the pool knows of: spare rows write there.
         self.scratch_slot = num_pages * page_size
         own = {
             layer: self._allocate(num_pages + 1, page_size, heads)
@@ -135,7 +135,7 @@ class Runner:
             pages.untyped_storage().resize_(0)
 
     def restore_pages(self) -> None:
-        """Take KV memory again; nothing is in it."""
+        """Allocate KV memory again; nothing is in it."""
         for pages in self._page_tensors():
             pages.untyped_storage().resize_(pages.numel() * pages.element_size())
 
@@ -155,8 +155,8 @@ class Runner:
         return [tensor for pair in self.kv_pages for tensor in pair]
 
     def prepare(self, inputs: StepInputs, change: Change | None) -> Any:
-        """Make the step's plans ready, the same for all layers: what `run` takes. `change` is what
-        it differs in from the step before; None: also in who sees what."""
+        """Make the step's plans ready, the same for all layers: what `run` takes. `change`: how it
+        differs from the step before; None: also in what rows see."""
         if self.share == "no-attention":
             return {}
         together = self.share != "storage"
@@ -165,9 +165,8 @@ class Runner:
         }
 
     def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
-        """Logits of the rows that want them. `ids` int64
-        `[num_decodes]` are the first rows' tokens where they are on the device already, instead of
-        `inputs.token_ids`."""
+        """Logits of the rows that want them. `ids` int64 `[num_decodes]`: the first rows' tokens
+        where they are on the device already, instead of `inputs.token_ids`."""
         if ids is None:
             ids = self.on_device(inputs.token_ids)
         elif len(ids) < len(inputs.token_ids):
@@ -178,7 +177,7 @@ class Runner:
         """Raise an error where what steps have given cannot be trusted."""
 
     def on_device(self, values: np.ndarray) -> Tensor:
-        """A copy, for which a GPU is not waited for."""
+        """A copy on the device, made without waiting for a GPU."""
         return on_device(values, self.decoder.device)
 
     @torch.inference_mode()
@@ -194,7 +193,7 @@ class Runner:
         return self._logits(inputs, hidden)
 
     def _logits(self, inputs: StepInputs, hidden: Tensor) -> Logits:
-        """`hidden` `[n, hidden_size]`: of the step's rows, with spare ones behind them."""
+        """`hidden` `[n, hidden_size]`: of the step's rows, then of spare ones."""
         wanted, scoring = inputs.logit_rows, inputs.score_rows
         block = max(1, BLOCK_LOGITS // self.decoder.config.vocab_size)
         blocks = [scoring[first : first + block] for first in range(0, len(scoring), block)]
@@ -211,7 +210,7 @@ class Runner:
         return self.decoder.logits(picked)[: len(rows)]
 
     def _attend(self, prepared: Prepared, slots: Tensor, rows: int) -> Attend:
-        """Of the first `rows`; the others see nothing, and what stands there is not read."""
+        """Attention of the first `rows`; the others see nothing, and are not read."""
         ops, scores = self.decoder.ops, self.decoder.scores
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:

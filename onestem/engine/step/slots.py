@@ -36,16 +36,16 @@ class Columns:
         return len(getattr(self, self.NAMES[0]))
 
     def lengthen(self, count: int) -> None:
-        """So many zeros more, in place."""
+        """Append `count` zeros to each, in place."""
         for name in self.NAMES:
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(count, np.int64))))
 
     def kept(self, rows: np.ndarray) -> Self:
-        """Those of bool `rows`."""
+        """A copy with only bool `rows`."""
         return self._each({name: getattr(self, name)[rows] for name in self.NAMES})
 
     def inserted(self, at: int, other: Self) -> Self:
-        """With all of another's before row `at`."""
+        """A copy with all of another's rows before row `at`."""
         return self._each(
             {
                 name: np.concatenate((mine[:at], getattr(other, name), mine[at:]))
@@ -61,7 +61,7 @@ class Columns:
         return made
 
 
-# Tokens that nobody looks at as they come are handed to their sequences so many at a time.
+# Tokens that are not looked at as they come go to their sequences this many at a time.
 FLUSH_TOKENS = 64
 
 
@@ -84,10 +84,10 @@ class Slots(Columns):
             end-of-sequence ids ends it.
 
     Others:
-        records: `ROW` `[num_slots]`, how each samples; `token` is told at a launch.
+        records: `ROW` `[num_slots]`, how each samples; `token` is set at a launch.
         sequences: of each slot; None where it is free.
         masked: slots of sequences with a grammar.
-        num_released: how many were so far.
+        num_released: how many slots were released so far.
         broken: sequences whose row the sampler cannot make, and why: they are to be ended.
     """
 
@@ -120,8 +120,8 @@ class Slots(Columns):
         self._free: list[int] = []
 
     def put(self, sequence: Sequence, computed: int) -> int:
-        """Give a sequence a slot, of whose tokens so many rows are launched; the slot. Where one
-        is launched for its next token too, `note_launched` is told."""
+        """Give a sequence a slot and return it. `computed`: its tokens whose rows are launched;
+        where its next token's is launched too, `note_launched` is called."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -149,7 +149,7 @@ class Slots(Columns):
         return slot
 
     def _grow(self) -> None:
-        """All columns at once."""
+        """Lengthen all columns at once."""
         first = len(self.sequences)
         more = max(16, first)
         self.lengthen(more)
@@ -188,8 +188,8 @@ class Slots(Columns):
         return int(self.computed[slot])
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence ends or is preempted: it has all its tokens, and what is launched for it is
-        ignored."""
+        """Release the slot of a sequence that ends or is preempted: it gets all its tokens, and
+        what is launched for it is ignored."""
         slot = sequence.slot
         self.flush(slot)
         sequence.slots, sequence.slot = None, -1
@@ -203,7 +203,7 @@ class Slots(Columns):
     # ----------------------------------------------------------------------------- a step
 
     def fill_mask(self, slot: int) -> bool:
-        """Which tokens its grammar allows next; False: it fails, and the sequence is `broken`."""
+        """Mask tokens that its grammar forbids next; False: that failed (see `broken`)."""
         sequence = self.sequences[slot]
         assert sequence is not None
         try:
@@ -214,21 +214,21 @@ class Slots(Columns):
         return True
 
     def note_launched(self, slots: np.ndarray) -> None:
-        """A token is sampled for each of these slots, in this order."""
+        """Note that a token is sampled for each of these slots, in this order."""
         self.flight_row.fill(-1)
         self.flight_row[slots] = np.arange(len(slots))
 
     def note_committed(self, slots: np.ndarray, ids: np.ndarray) -> None:
-        """Tokens that nobody looks at as they come."""
+        """Note tokens that are not looked at as they come."""
         self._tokens[self._commits, slots] = ids
         self.last_id[slots] = ids
 
     def note_entry(self, slot: int, entry: TokenLogprobs) -> None:
-        """Log-probabilities of a token of `note_committed`."""
+        """Note the log-probabilities of a token of `note_committed`."""
         self._entries.setdefault(slot, []).append(entry)
 
     def end_commit(self) -> None:
-        """A step is committed: all sequences get their tokens now and then."""
+        """Note that a step is committed: now and then all sequences get their tokens."""
         self._commits += 1
         if self._commits >= FLUSH_TOKENS:
             self.flush_all()

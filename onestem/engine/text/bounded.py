@@ -1,5 +1,5 @@
-"""Texts that are certainly too long are refused by their characters, before they are tokenised:
-that takes seconds for megabytes, and as long for what is refused as for what is not.
+"""Refuse texts that are certainly too long by their characters, before they are tokenised.
+Tokenising takes seconds for megabytes, and as long for what is refused as for what is not.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         self._read_prompt(prompt_token_ids)
 
     def append(self, token_id: int, *, check_stop: bool = True) -> str:
-        """Take one token; the text that is final now.
+        """Take one token. Returns the text that is final now.
 
         Args:
             token_id: sampled id.

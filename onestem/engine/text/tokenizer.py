@@ -8,10 +8,10 @@ Two rules hold everywhere:
 * The beginning-of-sequence token stands once, where the tokenizer's own post-processing puts one;
   also where a chat template writes it itself, and where a template leaves it out.
 
-Decoding is defined over bytes: a token stands for bytes (`token_bytes`), the first token of a text
+Decoding is defined over bytes. A token stands for bytes (`token_bytes`), the first token of a text
 may lose a leading space (SentencePiece), and the bytes are read as UTF-8 with U+FFFD for what is
-not. That is what the `tokenizers` library computes, with one exception: where byte-fallback tokens
-do not form UTF-8, it replaces every byte of the whole run of byte tokens, and here the valid
+not. That is what the `tokenizers` library computes, with one exception. Where byte-fallback tokens
+do not form UTF-8, it replaces every byte of the whole run of byte tokens; here the valid
 characters among them stay. So text never changes when more tokens follow, and a stream of pieces
 (`onestem.engine.text.detokenize`) is the whole text.
 """
@@ -223,7 +223,7 @@ class Tokenizer:
 
     @cached_property
     def _template_source(self) -> str:
-        """Of all of the model's chat templates."""
+        """Source of all of the model's chat templates."""
         templates = self._hugging_face.chat_template or ""
         return templates if isinstance(templates, str) else "\n".join(templates.values())
 
@@ -233,7 +233,7 @@ class Tokenizer:
         return form_of(self._template_source)
 
     def control_token(self, name: str) -> int | None:
-        """The id of a control token; None where the text is none."""
+        """The id of a control token; None where `name` is not one."""
         return next((i for i, token in self._special.items() if token.content == name), None)
 
     def apply_chat_template(
@@ -258,9 +258,9 @@ class Tokenizer:
         * No message mentions a control token (nearly always): the rendered text is encoded as a
           whole, as `transformers` does.
         * One does: before rendering, each such name in the messages is replaced by a mark that no
-          user can guess. After rendering, the names that are left are the template's own; they are
+          user can guess. After rendering, the names that are left are the template's own. They are
           replaced by other unguessable strings, which a copy of the tokenizer knows as added
-          tokens, and the marks are turned back into the names. This copy encodes the whole text in
+          tokens. The marks are turned back into the names. This copy encodes the whole text in
           one go, with control tokens read as characters. Thus the text is cut at the template's
           control tokens and nowhere else, and everything between is tokenised as ever. The
           template sees the messages with marks in place of the names, otherwise as they are.
@@ -285,7 +285,7 @@ class Tokenizer:
         return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
 
     def prefilled_tokens(self, fields: Mapping[str, Any] | None = None) -> int:
-        """How many tokens a template ends a prompt with that it does not write before the same
+        """Number of tokens at a prompt's end that the template does not write before the same
         answer in a later prompt, such as an empty `<think></think>`. `fields`: as above."""
         named = {name: value for name, value in (fields or {}).items() if name != "tools"}
         return self._prefilled(json.dumps(named, sort_keys=True, default=str))
@@ -625,8 +625,8 @@ class _Marker:
         return value
 
     def unmark(self, rendered: str) -> tuple[str, bool]:
-        """Stand-ins for the template's control tokens, names for the marks; and if there are any
-        names: a template may have dropped the messages that mention them."""
+        """Put stand-ins for the template's control tokens, and names for the marks. Also returns
+        whether there are marks: a template may have dropped the messages that mention names."""
         literal = False
 
         def replace(found: re.Match[str]) -> str:

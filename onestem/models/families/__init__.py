@@ -31,15 +31,14 @@ __all__ = ["FAMILIES", "Family", "refusal"]
 @dataclass(frozen=True)
 class Family:
     """`read` takes the fields of `config.json` and raises `ConfigError` or, for what this decoder
-    does not compute, `UnsupportedError`. `models`: what a person calls them."""
+    does not compute, `UnsupportedError`. `models`: common names of its models."""
 
     read: Callable[[Fields, str], Description]
     names: Callable[[Description], TensorNames]
     models: str
 
 
-# CodeLlama and Yi are `LlamaForCausalLM` with other numbers; `MPTForCausalLM` is how the makers of
-# MPT write it.
+# CodeLlama and Yi are `LlamaForCausalLM` with other sizes. MPT's makers write `MPTForCausalLM`.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.read, llama.names, "Llama 2 and 3.x, CodeLlama, Yi"),
     "MistralForCausalLM": Family(llama.read, llama.names, "Mistral, Mistral Small 3"),
@@ -87,7 +86,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(gpt2.read, gpt2.names, "GPT-2"),
 }
 
-# What others have that no family here has, by a part of their name.
+# What unsupported models have that no family here has, by a part of their name.
 _REASONS = {
     "Gemma3n": "embeddings for each layer, and several residual streams",
     "Deepseek": "experts and latent attention",
@@ -106,7 +105,7 @@ _SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 def refusal(architecture: str) -> str:
-    """Why a name that is not in `FAMILIES` is refused, and which is nearest."""
+    """Why a name that is not in `FAMILIES` is refused, and the nearest family."""
     reason = next((has for part, has in _REASONS.items() if part in architecture), None)
     why = f"it has {reason}" if reason else "no family here computes its layers"
     stems = {_stem(name): name for name in reversed(FAMILIES)}

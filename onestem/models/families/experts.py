@@ -174,7 +174,7 @@ def names(description: Description) -> TensorNames:
         llama.names(description),
         experts=_NAMES[description.architecture],
         sinks="self_attn.sinks" if description.sinks else None,
-        # What predicts the tokens after the next one stands as a layer more.
+        # The module that predicts tokens after the next one is stored as one more layer.
         beside=(f"model.layers.{description.num_layers}.",) if glm else (),
         renamed=tuple((f"{at}block_sparse_moe.", f"{at}mlp.") for at in layers if mixtral),
     )

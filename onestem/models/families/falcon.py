@@ -73,7 +73,7 @@ def names(description: Description) -> TensorNames:
 
 
 def _num_kv_heads(fields: Fields) -> int:
-    """`num_kv_heads` counts in the new form alone; files of the 7B give it, and mean one."""
+    """KV heads. Only the new form uses `num_kv_heads`: the 7B's files give it, but have one."""
     num_q_heads = fields.positive("num_attention_heads")
     if fields.boolean("new_decoder_architecture", False):
         return fields.positive("num_kv_heads", num_q_heads)

@@ -1,6 +1,8 @@
-"""Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786), of which the text part: a norm before
-and after attention and MLP, windows in most layers, softcaps (2), a RoPE base for layers with a
-window and one for those without (3)."""
+"""Gemma 2 (arXiv 2408.00118) and the text part of Gemma 3 (arXiv 2503.19786).
+
+Both have norms before and after attention and MLP, and windows in most layers. Gemma 2 has
+softcaps, Gemma 3 one RoPE base for layers with a window and one for those without.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ __all__ = ["names", "read_gemma2", "read_gemma3", "softcap"]
 
 
 def read_gemma2(fields: Fields, architecture: str) -> Description:
-    """Softcaps are there unless the file says null."""
+    """Description of Gemma 2. It has softcaps unless the file says null."""
     common = _read(fields, architecture, vocab_size=256000, max_position_embeddings=8192, every=2)
     return replace(
         common,
@@ -36,7 +38,7 @@ def read_gemma2(fields: Fields, architecture: str) -> Description:
 def read_gemma3(fields: Fields, architecture: str) -> Description:
     fields = text_fields(fields)
     if fields.values.get("attn_logit_softcapping") is not None:
-        # transformers reads it and does not apply it.
+        # transformers reads this field and does not apply it.
         raise fields.unsupported("attn_logit_softcapping", "None, as in all of Gemma 3")
     every = fields.positive("sliding_window_pattern", 6)
     common = _read(
@@ -77,8 +79,8 @@ def _read(
     max_position_embeddings: int,
     every: int,
 ) -> Description:
-    """With defaults, since the published files of the larger Gemma 3 leave out what equals one;
-    `every`: which layers see all, where the file does not say."""
+    """Fields of both, with defaults: files of the larger Gemma 3 leave out values that equal them.
+    `every`: each `every`-th layer sees all, where the file does not say."""
     fields.refuse_others(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     hidden_size = fields.positive("hidden_size", 2304)
     num_layers = fields.positive("num_hidden_layers", 26)

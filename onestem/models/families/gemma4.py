@@ -1,6 +1,8 @@
-"""Gemma 4, of which the text part: what Gemma 3 has, with heads of two sizes; values that are keys
-in layers that see all (26B-A4B, 31B), vectors that each layer has for each token and keys and
-values that layers share (E2B, E4B), experts beside the MLP (26B-A4B)."""
+"""The text part of Gemma 4: as Gemma 3, with heads of two sizes.
+
+Layers that see all use keys as values (26B-A4B, 31B). Each layer has vectors of tokens, and layers
+share keys and values (E2B, E4B). Experts stand beside the MLP (26B-A4B).
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ _ROPE = {
 
 
 def read(fields: Fields, architecture: str) -> Description:
-    """Defaults are those of transformers; `Unified` models are the same without experts and vectors
-    of layers, and read images without an encoder."""
+    """Defaults are those of transformers. `Unified` models have no experts and no vectors of
+    tokens, and read images without an encoder."""
     fields = text_fields(fields)
     unified = "Unified" in architecture
     fields.refuse_others(hidden_activation="gelu_pytorch_tanh", rope_scaling=None)
@@ -86,7 +88,7 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    # Files hold keys and values of layers that read those of others, which nobody reads.
+    # Files also hold key and value weights of layers that read another layer's: these are unused.
     unread = (
         f"{stem}layers.{layer}.self_attn.{part}"
         for layer, heads in enumerate(description.heads)
@@ -118,24 +120,24 @@ def names(description: Description) -> TensorNames:
 
 
 def _windows(fields: Fields, num_layers: int, window: int) -> tuple[int | None, ...]:
-    """The last layer sees all, whatever the file says."""
+    """Windows by layer. The last layer sees all, whatever the file says."""
     window = fields.positive("sliding_window", window)
     return (*layer_windows(fields, window, windowed_kinds(num_layers, 6))[:-1], None)
 
 
 def _heads(fields: Fields, windows: tuple[int | None, ...]) -> tuple[LayerHeads, ...]:
-    """Of layers in turn: as the makers' files say it for those that see all, or as transformers
-    writes it, for each layer."""
+    """Heads of each layer, from the makers' fields for layers that see all, or from those per layer
+    that transformers writes."""
     keys_are_values = fields.boolean("attention_k_eq_v", False)
     sizes = _sizes(fields, windows, keys_are_values)
     shared = fields.optional_integer("num_kv_shared_layers") or 0
     own = len(windows) - shared
     if not 0 < own <= len(windows):
         raise fields.wrong("num_kv_shared_layers", f"0 to {len(windows) - 1}")
-    last = {window: layer for layer, window in enumerate(windows[:own])}  # with keys of its own
+    last = {window: layer for layer, window in enumerate(windows[:own])}  # last layer with own keys
     if not set(windows) <= set(last):
         raise fields.wrong(
-            "num_kv_shared_layers", "so few that each of layer_types has keys of its own"
+            "num_kv_shared_layers", "few enough that each of layer_types has keys of its own"
         )
     heads = []
     for layer, (window, size) in enumerate(zip(windows, sizes, strict=True)):
@@ -148,7 +150,7 @@ def _heads(fields: Fields, windows: tuple[int | None, ...]) -> tuple[LayerHeads,
 def _sizes(
     fields: Fields, windows: tuple[int | None, ...], keys_are_values: bool
 ) -> list[tuple[int, int]]:
-    """KV heads of each layer, and their size."""
+    """(KV heads, head size) of each layer."""
     common = fields.positive("num_key_value_heads", 4), fields.positive("head_dim", 256)
     if fields.values.get("per_layer_config") is None:
         count = fields.positive("num_global_key_value_heads", common[0])
@@ -174,7 +176,7 @@ def _rotaries(
     heads: tuple[LayerHeads, ...],
     max_positions: int,
 ) -> tuple[Rotary, Rotary]:
-    """Of layers that see all, and of those with a window."""
+    """RoPE of layers that see all, and of those with a window."""
     given = fields
     if fields.values.get("rope_parameters") is None:
         given = Fields({**fields.values, "rope_parameters": _ROPE}, fields.source)

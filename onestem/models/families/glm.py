@@ -1,5 +1,7 @@
-"""GLM-4 (arXiv 2406.12793): as Llama, with RoPE over half of each head whose pairs are neighbours,
-and in the files of 2025 (`Glm4ForCausalLM`) a norm behind attention and MLP too."""
+"""GLM-4 (arXiv 2406.12793): as Llama, with RoPE over half of each head, in neighbouring pairs.
+
+Models of 2025 (`Glm4ForCausalLM`) also have norms after attention and MLP.
+"""
 
 from __future__ import annotations
 

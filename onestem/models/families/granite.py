@@ -1,5 +1,5 @@
-"""Granite 3 and 4 without experts: as Llama, with a multiplier each for embeddings, for scores, for
-what a layer adds, and for logits."""
+"""Granite 3 and 4 without experts: as Llama, with multipliers of embeddings, scores, logits and of
+what a layer adds."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def plain(
     tied: bool = False,
     positions: Rotary | None = None,
 ) -> Description:
-    """What many families begin with: no biases, no windows. Values are those where the file says
-    nothing; `turned`: see `rotary`. `positions`: RoPE where it has been read already."""
+    """The common base of many families: no biases, no windows. Arguments are defaults for fields
+    that the file leaves out; `turned`: see `rotary`. `positions`: RoPE that was read already."""
     fields.refuse_others(hidden_act="silu")
     num_q_heads = fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
@@ -109,7 +109,7 @@ def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tupl
 
 
 def _window(fields: Fields) -> int | None:
-    """Mistral's own default is 4096; an explicit null means no window."""
+    """The window. Mistral's own default is 4096; an explicit null means none."""
     if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
         return None
     return fields.positive("sliding_window", 4096)
@@ -128,7 +128,7 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _check_layer_types(fields: Fields, windows: tuple[int | None, ...]) -> None:
-    """`layer_types`, where given, must say what the windows say."""
+    """Refuse `layer_types` that contradict the windows."""
     types = fields.values.get("layer_types")
     if types is None:
         return

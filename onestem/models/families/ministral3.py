@@ -33,7 +33,7 @@ def read_image_model(fields: Fields, architecture: str) -> Description:
         raise text.unsupported("model_type", "mistral, ministral3")
     family = read if kind == "ministral3" else llama.read
     found = family(text, "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM")
-    # The outer file decides; a checkpoint with a head of its own has the last word.
+    # The outer fields decide, but a checkpoint with its own head overrides them.
     tied = fields.boolean("tie_word_embeddings", True)
     return replace(found, architecture=architecture, tie_embeddings=tied)
 

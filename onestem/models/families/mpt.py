@@ -53,7 +53,8 @@ def names(description: Description) -> TensorNames:
 
 
 def _refuse_what_changes_the_model(fields: Fields, attention: Fields) -> None:
-    """`learned_pos_emb` is true in files of models that have no such tensor: ALiBi overrides it."""
+    """`learned_pos_emb` is not checked: files of models without such a tensor set it, and ALiBi
+    overrides it."""
     fields.refuse_others(no_bias=True)
     if fields.values.get("logit_scale") is not None:
         raise fields.unsupported("logit_scale", "null")

@@ -1,5 +1,5 @@
-"""OLMo 2 (arXiv 2501.00656) and 3: norms behind attention and MLP alone, and one over all queries
-and one over all keys. OLMo 3 has windows in three of four layers, whose RoPE is not stretched."""
+"""OLMo 2 (arXiv 2501.00656) and 3: norms only after attention and MLP, and over all queries and all
+keys. OLMo 3 has windows in three of four layers, whose RoPE is not stretched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fields that several families have: RoPE, windows, activations, and where an image model's text
-part stands."""
+"""Fields that several families have: RoPE, windows, activations, and the text part of image
+models."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def rotary(
 ) -> Rotary:
     """RoPE from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
-    `factor`: the share of a head's dimensions that turns where the file does not say; None: all
-    turn, and a file that says otherwise is refused. `theta`: where the file does not say.
+    `factor` and `theta` are defaults for files that do not say. `factor`: the share of a head's
+    dimensions that turns; None: all turn, and a file that says otherwise is refused.
     """
     _refuse_both(fields)
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
@@ -73,11 +73,12 @@ def window_rotaries(
     theta: float,
     windowed_theta: float | None = None,
 ) -> tuple[Rotary, Rotary]:
-    """RoPE of layers that see all, and of those with a window: by `rope_parameters` for each kind,
-    or by the older fields, whose scaling is that of the former alone.
+    """RoPE of layers that see all, and of those with a window.
 
-    `theta`: where the file does not say; `windowed_theta`: of layers with a window in older files;
-    None: the same."""
+    It is read from `rope_parameters` for each kind, or from the older fields, whose scaling is for
+    layers that see all. `theta` is the default; `windowed_theta` is for layers with a window in
+    older files; None: the same.
+    """
     _refuse_both(fields)
     full = nested_rotary(fields, "full_attention", head_dim, max_position_embeddings)
     windowed = nested_rotary(fields, "sliding_attention", head_dim, max_position_embeddings)
@@ -88,7 +89,7 @@ def window_rotaries(
 
 
 def _refuse_both(fields: Fields) -> None:
-    """A new file's base and an old file's scaling: whichever is read, the other would be lost."""
+    """Refuse new and old fields together: only one of the two could be used."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     if new and old and new != old:
         raise fields.unsupported("rope_scaling", "none beside rope_parameters: put it in there")
@@ -101,7 +102,7 @@ def rotary_by_window(windows: Sequence[int | None], full: Rotary, windowed: Rota
 def nested_rotary(
     fields: Fields, kind: str, head_dim: int, max_position_embeddings: int
 ) -> Rotary | None:
-    """RoPE of one kind of layers (`full_attention`), where `rope_parameters` says it for each."""
+    """RoPE of one kind of layers (`full_attention`), where `rope_parameters` is given by kind."""
     rope = fields.mapping("rope_parameters").get(kind)
     if not isinstance(rope, dict):
         return None
@@ -149,7 +150,7 @@ def _theta(owner: Fields, default: float) -> float:
 
 
 def _trained_positions(fields: Fields, rope: Fields, max_position_embeddings: int) -> int:
-    """Without scaling. Phi-3 has it outside of `rope_scaling`, and there it counts first."""
+    """Positions before scaling. Phi-3 gives them outside of `rope_scaling`, which counts first."""
     name = "original_max_position_embeddings"
     given = fields if fields.values.get(name) is not None else rope
     return given.positive(name, max_position_embeddings)
@@ -235,7 +236,7 @@ def _llama3_scaling(rope: Fields, trained_positions: int) -> RopeScaling:
 
 
 def windowed_kinds(num_layers: int, every: int) -> list[str]:
-    """`layer_types` with a window in all layers but each `every`-th."""
+    """`layer_types` with a window in all layers except each `every`-th."""
     kinds = ["sliding_attention"] * num_layers
     kinds[every - 1 :: every] = ["full_attention"] * (num_layers // every)
     return kinds
@@ -244,7 +245,7 @@ def windowed_kinds(num_layers: int, every: int) -> list[str]:
 def layer_windows(
     fields: Fields, window: int | None, default: Sequence[str]
 ) -> tuple[int | None, ...]:
-    """Each layer's window by `layer_types`; `default`: where the file does not give them."""
+    """Each layer's window by `layer_types`; `default` is used where the file lacks them."""
     types = fields.values.get("layer_types")
     types = list(default) if types is None else types
     kinds = ("full_attention", "sliding_attention")
@@ -256,13 +257,13 @@ def layer_windows(
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Of the text part of a model that also reads images; the others' own fields."""
+    """Fields of the text part, for a model that also reads images; else the fields themselves."""
     if "text_config" not in fields.values:
         return fields
     return Fields(fields.mapping("text_config"), f"{fields.source}: text_config")
 
 
-# Names of the text part where images are read too, in old and new files, and of the other parts.
+# Names in models that also read images: of the text part in old and new files, and of other parts.
 IMAGE_MODEL: dict[str, Any] = {
     "renamed": (
         ("language_model.model.", "model."),

@@ -1,4 +1,4 @@
-"""SmolLM3: as Llama, with layers whose heads are not turned."""
+"""SmolLM3: as Llama, with some layers without RoPE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["read"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
-    """`no_rope_layers` has 1 where a layer turns its heads."""
+    """`no_rope_layers` has 1 for each layer with RoPE."""
     common = llama.plain(fields, architecture, theta=2e6, tied=True)
     turns = _turns(fields, common.num_layers)
     bias = fields.boolean("attention_bias", False)
@@ -39,7 +39,7 @@ def _turns(fields: Fields, num_layers: int) -> list[int]:
 
 
 def _windows(fields: Fields, turns: list[int]) -> tuple[int | None, ...]:
-    """Where they are asked for, in layers that do not turn, unless the file says which."""
+    """Windows, if asked for: in layers without RoPE, unless the file says which."""
     if not fields.boolean("use_sliding_window", False):
         return (None,) * len(turns)
     window = fields.optional_integer("sliding_window")

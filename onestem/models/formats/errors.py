@@ -1,4 +1,4 @@
-"""What a format adds to a model's errors, module by module."""
+"""The error that a weight format adds to each module of a model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class FormatError:
-    """Of one linear module, or the head. Errors are norms by norms: 0.01 is one percent.
+    """Errors of one linear module, or of the head. Each is a ratio of norms: 0.01 is one percent.
 
     Attributes:
         module: its name in the checkpoint.
-        kind: its format, and the product that it has here.
-        weights: of the weights, where the original ones are known; None: they are not.
-        products: of products with normal random rows, against float64 products with the original
-            weights, or with those that the format stands for: what rows and sums add.
+        kind: its format, and its product on this device.
+        weights: error of the weights against the original ones; None: these are not known.
+        products: error of products with normal random rows. The reference is float64 products with
+            the original weights, or with the dequantised ones: then rounding of rows and sums.
     """
 
     module: str
@@ -56,10 +56,10 @@ def format_errors(
     quantization: Quantize | None = None,
     original: Path | None = None,
 ) -> Iterator[FormatError]:
-    """Of each quantised module of a directory, read one after the other.
+    """Errors of each quantised module of a directory, which are read one after the other.
 
     Args:
-        quantization: to round 16-bit weights to.
+        quantization: format that 16-bit weights are rounded to.
         original: a directory of the same model with the weights that were quantised.
 
     Raises:
@@ -93,7 +93,7 @@ def format_errors(
             continue
         weight = read(source, module, form)
         if isinstance(weight, torch.Tensor):
-            continue  # its width is none of the format's
+            continue  # the format does not take its width
         product = projection([weight], None, None, target)
         meant = dense(weight, torch.float64)
         exact = meant

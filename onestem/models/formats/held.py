@@ -1,7 +1,7 @@
-"""A quantised weight between the file that it is read from and the product that it goes to.
+"""A quantised weight, between the file that it is read from and the product that uses it.
 
-What each format stores becomes one of two values here, in the order of the decoder's rows, so that
-parts with scales of their own can be fused, and products need not know where a weight is from.
+Each stored format becomes one of two values here, in the order of the decoder's rows. So parts with
+scales of their own can be fused, and products need not know the file format.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Groups:
     Attributes:
         codes: float8_e4m3fn, or uint8 below `2 ** bits`: `[out_features, columns]`.
         scales: float32 `[out_features, num_groups]`.
-        zeros: int16 `[out_features, num_groups]`; None: 0 (of float8).
+        zeros: int16 `[out_features, num_groups]`; None: all 0 (float8).
         group: columns that share a scale; the last group may be shorter.
         bits: of a code.
-        order: int64, of each column: column i is for input `order[i]`; None: for input i. There may
-            be more columns than inputs, of weight 0.
+        order: int64 `[columns]`: column i is for input `order[i]`; None: for input i. More columns
+            than inputs are possible: the extra ones have weight 0.
     """
 
     codes: Tensor
@@ -94,12 +94,12 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def ordered(weight: Weight, at: Tensor) -> Weight:
-    """Its rows `at` (int64)."""
+    """The weight's rows `at` (int64)."""
     return weight[at] if isinstance(weight, Tensor) else weight.rows(at)
 
 
 def joined(parts: Sequence[Weight]) -> Weight | None:
-    """Weights of the same inputs, one behind the other; None: they are of different kinds."""
+    """Weights of the same inputs, concatenated by rows; None: they are of different kinds."""
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, Tensor) for part in parts):

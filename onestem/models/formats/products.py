@@ -8,9 +8,8 @@
 
 Formats in `TILED` are multiplied by `onestem.ops.triton.tiled` on a GPU instead.
 
-"In the model's dtype": the weight is converted when it is loaded, on a CPU also where the extension
-is not built. What a product does to its rows is
-done to each by itself.
+"In the model's dtype": the weight is converted when it is loaded. A CPU does so for all formats
+where the extension is not built. A product treats each of its rows by itself.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ if TYPE_CHECKING:
 
 __all__ = ["MANY_ROWS", "RoundedHead", "Target", "kinds_of", "projection", "row_bytes"]
 
-# Rows up to which codes of a weight in groups are multiplied as they are on a GPU.
+# Maximum rows for which a GPU multiplies the codes of a weight in groups directly.
 MANY_ROWS = 256
 
 # `torch._int_mm` on a GPU takes more rows than this.
 INT_MM_ROWS = 16
 
-# Which of "fp8", "int8" (per channel) and "groups" `onestem.ops.triton.tiled` multiplies on a GPU,
-# and whether its neighbour does experts in "mxfp4". None has been timed yet: `python -m
-# benchmarks.layer --candidates` does it.
+# Formats among "fp8", "int8" (per channel) and "groups" that `onestem.ops.triton.tiled` multiplies
+# on a GPU, and "mxfp4" where `tiled_experts` does experts. None has been timed yet; `python -m
+# benchmarks.layer --candidates` times them.
 TILED: frozenset[str] = frozenset()
 
-# Rows up to which tiled products of float8 and in groups serve: above, cuBLAS's of float8, and
-# weights that are written out.
+# Maximum rows of tiled products of float8 and in groups. Above it float8 uses cuBLAS, and weights
+# in groups are written out.
 TILED_ROWS = 256
 
 
@@ -67,7 +66,7 @@ class Target:
     """What a model's products are made for.
 
     Attributes:
-        dtype: of what they multiply.
+        dtype: of the rows that they multiply.
         layout: of weights that are not quantised.
     """
 
@@ -79,12 +78,12 @@ class Target:
 def projection(
     parts: Sequence[Weight], bias: Tensor | None, order: Tensor | None, target: Target
 ) -> Projection:
-    """Projections of the same input as one.
+    """Fuse projections of the same input into one.
 
     Args:
-        parts: one behind the other.
+        parts: weights, in the order of their rows.
         bias: `[out_features]`, in the order of results.
-        order: int64 `[out_features]`: which row of the parts gives each result; None: as they are.
+        order: int64 `[out_features]`: the row of the parts for each result; None: as they are.
     """
     whole = joined(parts)
     if whole is not None:
@@ -93,7 +92,7 @@ def projection(
 
 
 def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """How weights of each format that they can be rounded to are multiplied on a device."""
+    """How a device multiplies weights of each format that they can be rounded to."""
     target = Target(dtype, device, choose_layout(dtype, device))
     zeros = torch.zeros(128, 128, dtype=dtype, device=device)
     return {
@@ -103,8 +102,8 @@ def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 
 
 def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
-    """Bytes of one row of a weight in a format, in all copies that its product holds: of some rows
-    that are made here."""
+    """Bytes of one row of a weight in a format, in all copies that its product holds. Measured on a
+    few rows that are made here."""
     some = 128
     if isinstance(form, Scheme):
         weight: Weight = _empty(form, some, size, target.device)
@@ -125,7 +124,7 @@ def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channel
     group = scheme.columns or size
     scales = torch.ones(out, -(-size // group), device=device)
     zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.int16)
-    zeros[0] += not scheme.symmetric  # those that differ are kept
+    zeros[0] += not scheme.symmetric  # zero points that differ are kept
     kind = torch.float8_e4m3fn if floats else torch.uint8
     codes = torch.zeros(out, size, device=device).to(kind)
     return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
@@ -149,7 +148,7 @@ def _product(weight: Weight, bias: Tensor | None, target: Target) -> Projection:
 
 
 def _kind(weight: Channels | Groups) -> str:
-    """As a person is told."""
+    """The format's name, for people."""
     floats = weight.codes.is_floating_point()
     if isinstance(weight, Channels):
         return "fp8 per channel" if floats else "int8 per channel"
@@ -174,7 +173,7 @@ class _Quantized(ABC):
         return (x,)
 
     def rounded(self, x: Rows) -> RoundedRows:
-        """As `x` is, or else rounded to the dtype of the codes."""
+        """`x`, rounded to the dtype of the codes if it is not yet."""
         return x if isinstance(x, RoundedRows) else self.round_rows(x, self.code_dtype)
 
     @abstractmethod
@@ -190,7 +189,7 @@ class _Quantized(ABC):
 
 
 class _Float8(_Quantized):
-    """float8 by float8 on a GPU; sums as its tensor cores make them, scaled in float32."""
+    """float8 by float8 on a GPU; sums by its tensor cores, scaled in float32."""
 
     def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
         super().__init__(weight, bias, target)
@@ -255,8 +254,8 @@ class _Int8Gpu(_Quantized):
 
 
 class _TiledChannels(_Quantized):
-    """float8 by float8, or int8 by int8, on a GPU: sums of float8 as its tensor cores make them,
-    exact ones of int8, scaled in float32."""
+    """float8 by float8, or int8 by int8, on a GPU. Tensor cores sum float8; int8 sums are exact.
+    Both are scaled in float32."""
 
     def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
         from onestem.ops.triton.tiled import TiledChannels
@@ -380,10 +379,10 @@ class _Cpu(_Quantized):
 
 
 class RoundedHead(Head):
-    """Logits of weights that are rounded to int8 per channel, on a CPU."""
+    """Logits on a CPU, with weights rounded to int8 per channel."""
 
     def __init__(self, weight: Tensor, layout: Layout, bias: Tensor | None = None) -> None:
-        """weight `[vocab_size, hidden_size]`, bias `[vocab_size]`; layout is the other weights'."""
+        """weight `[vocab_size, hidden_size]`, bias `[vocab_size]`; layout: of the other weights."""
         self.layout, self.bias = layout, bias
         self.weight = self.packed = None
         held = rounded_weight(weight, "int8")
@@ -393,7 +392,7 @@ class RoundedHead(Head):
 
     @staticmethod
     def takes(size: int, target: Target) -> bool:
-        """Whether a head of so many inputs is multiplied here."""
+        """Whether this class supports a head of `size` inputs."""
         here = target.device.type == "cpu" and target.dtype in DTYPES and is_built()
         return here and CpuCodes.takes8(size)
 

@@ -26,14 +26,14 @@ from onestem.models.quantization import Scheme
 
 __all__ = ["Expected", "main_tensor", "stored_tensors", "stored_weight"]
 
-# Of tensors that are not quantised, by safetensors' names.
+# Dtypes of tensors that are not quantised, by safetensors' names.
 FLOATS = ("BF16", "F16", "F32", "F64")
 SCALES = (*FLOATS, "F8_E8M0")
 
-# Places of eight columns in an int32 of AWQ, lowest bits first.
+# Order of eight columns in an int32 of AWQ, lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-# The smallest groups that products take, and two of them.
+# The smallest group that products take, and a pair of them.
 PART, PAIR = 32, 64
 
 Shape = tuple[int, ...]
@@ -41,8 +41,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor of a checkpoint: its shape (of scales any with as many numbers: None is checked when
-    it is read), and dtypes that it may have, by safetensors' names."""
+    """Shape and possible dtypes (by safetensors' names) of a tensor of a checkpoint. Shape None is
+    for scales: any shape with the right number of elements, checked when it is read."""
 
     shape: Shape | None
     dtypes: tuple[str, ...] = FLOATS
@@ -50,14 +50,14 @@ class Expected:
 
 
 def main_tensor(scheme: Scheme) -> str:
-    """The tensor that only a quantised module has; a `weight` is told by its dtype."""
+    """The tensor that only a quantised module has. A quantised `weight` is known by its dtype."""
     return {"packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}.get(
         scheme.storage, "weight"
     )
 
 
 def stored_tensors(scheme: Scheme, out: int, size: int) -> dict[str, Expected]:
-    """Of a module `[out, size]`: name behind the module's -> what is expected there."""
+    """Tensors of a module `[out, size]`: name within the module -> what is expected there."""
     per_word = 32 // scheme.bits
     groups = _parts(size, scheme.columns)
     words = ("I32", "U32")
@@ -89,17 +89,17 @@ def stored_tensors(scheme: Scheme, out: int, size: int) -> dict[str, Expected]:
         "weight": Expected((out, size), code),
         "weight_scale": Expected(None, SCALES, optional=True),
         "weight_scale_inv": Expected(None, SCALES, optional=True),
-        # Of calibrated activations: rows are rounded by their own maximum instead.
+        # Scales of calibrated activations are not used: each row is rounded by its own maximum.
         "input_scale": Expected(None, SCALES, optional=True),
         "weight_zero_point": Expected(None, ("I8", "F8_E4M3", *FLOATS), optional=True),
     }
 
 
 class Get(Protocol):
-    """Gives a module's tensors as they are stored, by their names behind the module's."""
+    """Returns a module's stored tensors, by their names within the module."""
 
     def __call__(self, name: str, cut: Cut | None = None) -> Tensor | None:
-        """One, or a part of it; None: it is not there."""
+        """A tensor, or a part of it; None: it is not there."""
         ...
 
 
@@ -110,12 +110,12 @@ def stored_weight(
 
     Args:
         cut: the part of the weight `[out, size]` that is wanted: spans of rows, or one of columns.
-            Of codes no other words are read; scales and zero points, which are few, are read whole.
-            Where a cut divides groups they become smaller ones; where columns of a group stand
-            apart ("act-order"), smaller ones that are filled up.
+            Only its words of codes are read; scales and zero points, which are few, are read whole.
+            A cut through groups makes smaller groups. Where the columns of a group stand apart
+            ("act-order"), these are also filled up.
 
     Raises:
-        WeightsError: names the module and what cannot be.
+        WeightsError: names the module and what is wrong.
     """
     return _Reader(scheme, module, get, out, size, cut).weight()
 
@@ -146,11 +146,11 @@ class _Reader:
     def codes(
         self, name: str, unpacked: Callable[[Tensor], Tensor], packed: int, *, turned: bool = False
     ) -> Tensor:
-        """Those that are wanted, of a tensor that `unpacked` makes `[out, size]`.
+        """The codes that are wanted, of a tensor that `unpacked` makes `[out, size]`.
 
         Args:
-            packed: which of the two has several codes in a word.
-            turned: the tensor's dimensions are the other way round.
+            packed: dimension (0 or 1) that has several codes in a word.
+            turned: whether the stored tensor is transposed.
         """
         cut = self.cut
         if cut is None or cut.dim != packed:
@@ -219,15 +219,15 @@ class _Reader:
         return rows[: self.out].contiguous()
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Of each row's scales or zero points, those that are wanted."""
+        """The wanted rows of scales or zero points."""
         return values if self.cut is None or self.cut.dim == 1 else self.cut.of(values).clone()
 
     def groups(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, at: Tensor | None = None
     ) -> Weight:
-        """Codes that are wanted, with scales and zero points of all rows and groups. `at`: each
-        column's group; None: they stand one behind the other. Otherwise ("act-order") the columns
-        of each group are brought together."""
+        """The wanted codes, with scales and zero points of all rows and groups. `at`: each column's
+        group; None: groups are consecutive. Otherwise ("act-order") the columns of each group are
+        brought together."""
         group, bits = self.group, self.scheme.bits
         scales = self.of_rows(scales)
         zeros = None if zeros is None else self.of_rows(zeros)
@@ -243,8 +243,8 @@ class _Reader:
         return Groups(codes[:, order].contiguous(), scales, zeros, group, bits, order)
 
     def some_of_each(self, codes: Tensor, scales: Tensor, zeros: Tensor, at: Tensor) -> Weight:
-        """Columns of which each group has another number, in groups of `PART`: what lacks is filled
-        with columns of weight 0, for input 0. As numbers where no code is 0."""
+        """Some columns of each group, in groups of `PART`, filled up with columns of weight 0 for
+        input 0. A dense weight where no code stands for weight 0."""
         if self.group % PART or int(zeros.max()) >= 1 << self.scheme.bits:
             return (codes.float() - zeros[:, at]) * scales[:, at]
         counts = at.bincount(minlength=scales.shape[1])
@@ -252,7 +252,7 @@ class _Reader:
         wanted[0] += int(wanted.sum()) % PAIR  # products of 4 bits take groups in pairs
         groups = torch.arange(len(wanted), device=at.device).repeat_interleave(wanted)
         order = at.argsort(stable=True)
-        # How far each group is moved by what those before it are filled with.
+        # Each group moves by the columns that fill up the groups before it.
         moved = (wanted.cumsum(0) - wanted) - (counts.cumsum(0) - counts)
         places = torch.arange(len(at), device=at.device) + moved[at[order]]
         filled = zeros[:, groups].to(torch.uint8).index_copy_(1, places, codes[:, order])
@@ -262,7 +262,7 @@ class _Reader:
         return Groups(filled, *held, PART, self.scheme.bits, inputs)
 
     def of_columns(self, weight: Groups) -> Groups:
-        """With the scales and zero points of the columns that are wanted, whose codes it has."""
+        """The weight, whose codes are those wanted, with the scales and zero points of these."""
         if self.cut is None or self.cut.dim == 0:
             return weight
         ((start, stop),) = self.cut.spans
@@ -290,7 +290,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _in_awq_order(codes: Tensor) -> Tensor:
-    """`[n, columns]` as they are unpacked -> in the order of columns."""
+    """`[n, columns]` in the order of unpacking -> in the order of columns."""
     eights = codes.unflatten(1, (-1, 8))
     return (
         torch.empty_like(eights)

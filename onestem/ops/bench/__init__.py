@@ -1,1 +1,1 @@
-"""Steps to time attention on: their floors, and other implementations beside ours."""
+"""Benchmark of attention: timed steps, their floors, and other implementations beside ours."""

@@ -1,4 +1,4 @@
-"""Synthetic attention steps to measure: trees of shared runs with decodes, and a mixed step."""
+"""Synthetic attention steps to measure: decodes on trees of shared runs, and a mixed step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 28  # of a step; lists of more take minutes to make
+MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 28  # of a step; larger lists take minutes to make
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Heads:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token."""
+        """Bytes of a token's keys and values."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A plan, and what peers need to know about it.
+    """A plan, and what peers need of it.
 
     Attributes:
         num_pages: pages that the plan uses, ids 0..num_pages-1 in random order.
-        row_runs: the runs that each query stretch sees, in order, whole but the last (which it sees
-            causally); rows of a stretch are consecutive.
+        row_runs: the runs that each query stretch sees, in order: whole, but the last causally.
+            Rows of a stretch are consecutive.
         row_counts: rows of each stretch.
     """
 
@@ -75,7 +75,7 @@ class Step:
         return max(self.row_counts) == 1
 
     def seen_slots(self) -> list[np.ndarray]:
-        """int64: of each stretch, where the tokens that it sees stand, in order."""
+        """int64: slots of the tokens that each stretch sees, in order."""
         plan = self.plan
         slots = [plan.slots(run, 0, n) for run, n in enumerate(plan.run_len.tolist())]
         return [np.concatenate([slots[run] for run in runs]) for runs in self.row_runs]
@@ -88,11 +88,11 @@ class Step:
         return seen
 
     def flops(self, heads: Heads) -> float:
-        """Of the two products, as if nothing were shared (sharing saves none)."""
+        """FLOPs of the two products (sharing saves none)."""
         return 4.0 * heads.num_q_heads * heads.head_dim * float(self.attended().sum())
 
     def shared_flops(self, heads: Heads) -> float:
-        """Those of spans over a run that several stretches of rows see."""
+        """FLOPs of spans over a run that several stretches of rows see."""
         readers = np.zeros(self.plan.num_runs, np.int64)
         for runs in self.row_runs:
             readers[runs] += 1
@@ -101,20 +101,20 @@ class Step:
         return 4.0 * heads.num_q_heads * heads.head_dim * float(pairs.sum())
 
     def own_bytes(self, heads: Heads) -> float:
-        """Keys and values of runs that one stretch of rows sees."""
+        """Bytes of keys and values of runs that only one stretch of rows sees."""
         readers = np.zeros(self.plan.num_runs, np.int64)
         for runs in self.row_runs:
             readers[runs] += 1
         return float(heads.token_bytes * int(self.plan.run_len[readers == 1].sum()))
 
     def bytes(self, heads: Heads) -> float:
-        """Each key and value that anybody sees once, queries and outputs once."""
+        """Bytes of all keys and values, queries and outputs, each counted once."""
         rows = 2 * self.plan.num_rows * heads.num_q_heads * heads.head_dim * heads.dtype.itemsize
         return float(heads.token_bytes * int(self.plan.run_len.sum()) + rows)
 
 
 def tensor_bytes(step: Step, heads: Heads) -> int:
-    """What `make_tensors` gives takes."""
+    """Bytes of the tensors that `make_tensors` returns."""
     query = step.plan.num_rows * heads.num_q_heads * heads.head_dim * heads.dtype.itemsize
     return step.num_pages * heads.page_size * heads.token_bytes + query
 
@@ -142,7 +142,7 @@ def decode_step(
 
     Args:
         counts: nodes of each level; the last are the leaves. Children are spread evenly: node j of
-            n stands under node j * m // n of the m above.
+            n is below node j * m // n of the m above.
         lengths: tokens of each node of a level; 0 leaves the level out.
     """
     _check_levels(counts, lengths)
@@ -163,8 +163,8 @@ def decode_step(
 
 
 def _rows_below(counts: tuple[int, ...]) -> list[list[int]]:
-    """Of each level the rows between which its nodes' leaves lie, `[count + 1]`."""
-    node = np.arange(counts[-1])  # the one that each row stands under
+    """Bounds of each level's nodes in rows (leaves), `[count + 1]`."""
+    node = np.arange(counts[-1])  # the node that each row is below
     levels = []
     for count, above in zip(reversed(counts), (*reversed(counts[:-1]), 1), strict=True):
         levels.append(np.searchsorted(node, np.arange(count + 1)).tolist())
@@ -180,7 +180,7 @@ def _check_levels(counts: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     for above, count in pairwise((1, *counts)):
         if count < above:
             raise ConfigError(
-                f"a level of {count} nodes stands under {above}: expected at least as many"
+                f"a level of {count} nodes is below one of {above}: expected at least as many"
             )
     for length, least in zip(lengths, (*[0] * (len(lengths) - 1), 1), strict=True):
         if length < least:
@@ -203,9 +203,8 @@ def mixed_step(
     page_size: int = 16,
     seed: int = 0,
 ) -> Step:
-    """Prefill chunks and decodes in one step. The last `shared` chunks stand under one shared run
-    (as long as the longest of their contexts) instead of contexts of their own, and so do the
-    decodes."""
+    """Prefill chunks and decodes in one step. The last `shared` chunks and the decodes are below
+    one shared run, as long as the longest of the chunks' contexts, which replaces these."""
     alone = contexts[: len(contexts) - shared]
     prefix = max(contexts[len(contexts) - shared :], default=0)
     lengths = [prefix, *[suffix] * decodes, *[c + chunk_rows for c in alone]]
@@ -256,7 +255,7 @@ def make_tensors(
 
 
 def _unused_slots(step: Step) -> np.ndarray:
-    """int64: slots of the pool behind the end of a run."""
+    """int64: slots of the pages after the end of a run."""
     plan = step.plan
     length = plan.run_len.astype(np.int64)
     free = -length % plan.page_size
@@ -267,13 +266,13 @@ def _unused_slots(step: Step) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A step by name: what makes it for a page size, and the heads where they are not free."""
+    """A named step: its maker for a page size, and its heads if they are fixed."""
 
     make: Callable[..., Step]
     heads: tuple[int, int] | None = None
 
     def step(self, heads: Heads) -> tuple[Step, Heads]:
-        """The step, and the heads it is meant for."""
+        """The step, and its heads."""
         if self.heads is not None:
             heads = replace(heads, num_q_heads=self.heads[0], num_kv_heads=self.heads[1])
         return self.make(page_size=heads.page_size), heads
@@ -291,13 +290,13 @@ def decodes(groups: int, degrees: tuple[int, ...], prefixes: tuple[int, ...], su
 
 
 def tree_levels(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Counts and lengths of `decode_step` from `counts_lengths`, numbers between commas."""
+    """Counts and lengths of `decode_step` from `counts_lengths`, numbers separated by commas."""
     counts, _, lengths = text.partition("_")
     try:
         levels = [tuple(int(part) for part in half.split(",")) for half in (counts, lengths)]
     except ValueError:
         raise ConfigError(
-            f"tree is {text!r}, expected counts_lengths, as 1,4,256_32,256,32"
+            f"tree is {text!r}, expected counts_lengths, such as 1,4,256_32,256,32"
         ) from None
     return levels[0], levels[1]
 
@@ -306,7 +305,7 @@ def _trees(name: str, *trees: str) -> dict[str, Case]:
     return {f"{name} {tree}": Case(partial(decode_step, *tree_levels(tree))) for tree in trees}
 
 
-# `groups x degree prefix/own`: decodes of 32 query heads on 8 KV heads where nothing else is said.
+# `groups x degree prefix/own`: decodes of 32 query heads on 8 KV heads unless said otherwise.
 CASES = {
     "1x1 2048/128": decodes(1, (1,), (2048,), 128),
     "1x32 2048/128": decodes(1, (32,), (2048,), 128),
@@ -322,7 +321,7 @@ CASES = {
     "mixed": Case(mixed_step),
 }
 
-# The trees on which two tree-attention kernels were measured, `counts_lengths` of their levels.
+# The trees of two papers on tree-attention kernels, `counts_lengths` of their levels.
 TREES = {
     # Yi et al., PAT, arXiv 2511.22333.
     "pat": _trees(

@@ -1,4 +1,4 @@
-"""Measuring steps: time against the floors, error against float64, other implementations beside."""
+"""Measurement of steps: time against floors and other implementations, error against float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["bench_attention", "device_facts", "measure_step", "memory_bytes", "s
 
 CHECKED_ROWS = 16
 OWN, UNSHARED = "onestem", "unshared"
-# Keys and values that a peer without pages may copy: bytes, and their share of the memory.
+# Maximum keys and values that a peer without pages may copy: bytes, and share of the memory.
 MOST_COPIED, MOST_SHARE = 24 << 30, 0.25
 
 
@@ -61,13 +61,13 @@ def bench_attention(
     repeat: int = 7,
 ) -> dict[str, Any]:
     """The device, its rates, an entry for each of the `cases` with each of the `heads` (one dtype),
-    and their `summary`; `progress` gets each entry as it is measured, without what the rates say.
+    and their `summary`. `progress` gets each entry as it is measured, without shares and floors.
 
     Times are milliseconds, medians of `repeat`: on a GPU inside a CUDA graph with the L2 cache
     flushed, on a CPU with cold and with warm caches. Rates are measured before and after all cases,
-    and the better ones count. `matrix_share`, `memory_share`: what the case's products and bytes
-    would take at these rates, as shares of its time. `unshared`: the same kernel, which reads a
-    shared run anew for each sequence; `error` is the larger of both.
+    and the better ones count. `matrix_share`, `memory_share`: times of the case's products and
+    bytes at these rates, as shares of its time. `unshared`: the same kernel, which reads a shared
+    run again for each sequence; `error` is the larger of both.
     """
     absent = absent_peers(against, device)
     present = tuple(name for name in against if name not in absent)
@@ -77,7 +77,7 @@ def bench_attention(
         for name, case in cases.items():
             step, own = case.step(free)
             _check_memory(name, step, own, device)
-            steps[name, own.label] = step, own  # a case with heads of its own stands there once
+            steps[name, own.label] = step, own  # a case with heads of its own appears once
     dtype = heads[0].dtype
     before, entries = measure_rates(device, dtype), []
     for (name, label), (step, own) in steps.items():
@@ -97,8 +97,8 @@ def bench_attention(
 
 
 def summary(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each of the heads and over each of the fastest other and `unshared`: how many cases, the
-    geometric mean of the speedups, the least and its case."""
+    """For each of the heads, against the fastest other and against `unshared`: the number of cases,
+    the geometric mean of the speedups, the least speedup and its case."""
     found = []
     for label in dict.fromkeys(entry["heads"] for entry in entries):
         for over, key in (("the fastest other", "speedup"), (UNSHARED, "over_unshared")):
@@ -124,7 +124,7 @@ def _check_memory(name: str, step: Step, heads: Heads, device: torch.device) -> 
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of a GPU, or of the machine."""
+    """Bytes of memory of a GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -139,15 +139,15 @@ def measure_step(
     repeat: int,
     share: bool = True,
 ) -> dict[str, Any]:
-    """An entry of `bench_attention` without what the rates say. Without `share` our own kernel
-    reads shared runs for each sequence anew, as `unshared` does."""
+    """An entry of `bench_attention` without shares and floors. Without `share` our own kernel reads
+    shared runs again for each sequence, as `unshared` does."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # each case in fresh memory, whatever stood there before it
+        torch.cuda.empty_cache()  # each case gets fresh memory
     q, k, v = make_tensors(step, heads, device)
     group = heads.num_q_heads // heads.num_kv_heads
     chosen = resolve(impl, device, heads=[(heads.head_dim, group)])
     own, unshared = (chosen.prepare(step.plan, share=each) for each in (share, False))
-    # As an engine keeps them.
+    # In the layout that an engine uses.
     head_major = chosen.head_major(heads.head_dim, heads.dtype)
     pages = [laid_out(x, head_major=True) if head_major else x for x in (k, v)]
     entry: dict[str, Any] = {"attention": chosen.name, **_work(step, heads)}
@@ -177,7 +177,7 @@ def measure_step(
 
 
 def _work(step: Step, heads: Heads) -> dict[str, float]:
-    """What the case must do; also of parts that several rows share, and that a row has alone."""
+    """The case's FLOPs and bytes; also of parts that several rows share or that a row alone has."""
     return {
         "flops": step.flops(heads),
         "bytes": step.bytes(heads),
@@ -187,8 +187,8 @@ def _work(step: Step, heads: Heads) -> dict[str, float]:
 
 
 def _floors(entry: dict[str, Any], rates: Rates) -> dict[str, float]:
-    """What that takes at the measured rates; shared parts also at 60% of the matrix rate, parts
-    that a row has alone at 85% of memory's."""
+    """Times of that work at the measured rates; shared parts also at 60% of the matrix rate, parts
+    that a row alone has at 85% of memory's."""
     flop_floor, byte_floor = 1e3 * entry["flops"] / rates.flops, 1e3 * entry["bytes"] / rates.bytes
     return {
         "flop_floor_ms": flop_floor,
@@ -203,7 +203,7 @@ def _floors(entry: dict[str, Any], rates: Rates) -> dict[str, float]:
 def _graph_times(
     calls: dict[str, Callable[[], Any]], repeat: int
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Milliseconds of each call, and why another's does not run in a graph."""
+    """Milliseconds of each call, and the reason for each peer's that fails in a graph."""
     times, refused = {}, {}
     for name, call in calls.items():
         try:
@@ -234,7 +234,7 @@ def _speedups(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peer_calls(inputs: Inputs, against: tuple[str, ...]) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls by `peer kernel`, and why a peer or a kernel of it cannot do this step."""
+    """Calls by `peer kernel`, and the reason for each peer or kernel that cannot do this step."""
     step, calls, refused = inputs.step, {}, {}
     copied = inputs.heads.token_bytes * sum(map(len, step.seen_slots()))
     most = min(MOST_COPIED, MOST_SHARE * memory_bytes(inputs.q.device))
@@ -248,13 +248,13 @@ def _peer_calls(inputs: Inputs, against: tuple[str, ...]) -> tuple[dict[str, Cal
                 call = make(inputs)
                 call.run()
                 calls[name] = call
-            except Exception as error:  # whatever goes wrong in there is told
+            except Exception as error:  # any fault of a peer is reported
                 refused[name] = _reason(error)
     return calls, refused
 
 
 def _reason(error: Exception) -> str:
-    """Its first line."""
+    """The first line of an error."""
     return (str(error).strip() or repr(error)).splitlines()[0][:200]
 
 
@@ -286,6 +286,6 @@ def _attend_rows(
 
 
 def _max_error(got: Tensor, want: Tensor) -> float:
-    """Largest difference from `want` (float64); infinite where there is a NaN."""
+    """Largest difference from `want` (float64); infinite if there is a NaN."""
     difference = (got.double() - want).abs().max()
     return float("inf") if bool(difference.isnan()) else float(difference)

@@ -1,4 +1,4 @@
-"""A step's keys and values as a cache of pages without runs holds them."""
+"""A step's keys and values in the form of a page cache without runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["BlockTables"]
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Every sequence's full list of pages, as a prefix cache of whole pages gives it.
+    """Every sequence's full list of pages, as in a prefix cache of whole pages.
 
-    Sequences share a page where all its tokens are the same and stand at the same place. A run
-    that does not fill its pages is copied into the pages of whoever goes on behind it.
+    Sequences share a page if all its tokens are the same, at the same places. The rest of a run,
+    which does not fill a page, is copied into a page of each sequence that continues it.
 
     Attributes:
         pages: page ids of each stretch of rows.
-        lengths: its tokens.
-        slots: int64 `[num_pages, page_size]`, the step's own slot behind each; -1: none.
+        lengths: tokens of each stretch.
+        slots: int64 `[num_pages, page_size]`, the step's own slot that each one copies; -1: none.
     """
 
     pages: list[list[int]]
@@ -44,7 +44,7 @@ class BlockTables:
         return BlockTables(pages, lengths, slots)
 
     def rows(self, device: torch.device) -> Tensor:
-        """int32 `[num_stretches, most pages]`, 0 behind a stretch's last."""
+        """Page ids, int32 `[num_stretches, max_pages]`, 0 after a stretch's last."""
         table = np.zeros((len(self.pages), max(map(len, self.pages))), np.int32)
         for row, pages in zip(table, self.pages, strict=True):
             row[: len(pages)] = pages
@@ -52,7 +52,7 @@ class BlockTables:
 
     def copied(self, pages: Tensor) -> Tensor:
         """The step's keys or values in these pages, `[num_pages, page_size, num_kv_heads,
-        head_dim]`; zeros where there is no token."""
+        head_dim]`; zeros in slots without a token."""
         slots = torch.from_numpy(self.slots).to(pages.device)
         copy = read_kv(pages, slots.clamp(min=0))
         copy[slots < 0] = 0

@@ -1,12 +1,11 @@
 """Other implementations of the same step: PyTorch's, FlashInfer's, FlashAttention's, vLLM's.
 
-Each kernel of a peer is a function that makes ready everything that does not change between two
-steps' layers, and gives a call that computes attention alone. Of a peer's kernels the fastest
-counts.
+Each kernel of a peer is a function that prepares everything that does not change between the layers
+of a step, and returns a call that computes attention alone. A peer's fastest kernel counts.
 
-What peers are given: those without pages a contiguous copy of each sequence; FlashInfer's cascade
-each run's pages; the others each sequence's full list of pages (`BlockTables`), in ascending order
-where ours are in random order. No copy is timed.
+Peers without pages get a contiguous copy of each sequence, and FlashInfer's cascade each run's
+pages. The others get each sequence's full list of pages (`BlockTables`), in ascending order where
+ours are in random order. No copy is timed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Inputs:
 
     @cached_property
     def without_nan(self) -> tuple[Tensor, Tensor]:
-        """The step's own pages with zeros where no run has a token."""
+        """The step's own pages, with zeros in slots without a token of a run."""
         return self.k_pages.nan_to_num(), self.v_pages.nan_to_num()
 
     def int32(self, values: Any) -> Tensor:
@@ -68,8 +67,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Call:
-    """`run` computes, and is timed; `rows` makes `[num_rows, num_q_heads, head_dim]` of what it
-    gives."""
+    """`run` computes, and is timed; `rows` turns its result into `[num_rows, num_q_heads,
+    head_dim]`."""
 
     run: Callable[[], Any]
     rows: Callable[[Any], Tensor] = lambda out: out
@@ -79,8 +78,8 @@ Kernel = Callable[[Inputs], Call]
 
 
 def absent_peers(names: tuple[str, ...], device: torch.device) -> dict[str, str]:
-    """Of the peers named those that are not installed, each with what it needs. Raises for a peer
-    that is unknown or not for the device."""
+    """The named peers that are not installed, each with what it needs. Raises for a peer that is
+    unknown or not for the device."""
     absent = {}
     for name in names:
         if name not in PEERS:
@@ -101,7 +100,7 @@ def absent_peers(names: tuple[str, ...], device: torch.device) -> dict[str, str]
 
 @dataclass(frozen=True)
 class _Batch:
-    """Stretches of as many rows over as many keys: where the rows stand, `[b, rows]`; queries
+    """Stretches with equal numbers of rows and keys: indices of the rows, `[b, rows]`; queries
     `[b, rows, num_q_heads, head_dim]`; copies of keys and values
     `[b, num_kv_heads, keys, head_dim]`."""
 
@@ -112,7 +111,7 @@ class _Batch:
 
 
 def _batches(step: Step, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> list[_Batch]:
-    """What an implementation without pages or sharing reads: each sequence its own copy."""
+    """The input of an implementation without pages or sharing: a copy for each sequence."""
     alike: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = defaultdict(list)
     row = 0
     for keys, rows in zip(step.seen_slots(), step.row_counts, strict=True):
@@ -139,7 +138,7 @@ def _batch(
 
 
 def _placed(batches: list[_Batch], q: Tensor) -> Callable[[list[Tensor]], Tensor]:
-    """Puts results of batches, `[b, rows, num_q_heads, head_dim]`, where their rows stand."""
+    """A function that puts results of batches, `[b, rows, num_q_heads, head_dim]`, in row order."""
 
     def place(results: list[Tensor]) -> Tensor:
         out = torch.full_like(q, math.nan)
@@ -169,7 +168,7 @@ def _sdpa(backend: str) -> Kernel:
 
 
 def _attend_batch(batch: _Batch, group: int) -> Tensor:
-    """`[b, rows, num_q_heads, head_dim]`."""
+    """Attention of a batch, `[b, rows, num_q_heads, head_dim]`."""
     from torch.nn.attention.bias import causal_lower_right
 
     b, rows, num_heads, head_dim = batch.q.shape
@@ -203,7 +202,7 @@ def _workspace(inputs: Inputs) -> Tensor:
 def _page_lists(
     inputs: Inputs, pages: list[list[int]], lengths: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """indptr, indices and last_page_len (int32) of lists of pages that hold so many tokens."""
+    """indptr, indices and last_page_len (int32) of lists of pages that hold `lengths` tokens."""
     last = (np.array(lengths) - 1) % inputs.heads.page_size + 1
     indptr = np.cumsum([0, *map(len, pages)])
     return inputs.int32(indptr), inputs.int32(np.concatenate(pages)), inputs.int32(last)
@@ -234,7 +233,7 @@ def _flashinfer_prefill(inputs: Inputs) -> Call:
 
 
 def _flashinfer_cascade(inputs: Inputs) -> Call:
-    """One level for each level of the tree that has tokens."""
+    """FlashInfer's cascade, with a level for each level of the tree that has tokens."""
     step, plan = inputs.step, inputs.step.plan
     depths = sorted(set(map(len, step.row_runs)))
     if len(depths) > 1:
@@ -244,7 +243,7 @@ def _flashinfer_cascade(inputs: Inputs) -> Call:
         )
     rows, levels = [], []
     for runs in zip(*step.row_runs, strict=True):
-        level, counts = np.unique(runs, return_counts=True)  # runs stand in the order of rows
+        level, counts = np.unique(runs, return_counts=True)  # runs are in the order of rows
         rows.append(inputs.int32(np.cumsum([0, *counts])))
         lengths = plan.run_len[level].tolist()
         levels.append(_page_lists(inputs, [_run_pages(step, run) for run in level], lengths))
@@ -268,7 +267,7 @@ FLASH_ATTENTION = ("flash_attn_interface", "flash_attn")  # versions 3 and 2
 
 
 def _flash_attention() -> Any:
-    """The newest that can be imported: version 3 may be installed for another GPU."""
+    """The newest version that can be imported: 3 may be installed for another GPU."""
     *newer, oldest = filter(find_spec, FLASH_ATTENTION)
     for name in newer:
         try:
@@ -349,7 +348,7 @@ def _flash_attn3(inputs: Inputs, *, ahead: bool) -> Call:
 
 @dataclass(frozen=True)
 class Peer:
-    """The packages of which it needs one, where it runs, its kernels for a step by name ("": its
+    """The packages of which a peer needs one, its devices, its kernels for a step by name ("": its
     only one), and whether they read a contiguous copy of each sequence."""
 
     packages: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a device reaches: the rate of matrix products and of memory, against which floors count."""
+"""A device's measured rates of matrix products and of memory, from which floors are computed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from onestem.ops.bench.timing import events_ms, least_seconds
 __all__ = ["Rates", "measure_rates", "product_rate"]
 
 SQUARES = (512, 1024, 2048, 4096)  # small ones stay in the caches, large ones amortise more
-SLOW_SECONDS = 0.2  # eight times as much for the next size
+SLOW_SECONDS = 0.2  # the next size takes eight times as long
 PACKED_ROWS, PACKED_SIZE = 256, 4096
 READ_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reached in this run: products in FLOP/s; bytes/s of a copy, read and written
-    (GPU), or of reading (CPU)."""
+    """A device's rates in this run: products in FLOP/s; memory in bytes/s, of a copy, read and
+    written (GPU), or of reading (CPU)."""
 
     flops: float
     bytes: float
@@ -41,13 +41,13 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 def product_rate(dtype: torch.dtype) -> float:
     """FLOP/s of a CPU: the best of square products and of a packed linear of 256 rows, in `dtype`
-    or in float32: where a processor emulates 16 bits, float32 is faster and as good."""
+    or in float32. Where a processor emulates 16 bits, float32 is faster and as good."""
     kinds = {torch.float32, dtype if _multiplies(dtype) else torch.float32}
     return max(max(_square_rate(kind), _packed_rate(kind)) for kind in kinds)
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether products in a dtype have kernels; without, one of 2048^3 may take minutes."""
+    """Whether products in a dtype have kernels; without them, one of 2048^3 may take minutes."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -56,8 +56,8 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 def _square_rate(kind: torch.dtype) -> float:
-    """FLOP/s of an n^3 product at the n that suits the processor best. Sizes that would take a
-    second or so are left out."""
+    """FLOP/s of an n^3 product at the fastest n. Sizes that would take about a second are left
+    out."""
     best = 0.0
     for size in SQUARES:
         a, b = (torch.randn(size, size, dtype=kind, device="cpu") for _ in range(2))
@@ -69,7 +69,7 @@ def _square_rate(kind: torch.dtype) -> float:
 
 
 def _packed_rate(kind: torch.dtype) -> float:
-    """FLOP/s of rows times a packed square weight; 0 where oneDNN does not pack it."""
+    """FLOP/s of rows times a packed square weight; 0 if oneDNN does not pack it."""
     if not torch.backends.mkldnn.is_available() or not _multiplies(kind):
         return 0.0
     rows = torch.randn(PACKED_ROWS, PACKED_SIZE, dtype=kind, device="cpu")

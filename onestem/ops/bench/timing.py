@@ -11,7 +11,7 @@ import torch
 __all__ = ["cpu_ms", "events_ms", "graph_ms", "least_seconds"]
 
 FLUSH_BYTES = 192 << 20  # more than a GPU's L2 cache and most CPUs' L3 hold
-GRAPH_MS = 12.0  # about how long one replay takes: long enough to hide its start
+GRAPH_MS = 12.0  # approximate time of a replay: long enough to hide its start
 FEWEST_CALLS, MOST_CALLS = 3, 12  # of a replay
 
 
@@ -22,13 +22,13 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def least_seconds(call: Callable[[], object], repeat: int = 7) -> float:
-    """The fastest of some calls, behind one that is not counted."""
+    """Seconds of the fastest of `repeat` calls, after one that is not counted."""
     call()
     return min(_seconds(call) for _ in range(repeat))
 
 
 def events_ms(call: Callable[[], object], repeat: int) -> list[float]:
-    """Milliseconds of each call on a GPU, the calls one behind the other."""
+    """Milliseconds of each of `repeat` successive calls on a GPU."""
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(repeat)
@@ -51,8 +51,8 @@ def _captured(call: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
 
 
 def graph_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
-    """Median milliseconds of `call` inside a graph, with the L2 cache flushed before each: that of
-    a graph of flushes and calls, less that of one of flushes alone, replayed in turn."""
+    """Median milliseconds of `call` inside a graph, with the L2 cache flushed before each call. It
+    is the time of a graph of flushes and calls, less that of flushes alone, replayed in turn."""
     call()
     torch.cuda.synchronize()
     times = int(min(MOST_CALLS, max(FEWEST_CALLS, GRAPH_MS / min(events_ms(call, 2)))))
@@ -60,7 +60,7 @@ def graph_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
     total = torch.zeros((), dtype=torch.float32, device="cuda")
 
     def flush() -> None:
-        # Reading evicts without leaving lines to be written back.
+        # Reading evicts without leaving lines to write back.
         torch.sum(scratch, dim=0, out=total)
 
     def both() -> None:
@@ -79,8 +79,8 @@ def graph_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
 def cpu_ms(
     calls: dict[str, Callable[[], object]], *, cold: bool, repeat: int = 7
 ) -> dict[str, float]:
-    """Median milliseconds of each call, the calls taken in turn; `cold`: the caches hold something
-    else before each."""
+    """Median milliseconds of each call, taken in turn; `cold`: the caches hold something else
+    before each."""
     scratch = torch.zeros(FLUSH_BYTES // 4 if cold else 0)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeat + 1):

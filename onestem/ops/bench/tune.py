@@ -1,4 +1,4 @@
-"""Tuning: which constants of the kernels' configuration are the fastest on this GPU."""
+"""Tuning: the constants of the kernels' configuration that are fastest on this GPU."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from onestem.ops.triton.launch import takes_hopper
 
 __all__ = ["check_file", "store", "tune"]
 
-# What is timed: each bounds something else.
+# The timed cases: each is bound by something else.
 MANY_ROWS = (
     "1x32 2048/128", "1x256 2048/256", "1x256 16384/256", "16x16 2048/256", "85x3 1568/128",
     "1x1024 8192/128", "1x8x32 2048+512/128", "mixed",
 )  # fmt: skip
 FEW_ROWS = ("1x1 2048/128",)
-LEAST_GAIN = 0.004  # below it a difference is noise
+LEAST_GAIN = 0.004  # smaller differences are noise
 
 Change = Callable[[KernelConfig], KernelConfig]
 
 
 def _tile(place: int, **fields: Any) -> Change:
-    """Of the tile at this place from the widest (1) on, if there is one."""
+    """A change of the tile at a place, counted from the widest (1), if there is one."""
 
     def change(config: KernelConfig) -> KernelConfig:
         tiles = list(config.tiles)
@@ -49,7 +49,7 @@ def _field(**fields: Any) -> Change:
     return lambda config: replace(config, **fields)
 
 
-# Tried one after the other, each on the best of those before it.
+# Tried one after the other, each on the best so far.
 HOPPER: tuple[Change, ...] = (
     *(_tile(3, item_ns=item, token_ns=token) for item, token in ((1000, 9.0), (1800, 10.0))),
     *(_tile(2, item_ns=ns) for ns in (2900, 4400)),
@@ -68,8 +68,8 @@ TWIN: tuple[Change, ...] = (
 
 
 def tune(heads: Heads, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Entries for the GPU's file of configurations, as they are found: where the kernel for Hopper
-    runs one for it and one for steps of few rows, else one for all steps."""
+    """Entries for the GPU's file of configurations, as they are found. There is one for all steps,
+    or, if the kernel for Hopper runs, one for it and one for steps of few rows."""
     if device.type != "cuda":
         raise ConfigError("onestem tune needs a GPU: attention on a CPU has nothing to tune")
     name, group = torch.cuda.get_device_name(device), heads.num_q_heads // heads.num_kv_heads
@@ -93,13 +93,13 @@ def _best(
     heads: Heads,
     device: torch.device,
 ) -> KernelConfig:
-    """Changes are kept that make the steps' times, in the geometric mean, shorter."""
+    """The best configuration: keeps each change that lowers the geometric mean of steps' times."""
     best, least = start, _mean_log_ms(start, names, heads, device)
     for change in changes:
         config = change(best)
         try:
             mean = _mean_log_ms(config, names, heads, device)
-        except RuntimeError:  # more registers or shared memory than there are
+        except RuntimeError:  # too few registers or too little shared memory
             continue
         if mean < least - LEAST_GAIN:
             best, least = config, mean
@@ -124,8 +124,8 @@ def _ms(config: KernelConfig, step: Step, heads: Heads, device: torch.device) ->
 
 
 def store(entries: list[dict[str, Any]], device_name: str, path: Path | None = None) -> Path:
-    """Write entries to the GPU's file (default: the package's own); those of the same shape and
-    kernel that it holds are replaced, others stay."""
+    """Write entries to the GPU's file (default: the package's own). They replace its entries of the
+    same shape and kernel; others stay."""
     path = config_file(device_name) if path is None else path
     new = {_key(entry): entry for entry in [*_stored(path), *entries]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def store(entries: list[dict[str, Any]], device_name: str, path: Path | None = N
 
 
 def check_file(device_name: str, path: Path | None = None) -> None:
-    """Raise `ConfigError` where `store` could not read or write the file."""
+    """Raise `ConfigError` if `store` could not read or write the file."""
     path = config_file(device_name) if path is None else path
     _stored(path)
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
@@ -143,7 +143,7 @@ def check_file(device_name: str, path: Path | None = None) -> None:
 
 
 def _stored(path: Path) -> list[dict[str, Any]]:
-    """Entries of a file; none where there is no file."""
+    """Entries of a file; none if there is no file."""
     try:
         entries = json.loads(path.read_text()) if path.exists() else []
         for entry in entries:

@@ -1,4 +1,4 @@
-"""vLLM's attention kernel for CPUs, as a peer: pages, causal, each sequence for itself."""
+"""vLLM's attention kernel for CPUs, as a peer: pages, causal, each sequence by itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 def prepare_vllm(
     step: Step, heads: Heads, q: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> Callable[[], Tensor]:
-    """Keys and values in vLLM's pages, shared where whole blocks are; gives the call to time."""
+    """The call to time, over vLLM's pages; whole blocks are shared."""
     backend = import_module("vllm.v1.attention.backends.cpu_attn")
     ops: Any = import_module("vllm._custom_ops")
     tables = BlockTables.of(step, BLOCK_TOKENS)
@@ -71,8 +71,8 @@ def prepare_vllm(
 def _filled_cache(
     heads: Heads, k_pages: Tensor, v_pages: Tensor, tables: BlockTables, ops: Any, isa: str
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values, `[num_blocks, num_kv_heads, BLOCK_TOKENS, head_dim]`, in the order in which
-    the kernel of an instruction set reads them."""
+    """Keys and values, `[num_blocks, num_kv_heads, BLOCK_TOKENS, head_dim]`, in the order that the
+    kernel of an instruction set reads."""
     shape = (len(tables.slots), heads.num_kv_heads, 2 * BLOCK_TOKENS, heads.head_dim)
     keys, values = torch.zeros(shape, dtype=heads.dtype).chunk(2, dim=2)
     slots = torch.from_numpy(tables.slots).flatten()

@@ -23,19 +23,19 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True)
 class CpuCost:
-    """What work costs, by which runs get items of their own and long items are cut. Nanoseconds of
-    one core; measured where a dtype's defaults are named (`CpuCost.default`).
+    """Costs of work, in nanoseconds of one core. They decide which runs get items of their own, and
+    where long items are cut. Each dtype has measured defaults (`CpuCost.default`).
 
     Attributes:
-        read: a byte of K or V from memory.
-        thin: one query head times one element of K or V, where few rows see a token: keys and
-            values are then read straight from the pages.
+        read: a byte of K or V read from memory.
+        thin: one query head times one element of K or V, if few rows see a token: keys and values
+            are then read straight from the pages.
         pack: an element of K or V converted for an item of many rows.
-        wide: one query row (a head of it) times one element there.
+        wide: one query row (a head of it) times one element in such an item.
         state: an element of a partial result, written and merged.
-        pack_few: as `pack`, for items whose rows' heads fill one vector at most.
-        item: beginning and ending an item.
-        shortest: no item is cut shorter.
+        pack_few: as `pack`, for items whose rows' heads fill at most one vector.
+        item: starting and ending an item.
+        shortest: minimum length of a cut item.
         cuts: no item is more than `1 / (cuts * threads)` of all work, if it can be cut.
     """
 
@@ -51,7 +51,7 @@ class CpuCost:
 
     @staticmethod
     def default(dtype: torch.dtype, isa: str | None = None) -> CpuCost:
-        """What an instruction set (default: the one in use) assumes for a dtype."""
+        """The costs of an instruction set (default: the one in use) with a dtype."""
         return CpuCost(*native().default_rates(isa or chosen_isa(), DTYPES[dtype]))
 
 
@@ -61,7 +61,7 @@ class CpuAttention:
 
     Args:
         isa: instruction set, by default the one in use.
-        cost: by default what the instruction set assumes for the dtype.
+        cost: by default the instruction set's for the dtype.
     """
 
     name: str = "cpu"
@@ -77,7 +77,7 @@ class CpuAttention:
 
 
 class PreparedCpu:
-    """A plan copied; its work items are made at the first layer and serve the others."""
+    """A copy of a plan; the first layer makes its work items, and the others use them."""
 
     def __init__(
         self, plan: AttentionPlan, share: bool, isa: str, cost: CpuCost | None = None
@@ -137,7 +137,7 @@ class PreparedCpu:
     def describe(
         self, dtype: torch.dtype, num_q_heads: int, num_kv_heads: int, head_dim: int
     ) -> list[dict[str, Any]]:
-        """The work items for these heads, in the order in which they are begun."""
+        """The work items for these heads, in the order in which they start."""
         items = self._native.describe(
             DTYPES[dtype], num_q_heads, num_kv_heads, head_dim, torch.get_num_threads()
         )
@@ -145,7 +145,7 @@ class PreparedCpu:
         return [dict(zip(names, item, strict=True)) for item in items]
 
     def _check(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-        """What the C++ code relies on, lest it read what is not there."""
+        """Check all that the C++ code relies on to stay inside the tensors."""
         if not (q.is_cpu and k_pages.is_cpu and v_pages.is_cpu):
             names = ", ".join(sorted({x.device.type for x in (q, k_pages, v_pages)}))
             raise ConfigError(f"attention implementation 'cpu' got tensors on {names}")
@@ -168,7 +168,7 @@ class PreparedCpu:
             or not _divides(kv_heads, num_heads)
         ):
             raise ConfigError(
-                f"q {tuple(q.shape)} does not go with pages {tuple(k_pages.shape)} and "
+                f"q {tuple(q.shape)} does not fit pages {tuple(k_pages.shape)} and "
                 f"{tuple(v_pages.shape)} of {self._page_size} slots"
             )
         if num_rows != self._num_rows or self._last_page >= pages:

@@ -1,8 +1,8 @@
-"""Whether an instruction set's kernels compute here what the portable ones do.
+"""Checks that an instruction set's kernels compute what the portable ones do.
 
 Kernels for AVX-512 and AMX run on few machines; a compiler's or a kernel's mistake there must not
-become a wrong answer. So the first use of one compares it with code of no special instructions, on
-a plan and rows that reach every kernel: a few milliseconds, once in a process.
+become a wrong answer. So the first use of an instruction set compares it with code without special
+instructions, on a plan and rows that reach every kernel. It takes a few milliseconds per process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KV_HEADS, GROUP, PAGE_SIZE = 2, 3, 16
 
 
 def find_fault(isa: str) -> str | None:
-    """What an instruction set computes wrongly, for a person; None where all is right."""
+    """What an instruction set computes wrongly, in words; None if all is correct."""
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
@@ -45,8 +45,8 @@ def find_fault(isa: str) -> str | None:
 
 
 def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
-    """Wide items of many and of few rows, one that is masked and padded, and vectors; plain scores
-    and adjusted ones."""
+    """Compare wide items of many and of few rows, one that is masked and padded, and vectors, with
+    plain and with adjusted scores."""
     for head_dim, window in ((64, None), (80, 30)):
         plan, pages = _plan(window)
         shape = (pages, PAGE_SIZE, KV_HEADS, head_dim)
@@ -67,8 +67,8 @@ def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) 
 
 
 def _plan(window: int | None) -> tuple[AttentionPlan, int]:
-    """Eleven decodes behind 300 shared tokens, four of them behind 150 more, with 1 to 31 tokens of
-    their own; a chunk of 37 rows behind 12 others. The plan and its number of pages."""
+    """A plan and its number of pages. Eleven decodes share 300 tokens, four of them 150 more, and
+    have 1 to 31 tokens of their own; a chunk of 37 rows follows 12 other tokens."""
     builder, taken, positions = PlanBuilder(PAGE_SIZE), 0, []
 
     def run(tokens: int, position: int) -> int:
@@ -119,7 +119,7 @@ def _layers_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> b
 
 
 def _codes_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
-    """Of one row, of a few, and of two panels of tiles; groups with zero points."""
+    """Compare products of one row, a few rows and two panels of tiles; groups with zero points."""
     codes = torch.randint(0, 16, (48, 192), generator=generator, dtype=torch.uint8)
     zeros = torch.randint(0, 16, (48, 3), generator=generator).short()
     scales = torch.rand(48, 3, generator=generator) + 0.5
@@ -137,8 +137,9 @@ def _codes_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bo
 
 
 def _close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Within some units in the last place of the largest value: what rounding weights to bf16 and
-    another order of sums leave. A mistake in a kernel is far larger. False for NaN."""
+    """Whether results agree to some units in the last place of the largest value, the effect of
+    weights rounded to bf16 and another order of sums. A kernel's mistake is far larger. False for
+    NaN."""
     unit = torch.finfo(dtype or got.dtype).eps
     largest = float(want.abs().max())
     error = float((got.double() - want.double()).abs().max())

@@ -1,8 +1,8 @@
-"""The compiled module: whether it is there, and which instruction set it uses.
+"""The compiled module: whether it exists, and which instruction set it uses.
 
-An installation without a compiler lacks it; everything then runs with PyTorch (`onestem env` says
-so). `ONESTEM_CPU_ISA` names an instruction set to use instead of the best. One that computes
-wrongly here (`check.py`) is not used, with a warning.
+An installation without a compiler lacks it, and everything runs with PyTorch (`onestem env` says
+so). `ONESTEM_CPU_ISA` names an instruction set to use instead of the best. An instruction set that
+computes wrongly on this machine (`check.py`) is not used, with a warning.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from onestem.errors import UnsupportedError
 
 __all__ = ["DTYPES", "chosen_isa", "fault_of", "is_built", "isas", "native", "status"]
 
-# The numbers by which the module knows the types of q, k and v.
+# The module's numbers for the dtypes of q, k and v.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 ISA_VARIABLE = "ONESTEM_CPU_ISA"
 
-# They run on every machine where this is developed and tested; others are checked before use.
+# These run on every machine of development and tests; others are checked before use.
 UNCHECKED = ("avx2", "portable")
 
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    """The module, or None and why there is none."""
+    """The module, or None and the reason."""
     try:
         module = importlib.import_module("onestem.ops.cpu._native")
     except ImportError as error:
@@ -49,7 +49,7 @@ def is_built() -> bool:
 
 
 def native() -> ModuleType:
-    """The compiled module; raises `UnsupportedError` where there is none."""
+    """The compiled module; raises `UnsupportedError` if there is none."""
     module, reason = _load()
     if module is None:
         raise UnsupportedError(f"the CPU extension is {reason}; or use impl='torch'")
@@ -73,16 +73,16 @@ def checked_isa(name: str) -> str:
 
 @functools.cache
 def fault_of(isa: str) -> str | None:
-    """What an instruction set computes wrongly on this machine; None where all is right."""
-    from onestem.ops.cpu.check import find_fault  # which needs this module
+    """What an instruction set computes wrongly on this machine; None if all is correct."""
+    from onestem.ops.cpu.check import find_fault  # it imports this module
 
     return None if isa in UNCHECKED else find_fault(isa)
 
 
 @functools.cache
 def chosen_isa() -> str:
-    """The instruction set in use: that of `ONESTEM_CPU_ISA`, or the best that the machine has and
-    that computes rightly there. Settled at the first call."""
+    """The instruction set in use: that of `ONESTEM_CPU_ISA`, or the machine's best that computes
+    correctly. Chosen at the first call."""
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         return _without_fault(checked_isa(wanted))
@@ -108,7 +108,7 @@ def _without_fault(isa: str) -> str:
 
 
 def status() -> str:
-    """One line for a person: whether the extension is there, and what it uses."""
+    """One line of text: whether the extension can be used, and its instruction set."""
     module, reason = _load()
     if module is None:
         return reason

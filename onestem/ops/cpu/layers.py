@@ -17,8 +17,8 @@ __all__ = ["CpuLayers"]
 
 @dataclass(frozen=True)
 class CpuLayers(RoundsApart):
-    """C++ implementation of `LayerOps`, with as many threads as torch uses. PyTorch has the
-    GELU and sinks.
+    """C++ implementation of `LayerOps`, with as many threads as torch uses. GELU and sinks are in
+    PyTorch.
 
     Args:
         isa: instruction set, by default the one in use.
@@ -122,12 +122,12 @@ class CpuLayers(RoundsApart):
 
 
 def _check_weight(x: Tensor, weight: Tensor, size: int) -> None:
-    """Of a norm of rows x: of their dtype, or float32."""
+    """Check the weight of a norm of rows x: x's dtype or float32."""
     _check_same(weight if weight.dtype == torch.float32 else x, weight, (size,))
 
 
 def _check_same(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> None:
-    """What the C++ code relies on: type, place and shape, and rows without gaps."""
+    """Check what the C++ code relies on: dtype, device and shape, and rows without gaps."""
     _check_kind(x, other)
     if other.shape != shape or not (x.is_contiguous() and other.is_contiguous()):
         raise ConfigError(f"got a tensor {tuple(other.shape)}, expected {tuple(shape)}, contiguous")

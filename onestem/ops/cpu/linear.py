@@ -16,10 +16,10 @@ __all__ = ["CpuCodes"]
 BLOCK, PAIR = 16, 32  # outputs
 CHUNK = {8: 64, 4: 128}  # inputs
 
-# Sums of 32 bits hold the products of so many inputs.
+# Maximum inputs whose products fit in sums of 32 bits.
 MOST_INPUTS = 1 << 16
 
-# Columns that share a scale, of 4 bits; larger groups are cut.
+# With 4 bits, columns that share a scale; larger groups are cut.
 GROUPS = (128, 64, 32)
 
 
@@ -27,15 +27,15 @@ GROUPS = (128, 64, 32)
 class CpuCodes:
     """A weight of integers, as the C++ products take it.
 
-    With 8 bits a row of what is multiplied is rounded to int8 by its own maximum, and sums are
-    exact. With 4 bits rows stay as they are: at least 16 bits of each value count. The weight is
-    multiplied as bfloat16 where rows are, there are many, and the processor has AMX.
+    With 8 bits, each row of the input is rounded to int8 by its own maximum, and sums are exact.
+    With 4 bits, rows are not rounded below 16 bits. The weight is then multiplied as bfloat16 if
+    the rows are bfloat16, there are many, and the processor has AMX.
 
     Attributes:
         codes: uint8, `[out / 16][chunk][16][64]`.
         scales: float32 `[out]` (8 bits), `[out / 16][groups][16]`.
-        zeros: uint8, as scales; None: half of the range.
-        bits, group: of a code, and columns that share a scale (8 bits: all).
+        zeros: uint8, shaped as scales; None: half of the range.
+        bits, group: bits of a code, and columns that share a scale (8 bits: all).
         out_features, in_features: of the weight.
         isa: instruction set; None: the one in use.
     """
@@ -51,17 +51,17 @@ class CpuCodes:
 
     @staticmethod
     def takes8(size: int) -> bool:
-        """Whether sums over so many inputs are exact."""
+        """Whether sums over `size` inputs are exact."""
         return size <= MOST_INPUTS
 
     @staticmethod
     def takes4(size: int, group: int) -> bool:
-        """Whether groups of so many columns of `size` are multiplied."""
+        """Whether there are products for groups of `group` of `size` columns."""
         return size % group == group % GROUPS[-1] == 0
 
     @staticmethod
     def of8(codes: Tensor, scales: Tensor, isa: str | None = None) -> CpuCodes:
-        """codes int8 `[out, in]`, scales float32 `[out]`."""
+        """A weight of 8 bits, from codes int8 `[out, in]` and scales float32 `[out]`."""
         out, size = codes.shape
         shifted = codes.view(torch.uint8) ^ 128
         packed = _in_blocks(_padded(shifted, CHUNK[8]), CHUNK[8])
@@ -71,11 +71,11 @@ class CpuCodes:
     def of4(
         codes: Tensor, scales: Tensor, zeros: Tensor, group: int, isa: str | None = None
     ) -> CpuCodes:
-        """codes uint8 below 16 `[out, in]`, scales float32 and zeros int16 from 0 to 255
-        `[out, in / group]`."""
+        """A weight of 4 bits, from codes uint8 below 16 `[out, in]`, scales float32 and zeros int16
+        from 0 to 255, both `[out, in / group]`."""
         out, size = codes.shape
         cut = next(one for one in GROUPS if group % one == 0)
-        # 32 words of a chunk, with its four times 32 inputs in their bits.
+        # 32 words of a chunk hold its four times 32 inputs.
         words = _padded(codes, CHUNK[4]).unflatten(1, (-1, 4, 32)).short()
         words = words[:, :, 0] | words[:, :, 1] << 4 | words[:, :, 2] << 8 | words[:, :, 3] << 12
         packed = _in_blocks(words.flatten(1).view(torch.uint8), 64)
@@ -88,11 +88,11 @@ class CpuCodes:
         return CpuCodes(packed, scales, held, 4, cut, out, size, isa)
 
     def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """x `[n, in]` times the weight turned, plus the bias: `[n, out]`.
+        """x `[n, in]` times the transposed weight, plus the bias: `[n, out]`.
 
         Args:
             bias: float32 `[out]`.
-            out: where the result is written, of any of the dtypes; default: x's.
+            out: tensor for the result, in any of `DTYPES`; default: a new one of x's dtype.
         """
         x = x.contiguous()
         here = x.is_cpu and x.dtype in DTYPES
@@ -108,7 +108,7 @@ class CpuCodes:
             or out.shape != (rows, self.out_features)
         ):
             raise ConfigError(
-                f"got room {out.dtype} {list(out.shape)} on {out.device}, expected "
+                f"got out {out.dtype} {list(out.shape)} on {out.device}, expected "
                 f"[{rows}, {self.out_features}], contiguous, on the CPU"
             )
         native().multiply_codes(
@@ -136,7 +136,7 @@ class CpuCodes:
 
 
 def _padded(codes: Tensor, chunk: int) -> Tensor:
-    """With rows and columns that lack."""
+    """Codes padded to whole blocks of rows and chunks of columns."""
     out, size = codes.shape
     return F.pad(codes, (0, -size % chunk, 0, -out % PAIR))
 

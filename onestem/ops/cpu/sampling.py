@@ -1,4 +1,4 @@
-"""Sampling in C++ (`csrc/sampling.cpp`), a pass or a few over each row of logits."""
+"""Sampling in C++ (`csrc/sampling.cpp`), with one or a few passes over each row of logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CpuSampling:
     """`Sampling` in C++.
 
     Attributes:
-        isa: instruction set; None: the best that there is.
+        isa: instruction set; None: the one in use.
     """
 
     isa: str | None = None
@@ -47,7 +47,7 @@ class CpuSampling:
         return Drawn(ids, status)
 
     def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
-        """float64."""
+        """See `Sampling`; the result is float64."""
         logits, index = _checked(logits), _checked_index(index, len(logits), "index")
         sums = torch.empty(len(index), dtype=torch.float64, device=logits.device)
         native().log_sums(*self._rows(logits, index), sums.data_ptr(), torch.get_num_threads())

@@ -1,7 +1,7 @@
-"""Sampling: tokens, log-probabilities and penalties, where the logits are.
+"""Sampling: tokens, log-probabilities and penalties, on the logits' device.
 
 The draw is an exponential race (`reference`). It needs no order of the vocabulary and no sums, so
-it costs the same whatever the distribution, and equal logits give the same token in any batch.
+its cost does not depend on the distribution, and equal logits give the same token in any batch.
 """
 
 from onestem.ops.sampling.interface import Drawn, Penalties, Sampling

@@ -1,4 +1,4 @@
-"""What a device does with rows of logits, beside making them."""
+"""The interface of sampling on a device: what it does with rows of logits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Drawn(NamedTuple):
 
 
 class Penalties(Protocol):
-    """Which tokens rows have seen, kept where the logits are. A state has a place, from 0 on."""
+    """The tokens that rows have seen, kept on the logits' device. States have places from 0 on."""
 
     def assign(
         self, place: int, prompt: NDArray[np.integer] | None, output: NDArray[np.integer]
     ) -> None:
-        """Make the state of a place anew.
+        """Replace the state of a place.
 
         Args:
             prompt: ids that count for repetition alone; None: the row has no repetition penalty.
@@ -39,7 +39,7 @@ class Penalties(Protocol):
         ...
 
     def release(self, place: int) -> None:
-        """Nobody needs the state of a place until it is assigned again."""
+        """Free the state of a place until it is assigned again."""
         ...
 
     def apply(self, logits: Tensor, rows: RowTable) -> None:
@@ -49,12 +49,12 @@ class Penalties(Protocol):
         ...
 
     def note(self, rows: RowTable, ids: Tensor) -> None:
-        """The rows have sampled these tokens, int64 `[n]`."""
+        """Note that the rows have sampled these tokens, int64 `[n]`."""
         ...
 
 
 class Sampling(Protocol):
-    """One device's way. `index` is int64 `[m]`: which rows of the logits float32 `[n, vocab]`."""
+    """Sampling on one device. `index`, int64 `[m]`, selects rows of logits float32 `[n, vocab]`."""
 
     @property
     def name(self) -> str: ...
@@ -73,7 +73,7 @@ class Sampling(Protocol):
         ...
 
     def ranks(self, logits: Tensor, index: Tensor, ids: Tensor) -> Tensor:
-        """How many tokens stand before a given one in that order, int64 `[m]`."""
+        """Number of tokens before a given one in the order of `leading`, int64 `[m]`."""
         ...
 
     def penalties(self, vocab_size: int, device: torch.device) -> Penalties:

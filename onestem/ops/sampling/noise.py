@@ -1,9 +1,8 @@
 """Random numbers that are a pure function of where they are used.
 
 A token's noise is computed from (seed, sequence, token index, id) by a counter-based generator,
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so there is no
-state: the batch that a sequence stands in, the order of requests, a preemption and a resumed job
-change nothing.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). There is no
+state, so the batch, the order of requests, a preemption or a resumed job changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_INCREMENTS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
 
-Words = NDArray[np.uint64]  # 32-bit words kept in 64-bit integers, so that products do not overflow
+Words = NDArray[np.uint64]  # 32-bit words in 64-bit integers, so that products do not overflow
 
 
 def philox4x32(
@@ -61,8 +60,8 @@ def noise_bits(seed: int, sequence: int, token: int, ids: NDArray[np.integer]) -
 
 
 def waiting_times(bits: Words) -> NDArray[np.float64]:
-    """Exponentially distributed, float64: `-log u` of `u` in (0, 1) with 64 bits. Small ones, which
-    decide, are exact relative to their size."""
+    """Exponentially distributed times, float64: `-log u` of `u` in (0, 1) with 64 bits. Small ones,
+    which decide, are exact relative to their size."""
     half = np.uint64(1 << 63)
     low = (bits.astype(np.float64) + 0.5) * 2.0**-64  # 1 - u
     high = ((~bits).astype(np.float64) + 0.5) * 2.0**-64  # u

@@ -1,4 +1,4 @@
-"""What a draw is, in float64."""
+"""The definition of a draw, in float64."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def draw(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> int:
-    """The token after `token` others of a sequence: whoever of the kept ids has to wait shortest,
-    where id i waits `-log(u_i) / exp(logit_i / temperature)` (an exponential race).
+    """The token after `token` others of a sequence: the kept id with the shortest wait, where id i
+    waits `-log(u_i) / exp(logit_i / temperature)` (an exponential race).
 
     That is the argmax of `logit / temperature - log(-log u)`, so id i wins with its probability. A
-    temperature of 0 takes the highest logit. Equal ones: the lowest id.
+    temperature of 0 takes the highest logit. Of equals, the lowest id wins.
     """
     x = np.asarray(logits, np.float64)
     if temperature == 0:

@@ -1,4 +1,4 @@
-"""What a device is told of the rows of logits that are sampled."""
+"""The table of sampled rows that a device gets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = [
     "word_of",
 ]
 
-# What a draw says of a row beside its token.
+# Status of a draw, besides its token.
 STATUS_OK, STATUS_NOT_FINITE, STATUS_MASKED = 0, 1, 2
 
-#: Sixteen 32-bit words, which kernels know by their places. seed: of the request; sequence: which
-#: of its n; token: how many it has sampled. temperature: 0 is greedy. top_k: 0 where off. penalty:
-#: the place of its state (`Penalties`), -1 where it has none. The rest is the sampler's own: told:
-#: how many log-probabilities beside the token's are wanted, and one more; min_tokens; biased.
+#: Sixteen 32-bit words, which kernels know by their places. seed: of the request; sequence: index
+#: among its n; token: tokens sampled so far. temperature: 0 is greedy. top_k: 0 is off. penalty:
+#: the place of its state (`Penalties`), -1 for none. The rest is the sampler's own: told: number of
+#: log-probabilities wanted besides the token's, plus one; min_tokens; biased.
 ROW = np.dtype(
     [
         ("seed_low", np.uint32),
@@ -51,7 +51,7 @@ ROW = np.dtype(
 
 
 def word_of(name: str) -> int:
-    """Which word of a row a field is."""
+    """Index of a field's word in a row."""
     names = ROW.names
     assert names is not None
     return names.index(name)
@@ -72,7 +72,7 @@ class RowTable:
 
     Attributes:
         steps: tokens that every row has sampled beyond its `token`.
-        prepared: what an implementation has made of the rows, by its name.
+        prepared: what an implementation has prepared from the rows, by its name.
     """
 
     def __init__(self, rows: NDArray[np.void], device: torch.device) -> None:

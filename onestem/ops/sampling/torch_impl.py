@@ -1,4 +1,4 @@
-"""Sampling in plain PyTorch, on any device: where there is no kernel for it."""
+"""Sampling in plain PyTorch, for devices without a kernel for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class TorchSampling:
-    """`Sampling` in PyTorch. All arithmetic that decides is float64."""
+    """`Sampling` in PyTorch. All arithmetic that decides a token is float64."""
 
     name: str = "torch"
 
@@ -62,9 +62,9 @@ class TorchSampling:
 
 
 def processed(logits: Tensor, rows: NDArray[np.void]) -> Tensor:
-    """What rows `ROW` `[m]` draw from, up to a constant each, float32 `[m, vocab]`, of their logits
-    `[m, vocab]` behind penalties and masks: divided by the temperature, and -inf where top-k, top-p
-    and min-p leave nothing. Greedy ones stay as they are."""
+    """The log-probabilities that rows `ROW` `[m]` draw from, up to a constant each, float32
+    `[m, vocab]`. Their logits `[m, vocab]`, after penalties and masks, are divided by the
+    temperature, and -inf where top-k, top-p or min-p drops them. Greedy rows are unchanged."""
     drawn = np.where(rows["temperature"] > 0, rows["temperature"], np.float32(1))
     scaled = logits / on_device(drawn, logits.device)[:, None]
     cut = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
@@ -86,7 +86,7 @@ def _column(rows: NDArray[np.void], name: str, like: Tensor, dtype: torch.dtype)
 
 
 def _race(logits: Tensor, rows: NDArray[np.void], steps: int) -> Tensor:
-    """Ids int64 `[m]` of logits float64 `[m, vocab]`."""
+    """Ids, int64 `[m]`, that win the race of logits, float64 `[m, vocab]`."""
     heat = _column(rows, "temperature", logits, torch.float64)
     score = logits / heat - _waiting_times(rows, steps, logits).log()
     kept = _kept(logits, heat, rows)
@@ -94,7 +94,7 @@ def _race(logits: Tensor, rows: NDArray[np.void], steps: int) -> Tensor:
 
 
 def _kept(logits: Tensor, heat: Tensor, rows: NDArray[np.void]) -> Tensor:
-    """bool `[m, vocab]`: what top-k, top-p and min-p leave."""
+    """bool `[m, vocab]`: ids that top-k, top-p and min-p keep."""
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     top_k = _column(rows, "top_k", logits, torch.int64)
     top_p = _column(rows, "top_p", logits, torch.float64)
@@ -135,17 +135,17 @@ def _noise(rows: NDArray[np.void], steps: int, like: Tensor, stream: int) -> Ten
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Low and high words of a product of 32-bit words, whose 64 bits int64 does not hold."""
+    """Low and high words of a product of 32-bit words: int64 cannot hold its 64 bits."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)  # each below 2^48
     middle = (low >> 16) + high
     return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), middle >> 16
 
 
 class TorchPenalties:
-    """`Penalties` on the host: lists of what was seen, and PyTorch where the logits are.
+    """`Penalties` with lists of seen ids on the host, and PyTorch on the logits' device.
 
     Args:
-        vocab_size: columns of the logits; other ids do not count.
+        vocab_size: columns of the logits; other ids are ignored.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -180,7 +180,7 @@ class TorchPenalties:
 
 
 class _Seen:
-    """Different ids in the order in which they came, and how often each was sampled."""
+    """Distinct ids in order of arrival, and how often each was sampled."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -188,7 +188,7 @@ class _Seen:
         self._counts = np.zeros(0, np.float32)
 
     def see(self, ids: NDArray[np.int64], count: int) -> None:
-        """Ids, of which none is known yet or `count` is 0."""
+        """Add ids, each sampled `count` times; either none is known yet, or `count` is 0."""
         new = np.unique(ids)
         first = len(self._places)
         self._places |= {token: first + i for i, token in enumerate(new.tolist())}

@@ -1,4 +1,4 @@
-"""`TritonAttention`: the Triton kernels behind the interface of `ops.dispatch`."""
+"""`TritonAttention`: the Triton kernels with the interface of `ops.dispatch`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from onestem.ops.work import make_work
 
 __all__ = ["PreparedTriton", "TritonAttention"]
 
-LINE_BYTES = 128  # that a GPU's memory brings at a time
+LINE_BYTES = 128  # read from a GPU's memory at a time
 
 
 @dataclass(frozen=True)
 class TritonAttention:
-    """Triton implementation of `AttentionImpl`. `config`: instead of the device's own."""
+    """Triton implementation of `AttentionImpl`. `config` replaces the device's own."""
 
     name: str = "triton"
     config: KernelConfig | None = None
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
-        """Where a token's head is no whole lines of memory, one line has two heads: both programs
-        would bring it."""
+        """Whether a token's head is not whole lines of memory: a line would then hold parts of two
+        heads, and the programs of both would read it."""
         return head_dim * dtype.itemsize % LINE_BYTES != 0
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTriton:
@@ -48,7 +48,7 @@ class _OnDevice:
 
 
 class PreparedTriton:
-    """A plan whose work list is made at the first layer, when the heads are known; it serves all
+    """A plan. Its work list is made at the first layer, when the heads are known, and serves all
     layers. One object must not run on two streams at a time: its layers share partial states."""
 
     def __init__(

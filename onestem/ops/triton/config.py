@@ -1,9 +1,9 @@
-"""Which tile shapes run where: tuned configurations are data, an unknown GPU gets a stated rule.
+"""Tile shapes of each GPU: tuned configurations are data; an unknown GPU gets a fixed rule.
 
 `configs/DEVICE.json` holds a list of objects: `dtype`, `head_dim`, `group` (the shape it was tuned
-for) and the fields of `KernelConfig`. Of those of the same dtype and head_dim and the same kernel
-(Hopper's or its twin), the one with the nearest group is taken. `onestem tune` writes such a file;
-nothing is tuned at start.
+for) and the fields of `KernelConfig`. Among those of the same dtype, head_dim and kernel (Hopper's
+or its twin), the one with the nearest group is used. `onestem tune` writes such a file; nothing is
+tuned at start.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from onestem.ops.work import CostModel, Tile
 __all__ = ["KernelConfig", "config_file", "default_config", "load_config", "memory_ns"]
 
 DIRECTORY = Path(__file__).parent / "configs"
-MERGED_HEADS = 4  # of the default configurations; of fewer a state costs no less
+MERGED_HEADS = 4  # of the default configurations; with fewer, a state costs no less
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How the attention kernels are compiled and launched, and what their items cost.
+    """Parameters that compile and launch the attention kernels, and costs of their items.
 
     Pairs are for items of narrower tiles, which read, and for those of the widest, which multiply.
 
     Attributes:
-        tiles: two or three shapes, narrow to wide. On Hopper all have one `block_n`; the narrowest
-            of three is that of items whose queries are columns.
+        tiles: two or three shapes, narrow to wide. On Hopper all have the same `block_n`; the
+            narrowest of three is for items whose queries are columns.
         stages: software pipeline depth of each (Triton's `num_stages`); on Hopper, tiles in the
             ring of shared memory (an even number).
         num_warps: warps of a program.
         programs_per_sm: programs of a grid, per multiprocessor; on Hopper, those that work at a
             time.
-        hopper_registers: of a multiplying and of a copying thread of `sm90.attend_hopper`; None:
-            `kernels.attend_kernel` is used.
+        hopper_registers: registers of a multiplying and of a copying thread of
+            `sm90.attend_hopper`; None: `kernels.attend_kernel` is used.
         merge_tokens, min_tokens, cut_ns, memory_ns: see `CostModel`.
     """
 
@@ -79,7 +79,7 @@ class KernelConfig:
 
 
 def config_file(device_name: str) -> Path:
-    """Where the configurations of a GPU of this name stand."""
+    """The file of configurations of a GPU of this name."""
     return DIRECTORY / (re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json")
 
 
@@ -98,7 +98,7 @@ def load_config(
     memory_rate: float | None = None,
 ) -> tuple[KernelConfig, bool]:
     """The configuration to use, and whether it was tuned (else it is `default_config`'s).
-    `hopper`: the one of the kernel for Hopper; `memory_rate`: the GPU's, in bytes/s."""
+    `hopper`: for the kernel for Hopper; `memory_rate`: the GPU's, in bytes/s."""
     name = str(dtype).removeprefix("torch.")
     fitting = [
         entry
@@ -114,15 +114,15 @@ def load_config(
 
 
 def _for_group(config: KernelConfig, group: int, tuned: int = MERGED_HEADS) -> KernelConfig:
-    """The configuration with tiles that all hold the queries of a row. A state is as large as the
-    query heads of a KV head: with more than those it was tuned for it costs as much more."""
+    """The configuration with tiles that all hold the queries of a row. A state's size, and so
+    `merge_tokens`, is proportional to the query heads of a KV head."""
     merge_tokens = config.merge_tokens * max(group, MERGED_HEADS) // max(tuned, MERGED_HEADS)
     config = replace(config, merge_tokens=merge_tokens)
     narrow, *wider = config.tiles
     if narrow.block_m >= group:
         return config
     if config.hopper_registers is not None:
-        # The form of a few queries takes 16; beyond, items are walked by rows alone.
+        # The form for few queries takes up to 16; beyond, items are walked by rows alone.
         few = (replace(narrow, block_m=16),) if len(wider) > 1 and group <= 16 else ()
         tiles = (*few, *(tile for tile in wider if tile.block_m >= group))
         return replace(config, tiles=tiles, stages=config.stages[-len(tiles) :])
@@ -136,8 +136,8 @@ def default_config(
 ) -> KernelConfig:
     """The rule for a GPU without tuned configurations.
 
-    16-bit: tiles of 16 (8 on Hopper, where heads of 256 have none), 64 and 128 rows.
-    float32 has no tensor cores here (TF32 is not float32): small tiles.
+    16-bit: tiles of 16 (8 on Hopper, none of them for heads of 256), 64 and 128 rows.
+    float32 has small tiles, without tensor cores (TF32 is not float32).
     """
     config = _default_tiles(dtype, 1 << (head_dim - 1).bit_length(), hopper)
     if memory_rate is None:
@@ -146,15 +146,14 @@ def default_config(
 
 
 def memory_ns(dtype: torch.dtype, head_dim: int, memory_rate: float) -> float:
-    """Nanoseconds in which a memory of so many bytes/s brings a token's keys and values of one KV
-    head."""
+    """Nanoseconds to read a token's keys and values of one KV head at `memory_rate` bytes/s."""
     return round(1e9 * 2 * head_dim * dtype.itemsize / memory_rate, 3)
 
 
 def _default_tiles(dtype: torch.dtype, block_d: int, hopper: bool) -> KernelConfig:
-    """`block_d`: the size of heads, rounded up to a power of 2."""
+    """The default tiles. `block_d`: the size of heads, rounded up to a power of 2."""
     if block_d > 256:
-        # Half the rows and tokens of heads of 256: as many registers, as much shared memory.
+        # Half the rows and tokens of heads of 256: the same registers and shared memory.
         if dtype == torch.float32:
             return KernelConfig((Tile(16, 16), Tile(16, 16), Tile(32, 16)), (1, 1, 1))
         narrow, middle = Tile(16, 16, 2500, 45), Tile(32, 16, 2500, 45)
@@ -164,10 +163,10 @@ def _default_tiles(dtype: torch.dtype, block_d: int, hopper: bool) -> KernelConf
         return KernelConfig((Tile(16, block_n), Tile(32, block_n), Tile(64, block_n)), (2, 2, 2))
     block_n = 64 if block_d <= 128 else 32
     if hopper:
-        # Tokens as rows of a product are 64 at least.
+        # Tokens are rows of a product, at least 64.
         few = (Tile(8, block_n, 1400, 9),) if block_n == 64 else ()
         tiles = (*few, Tile(64, block_n, 3600, 14), Tile(128, block_n, 4000, 15.5))
-        stages = {64: 10, 128: 6}.get(block_d, 4)  # as many as shared memory holds, even
+        stages = {64: 10, 128: 6}.get(block_d, 4)  # the even number that shared memory holds
         return KernelConfig(tiles, (stages,) * len(tiles), hopper_registers=(216, 72))
     narrow, middle = Tile(16, block_n, 2500, 45), Tile(64, 32, 2500, 45)
     return KernelConfig((narrow, middle, Tile(128, block_n, 3000, 20)), (3, 3, 3))

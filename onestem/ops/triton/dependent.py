@@ -1,8 +1,8 @@
-"""Launches that begin before the one in front of them has ended (programmatic dependent launch).
+"""Launches that begin before the previous one has ended (programmatic dependent launch).
 
-A kernel that is launched so reads and writes nothing that changes before `wait_for_launch`. What it
-may do before, and for which it begins early, is to fetch weights. Whatever comes behind it may
-begin as soon as all of its programs have passed there.
+Before `wait_for_launch` such a kernel neither reads nor writes anything that changes. It may fetch
+weights, which is why it begins early. The next launch may begin as soon as all of its programs have
+passed that point.
 """
 
 # mypy: allow-untyped-defs
@@ -20,7 +20,7 @@ __all__ = ["dependent_launch", "fetch_ahead", "wait_for_launch"]
 
 @triton.jit
 def wait_for_launch(DEPENDENT: tl.constexpr):
-    """All that was launched before has ended behind this."""
+    """Wait until all earlier launches have ended."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -28,7 +28,7 @@ def wait_for_launch(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(at):
-    """Bring the lines of 128 bytes at these addresses into the L2 cache."""
+    """Fetch the lines of 128 bytes at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -39,13 +39,13 @@ def fetch_ahead(at):
     )
 
 
-# Whether launches between and in front of products begin early. Not timed yet: see
+# Whether launches between and before products begin early. Not timed yet: see
 # `python -m benchmarks.layer --candidates`.
 EARLY = False
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """The options of a launch; kernels take `DEPENDENT`. For compute capability 9.0 and above."""
+    """The options of a launch; kernels take `DEPENDENT`. Needs compute capability 9.0 or above."""
     if EARLY and _can_depend(device):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}

@@ -1,13 +1,13 @@
 """Mixture of experts in Triton: routing, the order of rows by expert, and the experts' products.
 
-Nothing here asks the device for a number: launches depend on the number of rows alone, so all of it
-stands in a CUDA graph. No row is dropped and no expert has a capacity.
+Nothing here reads a number from the device: launches depend on the number of rows alone, so all of
+it is in a CUDA graph. No row is dropped and no expert has a capacity.
 
     route      a program per row: scores, and the highest of them
-    sort_rows  a program per expert: counts who comes before, then lists its own rows in order
-    up         tiles of an expert's rows, gathered where they stand: activation(gate, up)
-    down       tiles of what comes of it; results times scores go where the rows stand, `top_k`
-               for each, which are summed
+    sort_rows  a program per expert: counts the rows before it, then lists its own in order
+    up         tiles of an expert's rows, gathered from x: activation(gate, up)
+    down       tiles of these results; their products times scores are stored by row, `top_k` for
+               each, and then summed
 
 Tiles are not listed anywhere: each program finds its own from the number of rows of each expert.
 """
@@ -49,7 +49,7 @@ class Tiles:
     stages: int
 
 
-# Rows of an expert, on average, up to which tiles of `up` and of `down` serve.
+# Maximum average rows of an expert, and the tiles of `up` and of `down` for them.
 _TILES = (
     (1, Tiles(16, 32, 128, 4, 4), Tiles(16, 64, 128, 4, 4)),
     (10, Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 128, 4, 4)),
@@ -57,11 +57,11 @@ _TILES = (
     (56, Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
     (float("inf"), Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 8, 4)),
 )
-_WIDE_TILES = Tiles(32, 32, 32, 4, 2)  # of float32: they are twice as large, and seldom
+_WIDE_TILES = Tiles(32, 32, 32, 4, 2)  # for float32, which takes twice the memory and is rare
 
 
 def choose_tiles(rows: int, num: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
-    """For `up` and `down`, where `num` experts have `rows` rows in all."""
+    """Tiles of `up` and of `down` if `num` experts have `rows` rows in all."""
     if dtype == torch.float32:
         return _WIDE_TILES, _WIDE_TILES
     return next((up, down) for most, up, down in _TILES if rows <= most * num)
@@ -92,7 +92,7 @@ def _route_kernel(
     taken = tl.zeros([BLOCK_K], tl.float32)
     experts = tl.zeros([BLOCK_K], tl.int32)
     for i in tl.static_range(TOP_K):
-        # A row of NaN takes some experts as well: what is listed below must be experts.
+        # A row of NaN takes some experts too: the lists below must hold valid experts.
         best = tl.minimum(tl.argmax(rank, 0), num - 1)
         taken = tl.where(place == i, tl.sum(tl.where(e == best, score, 0.0), 0), taken)
         experts = tl.where(place == i, best, experts)
@@ -146,8 +146,8 @@ def _sort_kernel(chosen, order, ends, total, BLOCK: tl.constexpr):
 
 
 def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """chosen `[n, top_k]`, 0 to num - 1 -> order int32 `[n * top_k]`: places in it by expert, those
-    of one expert rising; ends int32 `[num]`: where each expert's places end in it."""
+    """chosen `[n, top_k]`, 0 to num - 1 -> order int32 `[n * top_k]`: places in `chosen` by expert,
+    rising within an expert; ends int32 `[num]`: the end of each expert's places in `order`."""
     total = chosen.numel()
     order = torch.empty(total, dtype=torch.int32, device=chosen.device)
     ends = torch.empty(num, dtype=torch.int32, device=chosen.device)
@@ -161,7 +161,7 @@ def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def expert_tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, its tile's first place, its end); `num` and more: there are no so many tiles."""
+    """(expert, its tile's first place, its end); an expert of `num` or more: no such tile."""
     e = tl.arange(0, BLOCK_E)
     end = tl.load(ends + e, mask=e < num, other=0)
     begin = tl.load(ends + e - 1, mask=(e > 0) & (e < num), other=0)
@@ -175,9 +175,9 @@ def expert_tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def e2m1(byte, left: tl.constexpr):
-    """Four bits of int32, so many from its right end (sign, two of exponent, one of mantissa), as
-    2 ** -126 of their value: they become the lowest exponents of float32, zeros and halves among
-    its subnormal numbers."""
+    """The e2m1 value (sign, two bits of exponent, one of mantissa) in int32 from bit `left` on,
+    times 2 ** -126. The bits become the lowest exponents of float32, with 0 and 0.5 among its
+    subnormal numbers."""
     bits = (byte << (22 - left)) & 0x01C00000 | (byte << (28 - left)) & -2147483648
     return bits.to(tl.float32, bitcast=True)
 
@@ -187,8 +187,8 @@ def _load_weight(
     values, scales, line, inside, k, size, dtype: tl.constexpr,
     MXFP4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]. Of mxfp4, scales are `MAX_POWER`
-    at most."""
+    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]. Scales of mxfp4 are at most
+    `MAX_POWER`."""
     if MXFP4:
         pair = k // 2 + tl.arange(0, BLOCK_K // 2)
         at = line[:, None] * (size // 2) + pair[None, :]
@@ -211,7 +211,7 @@ def _load_weight(
 
 @triton.jit
 def _load_rows(x, row, inside, k, size, BLOCK_K: tl.constexpr):
-    """[BLOCK_M, BLOCK_K]"""
+    """Columns k to k + BLOCK_K of some rows: [BLOCK_M, BLOCK_K]."""
     column = k + tl.arange(0, BLOCK_K)
     mask = inside[:, None] & (column < size)[None, :]
     return tl.load(x + row.to(tl.int64)[:, None] * size + column[None, :], mask=mask, other=0.0)
@@ -293,7 +293,7 @@ class GroupedExperts:
         up: hidden_size -> 2 * intermediate_size, gate first.
         down: intermediate_size -> hidden_size.
         clamp: alpha and limit of a clamped SwiGLU; None: `silu(gate) * up`.
-        gelu: GELU, in its approximation with tanh, instead of SiLU.
+        gelu: GELU (tanh approximation) instead of SiLU.
     """
 
     up: GroupedWeight
@@ -342,13 +342,13 @@ class GroupedExperts:
 
 
 def _grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, int]:
-    """Programs by columns and by tiles of rows: as many as `total` rows of `num` experts have at
-    most, however they are dealt."""
+    """Programs by columns and by tiles of rows: the maximum for `total` rows of `num` experts,
+    however rows are distributed."""
     return triton.cdiv(columns, tiles.n), min(total, total // tiles.m + num)
 
 
 def _pointers(weight: GroupedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """What is not used is something of the right type."""
+    """A weight's tensors for a kernel; unused ones are placeholders of the right type."""
     scales = weight.values if weight.scales is None else weight.scales
     return weight.values, scales, scales if weight.bias is None else weight.bias
 

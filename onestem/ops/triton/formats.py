@@ -1,4 +1,4 @@
-"""Products with quantised weights in Triton, and what stands before them.
+"""Products with quantised weights in Triton, and the rounding of their rows.
 
 `PackedGroups.product` is one kernel for weights of 4 bits, 8 bits and float8 with a scale per row
 and group of columns. Codes are exact in the dtype of x, so the tensor cores multiply codes, and
@@ -20,15 +20,15 @@ from onestem.ops.rounding import LARGEST, RoundedRows
 
 __all__ = ["PackedGroups", "Tiles", "empty_rows", "round_codes", "rounded_rows"]
 
-# Adding and taking away rounds a float32 to the nearest integer, halves to even.
+# Adding and subtracting it rounds a float32 to the nearest integer, halves to even.
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
 
 
 @triton.jit
 def round_codes(value, largest, IS_INT: tl.constexpr):
-    """A row of float32, with zeros behind its end -> its codes, float32, and its scale.
+    """A row of float32, padded with zeros -> its codes, float32, and its scale.
 
-    As PyTorch divides: a GPU's own division is off by a bit here and there."""
+    Divides as PyTorch does: a GPU's own division is off by a bit here and there."""
     most = tl.max(tl.abs(value), 0)
     scale = tl.where(most == 0.0, 1.0, tl.div_rn(most, largest))
     code = tl.div_rn(value, scale)
@@ -49,13 +49,13 @@ def _round_rows(x, codes, scales, size, largest, IS_INT: tl.constexpr, BLOCK: tl
 
 
 def empty_rows(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> RoundedRows:
-    """To be written."""
+    """Rows to be written."""
     scales = torch.empty(rows, 1, dtype=torch.float32, device=device)
     return RoundedRows(torch.empty(rows, size, dtype=dtype, device=device), scales)
 
 
 def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
-    """As `onestem.ops.rounding.rounded_rows`. x is contiguous."""
+    """`onestem.ops.rounding.rounded_rows` in Triton. x is contiguous."""
     rows, size = x.shape
     rounded = empty_rows(rows, size, dtype, x.device)
     if rows:
@@ -78,12 +78,12 @@ def _value(code, zero, dtype: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.con
     if IS_FLOAT:
         return code.to(dtype)
     if BITS == 4 and dtype == tl.bfloat16:
-        # Below the bits of 128.0: much cheaper than a conversion.
+        # Put below the bits of 128.0: much cheaper than a conversion.
         return (code.to(tl.int16) | 0x4300).to(tl.int16).to(dtype, bitcast=True) - (zero + 128).to(
             dtype
         )
     if BITS == 4 and dtype == tl.float16:
-        # Below the bits of 1024.0.
+        # Put below the bits of 1024.0.
         return (code.to(tl.int16) | 0x6400).to(tl.int16).to(dtype, bitcast=True) - (zero + 1024).to(
             dtype
         )
@@ -207,7 +207,7 @@ def _groups_dense(
     PLANE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (rows, chunk)."""
+    """Program (rows, chunk): writes a block of the weight out."""
     chunk = tl.program_id(1)
     column = chunk * (PLANE * 8 // BITS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -234,11 +234,11 @@ class PackedGroups:
     """A weight `[num_out, size]` as the kernels read it.
 
     Attributes:
-        codes: float8_e4m3fn or uint8 `[num_out, size]`; of 4 bits uint8 `[num_out, size / 2]`,
-            where byte j of a chunk of `plane` bytes holds columns `2 * plane * chunk + j` (low
-            bits) and `plane` behind it.
-        scales: float32 `[num_out, num_groups]`. zeros: int16, likewise, where `zero` is -1.
-        zero: of all groups. group: columns that share a scale.
+        codes: float8_e4m3fn or uint8 `[num_out, size]`; 4 bits: uint8 `[num_out, size / 2]`, where
+            byte j of a chunk of `plane` bytes holds column `2 * plane * chunk + j` (low bits) and
+            the column `plane` after it.
+        scales: float32 `[num_out, num_groups]`. zeros: int16, in the same shape, if `zero` is -1.
+        zero: zero point of all groups. group: columns that share a scale.
     """
 
     codes: Tensor
@@ -252,7 +252,7 @@ class PackedGroups:
 
     @staticmethod
     def takes(size: int, group: int, bits: int) -> bool:
-        """Whether a width and a size of groups can be packed."""
+        """Whether a width can be packed with a size of groups."""
         if bits == 8:
             return group % 32 == 0 or group >= size
         return group % 32 == 0 and size % (2 * _plane(group)) == 0
@@ -261,7 +261,7 @@ class PackedGroups:
     def of(
         codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int
     ) -> PackedGroups:
-        """codes `[num_out, size]`, one each; zeros None: 0."""
+        """Pack a weight. codes `[num_out, size]`, not packed; zeros None: 0."""
         size, plane = codes.shape[1], _plane(group)
         if bits == 4:
             planes = codes.unflatten(1, (-1, 2, plane))
@@ -287,7 +287,7 @@ class PackedGroups:
         return len(self.codes)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """`[num_out, size]`: each weight rounded once."""
+        """The weight `[num_out, size]` in `dtype`, each value rounded once."""
         out = torch.empty(self.num_out, self.size, dtype=dtype, device=self.codes.device)
         grid = (triton.cdiv(self.num_out, _DENSE_ROWS), self._chunks)
         _groups_dense[grid](
@@ -307,7 +307,7 @@ class PackedGroups:
         return out
 
     def product(self, x: Tensor, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-        """x `[num_rows, size]`, contiguous -> `[num_rows, num_out]` in its dtype. Sums are float32,
+        """x `[num_rows, size]`, contiguous -> `[num_rows, num_out]` in x's dtype. Sums are float32,
         and weights are not rounded."""
         rows = len(x)
         out = torch.empty(rows, self.num_out, dtype=x.dtype, device=x.device)
@@ -355,7 +355,7 @@ class PackedGroups:
         return out
 
     def tiles(self, rows: int, num_sms: int) -> Tiles:
-        """For so many rows: tiles as high as the rows, and enough programs for the device."""
+        """Tiles for `rows` rows: as high as the rows, with enough programs for the device."""
         high = min(128, max(16, triton.next_power_of_2(rows)))
         wide = 64 if rows <= 32 else 128
         programs = triton.cdiv(rows, high) * triton.cdiv(self.num_out, wide)
@@ -379,7 +379,7 @@ class PackedGroups:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: `rows` by `out` each, its columns in `split` parts."""
+    """Cut of a product: tiles of `rows` by `out`, their columns in `split` parts."""
 
     rows: int
     out: int
@@ -393,7 +393,7 @@ _SUM_BLOCK = 1024
 
 
 def _plane(group: int) -> int:
-    """Columns that are multiplied at once: all have one scale."""
+    """Columns that are multiplied at once and share a scale."""
     return 64 if group % 64 == 0 else 32
 
 

@@ -1,14 +1,14 @@
 """The Triton kernels: `attend_kernel` walks the items of a work list, `merge_kernel` merges states.
 
-Both are persistent: a fixed grid of programs takes works from a list whose length stands on the
-device, in the buffer that `ops.work` packs, so one CUDA graph serves every plan. A work is an item
-for one KV head. `attend_kernel` is launched for items with few rows, which wait for memory, and
-again for those with many, which wait for the tensor cores (`sm90.attend_hopper` does both at the
-same time, where there is such a device).
+Both are persistent: a fixed grid of programs takes works from a list. Its length is on the device,
+in the buffer that `ops.work` packs, so one CUDA graph serves every plan. A work is an item for one
+KV head. `attend_kernel` is launched for items with few rows, which wait for memory, and again for
+items with many, which wait for the tensor cores. On Hopper, `sm90.attend_hopper` does both at the
+same time.
 
 Names: `m` counts rows of a tile (row of the item times query heads of the KV head), `n` tokens, `d`
-dimensions of a head. Weights and sums are in powers of two: scores are scaled by log2(e), and `lse`
-becomes a natural logarithm where it is final.
+dimensions of a head. Weights and sums are in powers of two: scores are scaled by log2(e), and a
+final `lse` becomes a natural logarithm.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ __all__ = ["attend_kernel", "merge_kernel"]
 
 @triton.jit
 def _exp2(x, EXACT: tl.constexpr):
-    """2^x for x up to 127. The GPU's own instruction errs by up to 3 units in the last place, which
-    float32 (EXACT) would show: there a polynomial of the fraction (Taylor's, to 1e-8)."""
+    """2^x for x up to 127. The GPU's instruction errs by up to 3 units in the last place. EXACT
+    (float32, where that shows): a Taylor polynomial of the fraction, to 1e-8."""
     if EXACT:
         inside = tl.maximum(x, -126.0)
         whole = tl.floor(inside + 0.5)
@@ -93,7 +93,7 @@ def _tanh(x, EXACT: tl.constexpr):
     power = _exp2(tl.minimum(x, 40.0) * (2.0 * LOG2_E), EXACT)
     result = 1.0 - _divide(tl.zeros_like(x) + 2.0, 1.0 + power, EXACT)
     if EXACT:
-        # Near 0 the difference cancels: there Taylor's polynomial, to 1e-8.
+        # Near 0 the difference cancels: use Taylor's polynomial, to 1e-8.
         y = x * x
         series = 21844.0 / 6081075.0 - y * (929569.0 / 638512875.0)
         series = 62.0 / 2835.0 - y * (1382.0 / 155925.0 - y * series)
@@ -104,16 +104,16 @@ def _tanh(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _locate(pages, start, stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Places of a tile's tokens and the pages they stand in, both `[BLOCK_N]`. Behind `stop` the
-    last token is taken again: a slot that nobody shows may hold NaN."""
+    """Places of a tile's tokens and their pages, both `[BLOCK_N]`. From `stop` on the last token is
+    repeated: an unused slot may hold NaN."""
     x = tl.minimum(start + tl.arange(0, BLOCK_N), stop - 1)
     return x, tl.load(pages + x // PAGE_SIZE)
 
 
 @triton.jit
 def _products(query, key):
-    """`[BLOCK_M, BLOCK_N]`. float32 is summed in pieces of 16 dimensions: one sum after the other
-    rounds each time at the size of the whole, and errs three times as much as a library does."""
+    """Products `[BLOCK_M, BLOCK_N]`. float32 is summed in pieces of 16 dimensions: a single running
+    sum rounds at the size of the whole each time, with three times a library's error."""
     if query.dtype == tl.float32:
         PIECES: tl.constexpr = query.shape[1] // 16
         rows = tl.permute(tl.reshape(query, [query.shape[0], PIECES, 16]), [1, 0, 2])
@@ -154,12 +154,12 @@ def _attend_tile(
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Tokens start .. start + BLOCK_N - 1 of a walk entry, at places x. With MASKED, row m sees
-    those from oldest[m] on that are below both stop and last[m]."""
+    """Attend to tokens start .. start + BLOCK_N - 1 of a walk entry, at places x. With MASKED, row
+    m sees those from oldest[m] on that are below both stop and last[m]."""
     EXACT: tl.constexpr = query.dtype == tl.float32
     n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    if HEAD_MAJOR:  # the tokens of a head stand together in a page
+    if HEAD_MAJOR:  # the tokens of a head are adjacent in a page
         line = (page.to(tl.int64) * NUM_KV_HEADS + head) * PAGE_SIZE + x % PAGE_SIZE
     else:
         line = (page.to(tl.int64) * PAGE_SIZE + x % PAGE_SIZE) * NUM_KV_HEADS + head
@@ -228,7 +228,7 @@ def _attend_item(
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """One item for one KV head. SPLIT: tokens that all rows see are walked without a mask."""
+    """Walk one item for one KV head. SPLIT: tokens that all rows see are walked without a mask."""
     num_rows = tl.load(record + NUM_ROWS)
     row_start = tl.load(record + ROW_START)
     num_walk = tl.load(record + NUM_WALK)
@@ -245,7 +245,7 @@ def _attend_item(
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     at = (row.to(tl.int64) * num_heads + q_head) * HEAD_DIM  # [BLOCK_M]
     query = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
-    position = j  # [BLOCK_M] position id of the row, where it is needed
+    position = j  # [BLOCK_M] position id of the row, if it is needed
     slope = scale
     if WINDOWED or ALIBI:
         position = tl.load(control + tl.load(control + AT_POSITIONS) + row, mask=used, other=0)
@@ -358,11 +358,11 @@ def attend_kernel(
     SOFTCAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Walk the items with many rows (WIDE: all of tile shape 1) or those with few (a record says
-    which shape is its own).
+    """Walk the items with many rows (WIDE: all of tile shape 1) or those with few (each record
+    names its shape).
 
-    A program's first work has its own number, the next ones come from a counter. DEPENDENT: the
-    launch behind this one may begin at once.
+    A program's first work has the program's number; the next ones come from a counter. DEPENDENT:
+    the launch after this one may begin at once.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -390,7 +390,7 @@ def attend_kernel(
         if num_works > tl.num_programs(0):
             taken = tl.atomic_add(control + QUEUE + WIDE, 1)
             work = tl.num_programs(0) + taken
-            # Each work is followed by one addition: nobody counts behind this one in this launch.
+            # One addition follows each work, so the last one can reset the counter.
             if taken == num_works - 1:
                 tl.store(control + QUEUE + WIDE, 0)
         else:
@@ -399,7 +399,7 @@ def attend_kernel(
 
 @triton.jit
 def _merge(merges, index, there):
-    """A merge's row, its first state and how many it has."""
+    """A merge's row, its first state and its number of states."""
     row = tl.load(merges + index * 4, mask=there, other=0)
     first = tl.load(merges + index * 4 + FIRST_STATE, mask=there, other=0)
     parts = tl.load(merges + index * 4 + NUM_PARTS, mask=there, other=0)
@@ -419,13 +419,12 @@ def merge_kernel(
     UNROLL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Merge the states of rows that have several, write (0, -inf) for those that have none. A work
+    """Merge the states of rows that have several; write (0, -inf) for rows that have none. A work
     is a head of a row, for one warp.
 
     DEPENDENT: the launch may begin before that of the states has ended (programmatic dependent
-    launch). Programs with work wait for it, and so does the first, so that what comes behind this
-    launch comes behind both; the others leave at once. UNROLL: states that are on their way at a
-    time.
+    launch). Programs with work wait for it, and so does the first, so that later launches come
+    after both; the others end at once. UNROLL: states that are loaded at a time.
     """
     EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
     num_works = tl.load(control + NUM_MERGES) * NUM_HEADS

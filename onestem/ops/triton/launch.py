@@ -21,14 +21,14 @@ __all__ = ["Kernels", "Scores", "States", "takes_heads", "takes_hopper"]
 
 MERGING = 32  # programs of one warp that a multiprocessor holds
 MAX_HEAD_DIM, MAX_HOPPER_HEAD_DIM = 512, 256
-MAX_GROUP = 128  # query heads of a KV head: a row's stand in one tile
+MAX_GROUP = 128  # query heads of a KV head: a row's are in one tile
 MAX_TILE = 128 * 256  # elements of its queries
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What is done to scores: see `ops.attention`. `alibi_slopes`: float32 `[num_q_heads]`."""
+    """Changes of the scores, see `ops.attention`. `alibi_slopes`: float32 `[num_q_heads]`."""
 
     scale: float
     softcap: float | None = None
@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Room for partial states, on the device; workspaces that run in turn may share it.
+    """Memory for partial states, on the device; workspaces that run in turn may share it.
 
     out: float32 `[max_states, num_q_heads, head_dim]`; lse: float32 `[max_states, num_q_heads]`, in
     powers of two.
@@ -56,7 +56,7 @@ class States:
         return States(out, torch.empty(out.shape[:2], dtype=torch.float32, device=device))
 
     def of_size(self, head_dim: int) -> States:
-        """As many states of smaller heads, in the same memory."""
+        """The same number of states of smaller heads, in the same memory."""
         shape = (*self.lse.shape, head_dim)
         return States(self.out.flatten()[: math.prod(shape)].view(shape), self.lse)
 
@@ -70,12 +70,12 @@ class Kernels:
 
     Attributes:
         config: tile shapes.
-        num_sms: multiprocessors, to which grids are proportional.
+        num_sms: multiprocessors; grids are proportional to them.
         windowed: whether plans have a window.
-        hopper: whether items run in `sm90.attend_hopper`, on a device that has Hopper's units.
+        hopper: whether items run in `sm90.attend_hopper`, on a device with Hopper's units.
         dependent: whether a launch may begin before the one that it waits for has ended.
-        few: the kernels for steps of a few rows, where they are others: `attend_hopper` starts
-            late, for it is large.
+        few: other kernels for steps of a few rows, if any: `attend_hopper` is large and starts
+            late.
     """
 
     num_q_heads: int
@@ -101,7 +101,7 @@ class Kernels:
         windowed: bool,
         config: KernelConfig | None = None,
     ) -> Kernels:
-        """With the device's tuned configuration (or the rule for unknown GPUs) by default."""
+        """The kernels, by default with the device's tuned configuration or the default rule."""
         _check(num_q_heads, num_kv_heads, head_dim, dtype, device)
         group = num_q_heads // num_kv_heads
         name, num_sms, has_hopper = _device(device)
@@ -124,7 +124,7 @@ class Kernels:
         return Kernels(*shape, config, num_sms, windowed, hopper, has_hopper, few)
 
     def for_rows(self, num_rows: int | None) -> Kernels:
-        """The kernels for steps of so many rows (None: any number)."""
+        """The kernels for steps of `num_rows` rows (None: any number)."""
         if self.few is None or num_rows is None:
             return self
         return self.few if num_rows * self.group <= self.few.config.tiles[0].block_m else self
@@ -136,7 +136,7 @@ class Kernels:
 
     @property
     def cost(self) -> CostModel:
-        """What decides about sharing and cuts."""
+        """The cost model that decides about sharing and cuts."""
         return self.config.cost(self.num_sms)
 
     def launch(
@@ -151,10 +151,10 @@ class Kernels:
         scores: Scores | None = None,
         num_merges: int | None = None,
     ) -> None:
-        """All kernels, on the current stream; see `Workspace.launch`.
+        """Launch all kernels on the current stream; see `Workspace.launch`.
 
-        `num_merges`: rows that the work list merges; None: as many as there are rows, as must be
-        said of a launch that a graph replays for other plans. With none there is no second launch.
+        `num_merges`: rows that the work list merges; 0: there is no second launch. None: all rows,
+        as needed for a launch that a graph replays for other plans.
         """
         scores = scores or Scores(1 / math.sqrt(self.head_dim))
         tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
@@ -209,7 +209,7 @@ class Kernels:
     def _score_arguments(
         self, tensors: tuple[Tensor, ...], scores: Scores
     ) -> tuple[Tensor, float, float]:
-        """slopes, scale, softcap; what is not used is something of the right type."""
+        """slopes, scale, softcap; unused ones are placeholders of the right type."""
         slopes = tensors[5] if scores.alibi_slopes is None else scores.alibi_slopes
         return slopes, float(scores.scale), float(scores.softcap or 0.0)
 
@@ -240,7 +240,7 @@ class Kernels:
         lse: Tensor,
         num_merges: int | None = None,
     ) -> None:
-        """The second kernel alone; see `launch`."""
+        """Launch the second kernel alone; see `launch`."""
         works = (len(out) if num_merges is None else num_merges) * self.num_q_heads  # a warp each
         if works == 0:
             return
@@ -250,7 +250,7 @@ class Kernels:
             NUM_HEADS=self.num_q_heads,
             HEAD_DIM=self.head_dim,
             BLOCK_D=triton.next_power_of_2(self.head_dim),
-            # Room for registers, or for programs.
+            # More states at a time, or more programs.
             UNROLL=8 if not few else 16 if self.head_dim > 256 else 32,
             DEPENDENT=self.dependent,
             num_warps=1,
@@ -281,7 +281,7 @@ def _check(
 
 
 def takes_heads(head_dim: int, group: int) -> bool:
-    """Whether the kernels take heads of this size, and so many query heads per KV head."""
+    """Whether the kernels take heads of this size with `group` query heads per KV head."""
     wide = MAX_TILE // MAX_HEAD_DIM if head_dim > MAX_TILE // MAX_GROUP else MAX_GROUP
     return head_dim <= MAX_HEAD_DIM and group <= wide
 
@@ -289,15 +289,15 @@ def takes_heads(head_dim: int, group: int) -> bool:
 def takes_hopper(
     device: torch.device, dtype: torch.dtype, num_kv_heads: int, head_dim: int, page_size: int
 ) -> bool:
-    """Whether the kernel for Hopper runs there with these heads and pages."""
+    """Whether the kernel for Hopper runs on a device with these heads and pages."""
     _, num_sms, has_hopper = _device(device)
-    # Each KV head has programs of both roles.
+    # Each KV head needs programs of both roles.
     return has_hopper and _suits_hopper(dtype, head_dim, page_size) and 2 * num_kv_heads <= num_sms
 
 
 def _suits_hopper(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """Whether the kernel for Hopper takes this: 16 bits, whole pages, heads of 64 to 256 whose
-    rows begin at 16 bytes."""
+    """Whether the kernel for Hopper takes these: 16 bits, whole pages, heads of 64 to 256 whose
+    rows begin at multiples of 16 bytes."""
     whole = page_size >= 8 and page_size & (page_size - 1) == 0
     return (
         dtype.itemsize == 2
@@ -309,8 +309,8 @@ def _suits_hopper(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
 
 @cache
 def _device(device: torch.device) -> tuple[str, int, bool]:
-    """Name, multiprocessors (the interpreter runs programs in turn and gets few), and whether it
-    has Hopper's units."""
+    """Name, multiprocessors (few for the interpreter, which runs programs in turn), and whether the
+    device has Hopper's units."""
     if device.type != "cuda":
         return "cpu", 2, False
     properties = torch.cuda.get_device_properties(device)
@@ -320,7 +320,7 @@ def _device(device: torch.device) -> tuple[str, int, bool]:
 @cache
 def _memory_rate(device: torch.device) -> float | None:
     """Bytes/s that a copy is likely to reach: 0.88 of what clock and bus allow (measured: 0.90 on
-    an H100, 0.87 on an H200). None where PyTorch does not tell them."""
+    an H100, 0.87 on an H200). None if PyTorch does not report them."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""`LayerOps` in Triton: each reads its rows once and writes its results once."""
+"""`LayerOps` in Triton: each operation reads its rows once and writes its results once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onestem.ops.triton.formats import empty_rows, round_codes
 
 __all__ = ["TritonLayers", "gate_value"]
 
-# Heads that one program turns: few, so that a single row still occupies several multiprocessors.
+# Heads that one program rotates: few, so that a single row still uses several multiprocessors.
 _HEADS_PER_PROGRAM = 8
 _GATE_BLOCK = 1024
 
@@ -26,7 +26,7 @@ _GATE_BLOCK = 1024
 def _store_row(
     value, out, scales, at, inside, size, largest, dtype: tl.constexpr, ROUNDS: tl.constexpr
 ):
-    """A program's row in `dtype`, or rounded from there on to 8 bits."""
+    """Store a program's row in `dtype`, or rounded from `dtype` to 8 bits."""
     row = tl.program_id(0).to(tl.int64)
     value = value.to(dtype)
     if ROUNDS:
@@ -68,7 +68,7 @@ def _add_rms_norm(
 
 @triton.jit
 def _load_halves(x, at, inside, weight, half, HALF: tl.constexpr, NORM: tl.constexpr, eps):
-    """Both halves of some heads, float32 [heads, HALF] each, normed if asked."""
+    """Both halves of some heads, float32 [heads, HALF] each, normed with NORM."""
     i = tl.arange(0, HALF)
     where = at[:, None] + i[None, :]
     mask = inside[:, None] & (i < half)[None, :]
@@ -80,7 +80,7 @@ def _load_halves(x, at, inside, weight, half, HALF: tl.constexpr, NORM: tl.const
         in_half = i < half
         w1 = tl.load(weight + i, mask=in_half, other=0.0).to(tl.float32)
         w2 = tl.load(weight + half + i, mask=in_half, other=0.0).to(tl.float32)
-        # The norm's result is a tensor of the model's dtype before it is turned.
+        # The norm's result is rounded to the model's dtype before the rotation.
         first = (first * inverse * w1[None, :]).to(x.dtype.element_ty).to(tl.float32)
         second = (second * inverse * w2[None, :]).to(x.dtype.element_ty).to(tl.float32)
     return first, second, mask, i
@@ -157,11 +157,11 @@ def _rope_write(
 
 @triton.jit
 def gate_value(gate, GELU: tl.constexpr):
-    """SiLU of float32, or GELU in its approximation with tanh."""
+    """SiLU of float32, or GELU (tanh approximation)."""
     if GELU:
         # (1 + tanh(x)) / 2 == 1 / (1 + exp(-2x)), with x as in the approximation
         twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        power = tl.exp(tl.minimum(-twice, 80.0))  # behind, the quotient is 0 in any type
+        power = tl.exp(tl.minimum(-twice, 80.0))  # beyond it the quotient is 0 in any type
     else:
         power = tl.exp(-gate)
     return gate / (1.0 + power)
@@ -179,7 +179,7 @@ def _gate_mul(
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, block); those that round have a row each."""
+    """Program (row, block); with ROUNDS, a program per row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -298,7 +298,7 @@ def _norm(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Into `out`, whose rows are rounded to 8 bits where there are `scales`."""
+    """RMSNorm into `out`, whose rows are rounded to 8 bits if there are `scales`."""
     rows, size = hidden.shape
     if rows:
         _add_rms_norm[(rows,)](
@@ -327,7 +327,7 @@ def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
 
 
 def _gate(gate_up: Tensor, out: Tensor, scales: Tensor | None, *, gelu: bool, block: int) -> None:
-    """Likewise; a row in one block is divided among more warps."""
+    """Gate into `out`, likewise; a row in one block is divided among more warps."""
     rows, size = out.shape
     if rows:
         _gate_mul[(rows, triton.cdiv(size, block))](

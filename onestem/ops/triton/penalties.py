@@ -1,4 +1,4 @@
-"""Penalties in Triton: what rows have seen stays on the device, and is updated there."""
+"""Penalties in Triton: the tokens that rows have seen stay, and are updated, on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TritonPenalties"]
 _Ids = NDArray[np.int64]
 
 _BLOCK = 1024
-_PLACES, _ENTRIES = 8, 256  # states, and sampled ids of each, that there is room for at least
+_PLACES, _ENTRIES = 8, 256  # minimum capacity: states, and sampled ids of each
 
 _WORDS = tl.constexpr(ROW.itemsize // 4)
 _REPETITION = tl.constexpr(word_of("repetition"))
@@ -96,13 +96,13 @@ def _set_bits(places, tokens, count, seen, num_words, BLOCK: tl.constexpr):
 
 
 class TritonPenalties:
-    """`Penalties` on a GPU. A bit for each token that a row has seen (16 KB for a vocabulary of
-    128,256), and the different ids that it has sampled, with their counts. Both grow as needed: all
-    lists together take at most 32 bytes for each sampled token, and 2 KB for each row.
+    """`Penalties` on a GPU. A row has a bit for each token that it has seen (16 KB for a vocabulary
+    of 128,256), and a list of its distinct sampled ids with their counts. Both grow as needed: all
+    lists together take at most 32 bytes per sampled token, and 2 KB per row.
 
     Args:
-        vocab_size: columns of the logits; other ids do not count.
-        device: where they are.
+        vocab_size: columns of the logits; other ids are ignored.
+        device: of the logits.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class TritonPenalties:
         self._num_words = -(-vocab_size // 32)
         self._seen = self._zeros(0, self._num_words)
         self._lengths = self._zeros(0)
-        # Lists of ids and counts: where each begins, its room, and how many it may have by now.
+        # Lists of ids and counts: start of each, its capacity, and its maximum length by now.
         self._ids, self._counts = self._zeros(0), self._zeros(0)
         self._starts, self._rooms = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._most = np.zeros(0, np.int64)
@@ -126,7 +126,7 @@ class TritonPenalties:
         self, place: int, prompt: NDArray[np.integer] | None, output: NDArray[np.integer]
     ) -> None:
         ids, counts = np.unique(self._inside(output), return_counts=True)
-        # Bits may be set twice: the prompt's ids need not differ.
+        # The prompt's ids may repeat: a bit may be set twice.
         seen = ids if prompt is None else np.concatenate((self._inside(prompt), ids))
         self._new[place] = (seen, ids, counts)
         self._released.discard(place)
@@ -167,7 +167,7 @@ class TritonPenalties:
         )  # fmt: skip
 
     def _take_new(self) -> None:
-        """States that were assigned, all at once."""
+        """Set up all newly assigned states at once."""
         if not self._new:
             return
         places = np.fromiter(self._new, np.int64, len(self._new))
@@ -210,7 +210,7 @@ class TritonPenalties:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Lists of twice the length that they may have now, so that this is seldom."""
+        """Move lists to twice the room that they may need now, so that this is rare."""
         gone = np.array([place for place in self._released if place < len(self._most)], np.int64)
         self._lengths.index_fill_(0, on_device(gone, self._device), 0)
         self._most[gone] = 0

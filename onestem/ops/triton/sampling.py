@@ -1,9 +1,9 @@
-"""`Sampling` in Triton: an exponential race over rows of logits, which waits for nothing.
+"""`Sampling` in Triton: an exponential race over rows of logits, without waiting for the device.
 
-Rows that draw from the whole vocabulary, and greedy ones, are read once, several programs to a row
-where rows are few. A row with a small top-k is read three times and settled among its leading
-tokens. One with top-p or min-p alone runs the race among all; if the winner is outside the nucleus,
-it bounds who may run again, so no order is ever made.
+Rows that draw from the whole vocabulary, and greedy ones, are read once, by several programs each
+if rows are few. A row with a small top-k is read three times and drawn from its leading tokens. A
+row with only top-p or min-p races all tokens. If the winner is outside the nucleus, it bounds the
+tokens of the next race, so the vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from onestem.ops.triton.penalties import TritonPenalties
 
 __all__ = ["MOST_LEADING", "TritonSampling"]
 
-MOST_LEADING = 256  # a larger top-k is found by halving
+MOST_LEADING = 256  # a larger top-k is found by bisection
 
-# Tuned on an H200 (`benchmarks.sampling`): programs over all rows, about; tokens that a program
-# looks at together, and its warps: where a row has several programs, where it has one, and where
-# that one looks for leading tokens.
+# Tuned on an H200 (`benchmarks.sampling`): approximate programs over all rows. Then tokens that a
+# program reads at a time, and its warps: for rows with several programs, for rows with one, and for
+# its search for leading tokens.
 _PROGRAMS = 2048
 _BLOCK, _WARPS = 1024, 8
 _ROW_BLOCK, _ROW_WARPS = 4096, 16
@@ -47,7 +47,7 @@ _TOP_P = tl.constexpr(word_of("top_p"))
 _MIN_P = tl.constexpr(word_of("min_p"))
 
 _NOT_FINITE, _MASKED = tl.constexpr(STATUS_NOT_FINITE), tl.constexpr(STATUS_MASKED)
-_NOBODY = tl.constexpr(2**31 - 1)  # behind all ids
+_NOBODY = tl.constexpr(2**31 - 1)  # above all ids
 _UNIT = tl.constexpr(2.0**WEIGHT_BITS)
 _INFINITY = tl.constexpr(math.inf)
 _LN_2_HIGH, _LN_2_LOW = tl.constexpr(0.693145751953125), tl.constexpr(1.42860682030941723e-6)
@@ -89,7 +89,7 @@ def _unit(high, low):
 
 @triton.jit
 def _log_wait(high, low):
-    """log(-log u) of 64 random bits; u is near 1 where the upper bits are few."""
+    """log(-log u) of 64 random bits; u is near 1 if the upper bits are small."""
     near, far = _unit(high, low), _unit(~high, ~low)  # 1 - u and u
     wait = tl.where(near < 0.29, -_log1p(-tl.minimum(near, 0.29)), -_log(far))
     return _log(wait)
@@ -121,7 +121,7 @@ def _log_waits(seed, token, sequence, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _log_waits_of(seed, token, sequence, ids):
-    """The same of any ids."""
+    """log(-log u) of tokens `ids`, in any order."""
     blocks = (ids // 4).to(tl.uint32)
     same = tl.zeros_like(blocks)
     h0, h1, h2, h3 = tl.philox(seed, blocks, same + token, same + sequence, same)
@@ -134,7 +134,7 @@ def _log_waits_of(seed, token, sequence, ids):
 
 @triton.jit
 def _first_of_best(scores, ids):
-    """The highest score, and of equal ones the lowest id."""
+    """The highest score and its id, of equal ones the lowest."""
     best = tl.max(scores, 0)
     return best, tl.min(tl.where(scores == best, ids, _NOBODY), 0)
 
@@ -144,7 +144,7 @@ def _first_of_best(scores, ids):
 
 @triton.jit(do_not_specialize=["steps"])
 def _race(logits, stride, rows, steps, scores, winners, faults, vocab, split, BLOCK: tl.constexpr):
-    """Program (row, part): the winner of a part of a row; a row with a filter is left out."""
+    """Program (row, part): the winner of a part of a row; rows with a filter are left out."""
     row, part = tl.program_id(0), tl.program_id(1)
     asked = rows + row * _WORDS
     base = logits + row.to(tl.int64) * stride
@@ -208,15 +208,15 @@ def _store_drawn(ids, status, row, winner, wrong):
 
 @triton.jit
 def _ordered(x):
-    """int32 in the order of the logits; both zeros are one."""
+    """Logits as int32 of the same order; both zeros are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _group_tops(base, vocab, GROUPS: tl.constexpr):
-    """The highest logit of each group of ids that are alike modulo GROUPS, and whether one of them
-    all is not finite (-inf is: nobody draws it)."""
+    """The highest logit of each group of ids that are equal modulo GROUPS, and whether any logit is
+    NaN or +inf (-inf is allowed: it is never drawn)."""
     tops = tl.full([GROUPS], -_INFINITY, tl.float32)
     fault = tl.zeros([GROUPS], tl.int32)
     for start in range(0, vocab, GROUPS):
@@ -229,7 +229,7 @@ def _group_tops(base, vocab, GROUPS: tl.constexpr):
 
 @triton.jit
 def _count_from(base, vocab, least, BLOCK: tl.constexpr):
-    """Tokens whose ordered logit is at least `least`."""
+    """Number of tokens whose ordered logit is at least `least`."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -240,7 +240,7 @@ def _count_from(base, vocab, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_ties(base, vocab, value, end, BLOCK: tl.constexpr):
-    """Tokens with an ordered logit, of ids below `end`."""
+    """Number of tokens with ordered logit `value` and an id below `end`."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -251,8 +251,9 @@ def _count_ties(base, vocab, value, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth(base, vocab, count, low, high, BLOCK: tl.constexpr):
-    """The ordered logit and the id of the `count`-th token in the order, by halving. At least
-    `count` tokens have an ordered logit of `low` or more, fewer one of `high` or more."""
+    """The ordered logit and the id of the `count`-th token in the order, by bisection. At least
+    `count` tokens have an ordered logit of `low` or more, and fewer than `count` have `high` or
+    more."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while high - low > 1:
         middle = (low + high) >> 1
@@ -260,8 +261,8 @@ def _nth(base, vocab, count, low, high, BLOCK: tl.constexpr):
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     value = low.to(tl.int32)
     above = _count_from(base, vocab, high.to(tl.int32), BLOCK)
-    ties = count - above  # so many of equal logit belong to it, the lowest ids
-    # Fewer than `ties` stand below `first`, enough below `last`.
+    ties = count - above  # tokens of equal logit that count, the lowest ids
+    # Fewer than `ties` have ids below `first`, enough have ids below `last`.
     first, last = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab
     while last - first > 1:
         middle = (first + last) // 2
@@ -275,15 +276,15 @@ def _leading(
     logits, stride, index, asked_rows, most, rows, steps, scratch, values, tokens, ids, status,
     vocab, GROUPS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Program (i): the leading tokens of row index[i], in order: `most` of them are stored, or a
-    token is drawn among its top-k."""
+    """Program (i): the leading tokens of row index[i], in order. Stores `most` of them, or draws a
+    token from its top-k."""
     i = tl.program_id(0)
     row = tl.load(index + i)
     asked = rows + row * _WORDS
     base = logits + row * stride
     count = tl.load(asked + _TOP_K) if DRAW else most
     count = tl.minimum(count, vocab)
-    # The count-th highest of them is a lower bound of the count-th logit, and seldom far below it.
+    # The count-th highest group top is a lower bound of the count-th logit, and rarely far below.
     tops, wrong = _group_tops(base, vocab, GROUPS)
     highest = tl.max(tops, 0)
     order = tl.sort(tops, descending=True)
@@ -302,7 +303,7 @@ def _leading(
         packed = (key.to(tl.int64) << 32) | (at ^ 0x7FFFFFFF).to(tl.int64)
         tl.store(room + place + tl.cumsum(one, 0) - 1, packed, mask=chosen)
         place += tl.sum(one, 0)
-    tl.debug_barrier()  # what other threads have put there
+    tl.debug_barrier()  # wait for other threads' stores
     rank = tl.arange(0, CAP)
     lowest = tl.full([CAP], -(2**63), tl.int64)
     packed = tl.sort(tl.where(rank < place, tl.load(room + rank), lowest), descending=True)
@@ -324,7 +325,7 @@ def _leading(
 
 @triton.jit
 def _draw_leading(asked, steps, x, ids, highest, there, rank):
-    """The winner among the leading tokens of a row, in order, that top-p and min-p leave."""
+    """The winner among a row's leading tokens, in order, that top-p and min-p keep."""
     temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
     top_p = tl.load(asked + _TOP_P).to(tl.float32, bitcast=True)
     heat = 1.0 / temperature
@@ -342,7 +343,7 @@ def _draw_leading(asked, steps, x, ids, highest, there, rank):
 
 @triton.jit
 def _least(asked, highest, temperature):
-    """The lowest logit that min-p leaves."""
+    """The lowest logit that min-p keeps."""
     min_p = tl.load(asked + _MIN_P).to(tl.float32, bitcast=True)
     cut = highest + temperature * _log(tl.maximum(min_p, 1e-37))
     return tl.where(min_p > 0, cut, -_INFINITY)
@@ -353,7 +354,7 @@ def _least(asked, highest, temperature):
 
 @triton.jit(do_not_specialize=["steps"])
 def _nucleus(logits, stride, index, rows, steps, ids, status, vocab, BLOCK: tl.constexpr):
-    """Program (i): a token of row index[i], which is cut by top-p, min-p or a large top-k."""
+    """Program (i): a token of row index[i], which has top-p, min-p or a large top-k."""
     row = tl.load(index + tl.program_id(0))
     asked = rows + row * _WORDS
     base = logits + row * stride
@@ -364,16 +365,16 @@ def _nucleus(logits, stride, index, rows, steps, ids, status, vocab, BLOCK: tl.c
     token = tl.load(asked + _TOKEN) + steps
     tops, wrong = _group_tops(base, vocab, BLOCK)
     highest = tl.max(tops, 0)
-    vocab = tl.where(wrong | (highest == -_INFINITY), 0, vocab)  # nobody runs
+    vocab = tl.where(wrong | (highest == -_INFINITY), 0, vocab)  # no token may win
     highest = tl.where(vocab > 0, highest, 0.0)
     least = _least(asked, highest, temperature)
-    # Tokens before (value, end) in the order may run: at first those of the top-k.
+    # Tokens before (value, end) in the order may win: at first those of the top-k.
     value, end = tl.full([], -(2**31), tl.int32), tl.full([], 0, tl.int32)
     if (top_k > 0) & (top_k < vocab):
         value, end = _nth(base, vocab, top_k, value + 1, _ordered(highest).to(tl.int64) + 1, BLOCK)
         end += 1
     winner = tl.full([], _NOBODY, tl.int32)
-    weighed = tl.where(top_p < 1, vocab, 0)  # tokens whose mass is asked for
+    weighed = tl.where(top_p < 1, vocab, 0)  # tokens whose mass is summed
     mass = _mass_before(base, weighed, value, end, highest, heat, BLOCK)
     limit = top_p.to(tl.float64) * mass.to(tl.float64)
     runs = vocab > 0
@@ -398,7 +399,7 @@ def _nucleus(logits, stride, index, rows, steps, ids, status, vocab, BLOCK: tl.c
 
 @triton.jit
 def _mass_before(base, vocab, value, end, highest, heat, BLOCK: tl.constexpr):
-    """Weight of the tokens before a place in the order, int64: a sum in any order is the same."""
+    """Weight of the tokens before a place in the order; int64, so the order of the sum is free."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -439,7 +440,7 @@ def _sum_parts(logits, stride, index, tops, sums, vocab, split, BLOCK: tl.conste
 
 @triton.jit
 def _rank_parts(logits, stride, index, ids, ranks, vocab, split, BLOCK: tl.constexpr):
-    """Program (i, part): tokens of a part of row index[i] that stand before ids[i]."""
+    """Program (i, part): number of tokens in a part of row index[i] that are before ids[i]."""
     i, part = tl.program_id(0), tl.program_id(1)
     base = logits + tl.load(index + i) * stride
     own = tl.load(ids + i)
@@ -460,7 +461,7 @@ def _rank_parts(logits, stride, index, ids, ranks, vocab, split, BLOCK: tl.const
 
 @dataclass(frozen=True)
 class TritonSampling:
-    """`Sampling` in Triton; the device is never waited for."""
+    """`Sampling` in Triton; never waits for the device."""
 
     name: str = "triton"
 
@@ -495,7 +496,7 @@ class TritonSampling:
     def _lead(
         self, logits: Tensor, index: Tensor, most: int, rows: RowTable | None, out: Drawn
     ) -> None:
-        """Draw among leading tokens, or, without `rows`, store them in place of ids and status."""
+        """Draw from leading tokens, or, without `rows`, store them in place of ids and status."""
         vocab, cap = logits.shape[1], triton.next_power_of_2(max(256, 4 * most))
         scratch = torch.empty(len(index), cap, dtype=torch.int64, device=logits.device)
         words = logits if rows is None else rows.words
@@ -507,7 +508,7 @@ class TritonSampling:
         )  # fmt: skip
 
     def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
-        """float32."""
+        """See `Sampling`; the result is float32."""
         parts, split = _split(len(index), logits.shape[1])
         tops, sums = torch.empty(2, len(index), parts, dtype=torch.float32, device=logits.device)
         _sum_parts[(len(index), parts)](
@@ -540,14 +541,14 @@ class TritonSampling:
 
 
 def _split(rows: int, vocab: int) -> tuple[int, int]:
-    """Parts of a row, and tokens of a part."""
+    """Number of parts of a row, and tokens of a part."""
     parts = max(1, min(_PROGRAMS // max(1, rows), triton.cdiv(vocab, _BLOCK)))
     split = triton.cdiv(triton.cdiv(vocab, parts), _BLOCK) * _BLOCK
     return triton.cdiv(vocab, split), split
 
 
 class _Plan:
-    """Which kernel settles which rows of a table."""
+    """The kernel that samples each row of a table."""
 
     def __init__(self, rows: RowTable, vocab: int) -> None:
         top_k = rows.rows["top_k"]

@@ -1,16 +1,16 @@
 """Products with quantised weights in Triton, weights on the left.
 
-A tile of tensor cores has 64 rows at least. Weights fill them, and a few rows of a step do not: so
-weights are the left factor here, which comes from registers where it is unpacked there, and rows
-the right one. A product of few rows has few tiles; their columns are divided among programs, and
-whoever comes last sums up what all have found, in order: a row's bits do not depend on who that is.
+A tile of tensor cores has at least 64 rows. Weights fill them, and a few rows of a step do not. So
+weights are the left factor here, from registers if they are unpacked there, and rows the right one.
+A product of few rows has few tiles, whose columns are divided among programs. The last program of a
+tile adds up all parts in order, so a row's bits do not depend on which program that is.
 
 `TiledGroups`: 4 bits, 8 bits and float8 with a scale per row and group of columns. Codes are exact
 in the dtype of x, so the tensor cores multiply codes, and each group's sum is scaled in float32: no
 weight is rounded. For many rows it is faster to write the weight out once (`TiledGroups.dense`) and
 multiply that.
 
-`TiledChannels`: float8 or int8 with a scale per row, times rows that are rounded likewise.
+`TiledChannels`: float8 or int8 with a scale per row, times rows that are rounded the same way.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: tiles of so many outputs by so many rows, each one's columns in `split`
-    parts; of 8 bits, `columns` at a time. Each program fetches so many chunks `ahead` of the launch
-    that its rows come from."""
+    """Cut of a product: tiles of `out` outputs by `rows` rows, their columns in `split` parts; with
+    8 bits, `columns` at a time. Each program fetches `ahead` chunks of weights before the launch
+    that computes its rows has ended."""
 
     out: int
     rows: int
@@ -58,8 +58,8 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _tile(num_rows, num_out, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
-    """(tile of rows, tile of outputs): bands of `BAND` tiles of rows, so that what is read stays in
-    the caches."""
+    """(tile of rows, tile of outputs): in bands of `BAND` tiles of rows, so that reads stay in the
+    caches."""
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_out, BLOCK_N)
     band = tile // (BAND * tiles_n)
@@ -78,7 +78,7 @@ def _sum_parts(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Leave a part's sum; whoever is the last of a tile gets them all, added in order."""
+    """Store a part's sum; the last program of a tile gets all parts, added in order."""
     tile = tl.program_id(0)
     within = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     first = parts + tile.to(tl.int64) * (SPLIT * BLOCK_M * BLOCK_N)
@@ -111,13 +111,13 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def _fitting(tiles: Tiles, stage_bytes: int, device: torch.device) -> Tiles:
-    """With as many stages as a device's shared memory takes."""
+    """Tiles with the number of stages that fits a device's shared memory."""
     if device.type != "cuda":
         return tiles
     return tiles._replace(stages=max(1, min(tiles.stages, _shared_bytes(device) // stage_bytes)))
 
 
-# Tiles whose columns are divided are fewer.
+# Maximum tiles with divided columns.
 _COUNTERS = 2048
 
 
@@ -128,7 +128,7 @@ def _counters(device: torch.device) -> Tensor:
 def _parts(
     out: Tensor, tiles: Tiles, num_tiles: int, counters: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Of `tiles.split` programs a tile."""
+    """Memory for the sums of `tiles.split` programs per tile; unused with one."""
     if tiles.split == 1:
         return counters
     assert num_tiles <= _COUNTERS
@@ -141,7 +141,7 @@ def _num_tiles(rows: int, num_out: int, tiles: Tiles) -> int:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors."""
+    """Number of multiprocessors."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -230,8 +230,8 @@ class TiledChannels:
     def product(
         self, x: RoundedRows, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None
     ) -> Tensor:
-        """`[num_rows, num_out]` in a dtype, rounded once. Sums of int8 are exact, those of float8
-        are the tensor cores' own."""
+        """The product `[num_rows, num_out]` in a dtype, rounded once. Sums of int8 are exact; sums
+        of float8 are the tensor cores' own."""
         rows, size, num_out = len(x.codes), self.size, self.num_out
         out = torch.empty(rows, num_out, dtype=dtype, device=x.codes.device)
         if rows == 0:
@@ -270,12 +270,12 @@ class TiledChannels:
         return out
 
     def tiles(self, rows: int, sms: int) -> Tiles:
-        """For so many rows."""
+        """Tiles for `rows` rows on `sms` multiprocessors."""
         chosen = next(tiles for most, tiles in _CHANNEL_TILES if rows <= most)
         return divided(self, chosen, rows, sms)
 
     def columns(self, tiles: Tiles) -> int:
-        """Of a chunk."""
+        """Columns of a chunk."""
         return tiles.columns
 
     @property
@@ -288,11 +288,11 @@ class TiledChannels:
 
 
 def divided(weight: TiledChannels | TiledGroups, tiles: Tiles, rows: int, sms: int) -> Tiles:
-    """Tiles whose `split` is how many programs a multiprocessor should have -> how many parts."""
+    """Tiles whose `split` is programs per multiprocessor -> tiles whose `split` is parts."""
     num_tiles = _num_tiles(rows, weight.num_out, tiles)
     chunk = weight.columns(tiles)
     chunks = triton.cdiv(weight.size, chunk)
-    # Of parts that are shorter the sum takes longer than they do.
+    # Adding up shorter parts would take longer than computing them.
     split = min(tiles.split * sms // num_tiles, chunks * chunk // _LEAST_COLUMNS, _MOST_PARTS)
     if split <= 1 or num_tiles > _COUNTERS:
         return tiles._replace(split=1)
@@ -302,8 +302,7 @@ def divided(weight: TiledChannels | TiledGroups, tiles: Tiles, rows: int, sms: i
 
 _LEAST_COLUMNS, _MOST_PARTS = 512, 16
 
-# Rows up to which tiles serve; their `split` is how many programs a multiprocessor should have. Not
-# timed yet.
+# Maximum rows, and the tiles for them; `split` is programs per multiprocessor. Not timed yet.
 _CHANNEL_TILES = (
     (16, Tiles(64, 16, 4, 4, 5, 128)),
     (32, Tiles(64, 32, 4, 4, 5, 128)),
@@ -315,13 +314,13 @@ _CHANNEL_TILES = (
 
 # ------------------------------------------------------------------------------ groups of columns
 
-# Rows of a weight whose codes of a chunk lie together.
+# Rows of a weight whose codes of a chunk are adjacent.
 _ROWS = tl.constexpr(64)
 
 
 def _unpacking(kind: str, base: str, one: str) -> tuple[str, ...]:
-    """PTX for each of four places in two words (`$1`): put four bits below those of a power of two
-    (`base`), and add a number (`$2`). Much cheaper than a conversion, and no compiler finds it."""
+    """PTX for each of four places in two words (`$1`): puts four bits below those of a power of two
+    (`base`), and adds a number (`$2`). Much cheaper than a conversion; no compiler finds it."""
     return tuple(
         f"{{ .reg .b32 t, one; shr.u32 t, $1, {4 * place}; mov.b32 one, {one}; "
         f"lop3.b32 t, t, 0x000f000f, {base}, 0xea; fma.rn.{kind}x2 $0, t, one, $2; }}"
@@ -343,7 +342,7 @@ def _values(
     ASM: tl.constexpr,
     PLACE: tl.constexpr,
 ):
-    """Codes less their zero points, exact in `dtype`. Of 4 bits, those at a place in words."""
+    """Codes less their zero points, exact in `dtype`; with 4 bits, those at PLACE in words."""
     if IS_FLOAT:
         value = codes.to(dtype)
     elif BITS == 8:
@@ -433,7 +432,7 @@ def _groups_product(
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, num_chunks)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    # Scales are loaded a chunk before they are used: nobody waits for them.
+    # Scales are loaded a chunk before their use, so nothing waits for them.
     following = _scales_of(scales, group_at + first * (_ROWS * GROUPS), GROUPS)
     if DEPENDENT:
         begin = codes + line * (_ROWS * PLANE) + n % _ROWS * PLANE
@@ -483,7 +482,7 @@ def _groups_dense(
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Program (chunk, rows)."""
+    """Program (chunk, rows): writes a block of the weight out."""
     PLACES: tl.constexpr = 4 if BITS == 4 else 1
     # Codes are exact in 16 bits.
     dtype: tl.constexpr = out.dtype.element_ty
@@ -508,15 +507,15 @@ def _groups_dense(
 
 @dataclass(frozen=True, eq=False)
 class TiledGroups:
-    """A weight `[num_out, size]` as the kernels read it: in blocks of 64 rows and a chunk of
-    columns, one behind the other.
+    """A weight `[num_out, size]` as the kernels read it: consecutive blocks of 64 rows and a chunk
+    of columns.
 
     Attributes:
-        codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`, of a chunk of `plane` columns;
-            of 4 bits int16, of a chunk of `4 * plane` columns (`in_words`).
-        scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits where these say what they are.
-        zeros: int32, likewise, where `zero` is -1: wide enough to be fetched ahead.
-        zero: of all groups.
+        codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`, with `plane` columns in a
+            chunk; 4 bits: int16, with `4 * plane` columns in a chunk (`in_words`).
+        scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly.
+        zeros: int32, in the same shape, if `zero` is -1: wide enough to be fetched ahead.
+        zero: the zero point of all groups.
     """
 
     codes: Tensor
@@ -530,22 +529,22 @@ class TiledGroups:
 
     @staticmethod
     def takes(size: int, group: int, bits: int) -> bool:
-        """Whether a width and a size of groups can be packed."""
+        """Whether a width can be packed with a size of groups."""
         return bits in (4, 8) and (group % 32 == 0 or group >= size)
 
     @staticmethod
     def of(
         codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int
     ) -> TiledGroups:
-        """codes `[num_out, size]`, one each; scales and zeros `[num_out, num_groups]`; zeros None:
-        0."""
+        """Pack a weight. codes `[num_out, size]`, not packed; scales and zeros
+        `[num_out, num_groups]`; zeros None: 0."""
         num_out, size = codes.shape
         plane, places = _plane(group if group < size else 0, bits), 4 if bits == 4 else 1
         chunk = plane * places
-        # Bytes: float8 is not padded by torch.
+        # As bytes: torch does not pad float8.
         raw = in_blocks(codes.view(torch.uint8), chunk)
         raw = in_words(raw) if bits == 4 else raw.view(codes.dtype)
-        # The group of each column that begins some columns with one group.
+        # The group of each stretch of columns with one group, by its first column.
         width = math.gcd(group, chunk) if group < size else chunk
         begins = torch.arange(0, raw.shape[1] * chunk, width, device=codes.device)
         groups = (begins // group).clamp_(max=scales.shape[1] - 1)
@@ -572,7 +571,7 @@ class TiledGroups:
         return [self.codes, self.scales] + ([] if self.zero >= 0 else [self.zeros])
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """`[num_out, size]`: each weight rounded once."""
+        """The weight `[num_out, size]` in `dtype`, each value rounded once."""
         out = torch.empty(self.num_out, self.size, dtype=dtype, device=self.codes.device)
         blocks, chunks = self.codes.shape[:2]
         _groups_dense[(chunks, blocks)](
@@ -589,7 +588,7 @@ class TiledGroups:
         return out
 
     def product(self, x: Tensor, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-        """x `[num_rows, size]`, contiguous -> `[num_rows, num_out]` in its dtype. Sums are float32,
+        """x `[num_rows, size]`, contiguous -> `[num_rows, num_out]` in x's dtype. Sums are float32,
         and weights are not rounded."""
         rows = len(x)
         out = torch.empty(rows, self.num_out, dtype=x.dtype, device=x.device)
@@ -628,12 +627,12 @@ class TiledGroups:
         return out
 
     def tiles(self, rows: int, sms: int) -> Tiles:
-        """For so many rows."""
+        """Tiles for `rows` rows on `sms` multiprocessors."""
         chosen = next(tiles for most, tiles in _GROUP_TILES if rows <= most)
         return divided(self, chosen, rows, sms)
 
     def columns(self, tiles: Tiles | None = None) -> int:
-        """Of a chunk."""
+        """Columns of a chunk."""
         return self.codes.shape[3] * (4 if self.bits == 4 else 1)
 
     @property
@@ -649,7 +648,7 @@ class TiledGroups:
         }
 
 
-# As `_CHANNEL_TILES`. Larger ones have more sums than registers.
+# As `_CHANNEL_TILES`. Larger tiles have more sums than registers.
 _GROUP_TILES = (
     (16, Tiles(64, 16, 4, 4, 4)),
     (32, Tiles(64, 32, 2, 4, 4)),
@@ -658,7 +657,7 @@ _GROUP_TILES = (
 
 
 def _plane(group: int, bits: int) -> int:
-    """Columns that are multiplied at once: all have one scale. 0: there is one group."""
+    """Columns that are multiplied at once and share a scale. 0: there is one group."""
     largest = 64 if bits == 4 else 128
     return next(plane for plane in (largest, 64, 32) if group % plane == 0)
 
@@ -679,7 +678,7 @@ def in_words(codes: Tensor) -> Tensor:
 
 
 def _narrowed(scales: Tensor) -> Tensor:
-    """In 16 bits where nothing is lost: they are read with each product."""
+    """Scales in 16 bits if nothing is lost: each product reads them."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales.float()):

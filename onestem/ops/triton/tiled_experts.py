@@ -1,7 +1,7 @@
 """Experts' products with weights in mxfp4, weights on the left.
 
-As `onestem.ops.triton.experts` otherwise: four bits become 16 in the registers that tensor cores
-read, times their scale, which is exact.
+Four bits become 16 in the registers that tensor cores read, times their scale, which is exact. The
+rest is as in `onestem.ops.triton.experts`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from onestem.ops.triton.tiled import in_blocks, in_words
 
 __all__ = ["ExpertTiles", "TiledExperts", "choose_tiles"]
 
-_ROWS = tl.constexpr(64)  # of a weight that lie together
-_PLANE = tl.constexpr(MX_BLOCK)  # columns that share a scale, and a place in words
+_ROWS = tl.constexpr(64)  # adjacent rows of a weight
+_PLANE = tl.constexpr(MX_BLOCK)  # columns that share a scale and a place in words
 _CHUNK = tl.constexpr(4 * MX_BLOCK)
 
 
 class ExpertTiles(NamedTuple):
-    """Tiles of so many outputs by so many rows of an expert."""
+    """Tiles of `out` outputs by `rows` rows of an expert."""
 
     out: int
     rows: int
@@ -34,7 +34,7 @@ class ExpertTiles(NamedTuple):
     stages: int
 
 
-# Rows of an expert, on average, up to which tiles of `up` and of `down` serve. Not timed yet.
+# Maximum average rows of an expert, and the tiles of `up` and of `down` for them. Not timed yet.
 _TILES = (
     (10, ExpertTiles(64, 16, 4, 4), ExpertTiles(64, 16, 4, 5)),
     (24, ExpertTiles(64, 32, 4, 3), ExpertTiles(64, 32, 4, 4)),
@@ -44,13 +44,13 @@ _TILES = (
 
 
 def choose_tiles(rows: int, num: int) -> tuple[ExpertTiles, ExpertTiles]:
-    """For `up` and `down`, where `num` experts have `rows` rows in all."""
+    """Tiles of `up` and of `down` if `num` experts have `rows` rows in all."""
     return next((up, down) for most, up, down in _TILES if rows <= most * num)
 
 
 def _widening() -> tuple[str, ...]:
-    """PTX for each of four places in two words (`$1`): a sign and three bits to where bfloat16 has
-    its sign and the end of its exponent, which is 2 ** -126 of the value, times a scale (`$2`)."""
+    """PTX for each of four places in two words (`$1`): moves a sign and three bits to bfloat16's
+    sign and end of exponent (2 ** -126 of the value), and multiplies by a scale (`$2`)."""
     return tuple(
         f"{{ .reg .b32 t, s, z; {shift} t, $1, {abs(6 - 4 * place)}; shl.b32 s, t, 6; "
         "and.b32 t, t, 0x01c001c0; lop3.b32 t, s, 0x80008000, t, 0xea; "
@@ -64,7 +64,7 @@ _WIDEN = tl.constexpr(_widening())
 
 @triton.jit
 def _widened(word, powers, dtype: tl.constexpr, ASM: tl.constexpr, PLACE: tl.constexpr):
-    """Values at a place in words `[BLOCK_N, _PLANE]`, with the scale that has this place."""
+    """Values at a place in words `[BLOCK_N, _PLANE]`, times the scale of this place."""
     power = (powers >> (8 * PLACE)) & 255
     if ASM and dtype == tl.bfloat16:
         scale = ((power + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
@@ -79,7 +79,7 @@ def _widened(word, powers, dtype: tl.constexpr, ASM: tl.constexpr, PLACE: tl.con
 
 @triton.jit
 def _weight_at(values, powers, block, num_blocks, n, out, chunks):
-    """Pointers to the first chunk of outputs n of a weight, which begins at a block."""
+    """Pointers to the first chunk of outputs n of a weight that begins at `block`."""
     line = (block * num_blocks + tl.minimum(n, out - 1) // _ROWS) * chunks
     word = values + (line * (_ROWS * _PLANE) + n % _ROWS * _PLANE)[:, None]
     return word + tl.arange(0, _PLANE)[None, :], powers + line * _ROWS + n % _ROWS
@@ -184,7 +184,7 @@ class _Packed(NamedTuple):
     def of(weight: GroupedWeight, halves: int) -> _Packed:
         assert weight.scales is not None
         values, powers = [], []
-        # One matrix after the other: what is between takes twice its memory.
+        # One matrix after the other: the intermediate tensors take twice its memory.
         pairs = weight.values.flatten(0, 1).chunk(halves * len(weight.values))
         scales = weight.scales.flatten(0, 1).chunk(len(pairs))
         for pair, scale in zip(pairs, scales, strict=True):
@@ -216,7 +216,7 @@ class TiledExperts:
     def of(
         up: GroupedWeight, down: GroupedWeight, clamp: tuple[float, float] | None = None
     ) -> TiledExperts:
-        """Both in mxfp4, with scales of `MAX_POWER` at most."""
+        """The experts of two weights in mxfp4, with scales of at most `MAX_POWER`."""
         num, inner, hidden = len(up.values), up.values.shape[1] // 2, down.values.shape[1]
         return TiledExperts(_Packed.of(up, 2), _Packed.of(down, 1), num, inner, hidden, clamp)
 
@@ -243,7 +243,7 @@ class TiledExperts:
         return out.sum(1)
 
     def _grid(self, total: int, columns: int, tiles: ExpertTiles) -> tuple[int, int]:
-        """As many tiles of rows as there are at most, however rows are dealt."""
+        """The maximum number of tiles, however rows are distributed."""
         return triton.cdiv(columns, tiles.out), min(total, total // tiles.rows + self.num)
 
     def _constants(self, weight: _Packed, tiles: ExpertTiles) -> dict[str, object]:

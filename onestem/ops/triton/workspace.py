@@ -20,7 +20,7 @@ __all__ = ["Workspace"]
 
 @dataclass(eq=False)
 class _Host:
-    """A host copy of the control buffer, pinned on a GPU; `copied`: recorded behind its upload."""
+    """A host copy of the control buffer, pinned for a GPU; `copied`: event after its upload."""
 
     words: Tensor
     array: np.ndarray
@@ -31,26 +31,25 @@ class _Host:
 class Workspace:
     """Attention over plans in fixed buffers.
 
-    One step: `write(plan)` makes the work list and packs it into a host buffer; `upload()` copies
-    it to the device (asynchronously, on the current stream); `launch(...)` runs the two kernels, as
-    often as there are layers. `upload` and `launch` may be captured in a CUDA graph, `launch` best
-    alone: it reads everything about the plan from `control`. So it always launches both: a plan
-    that needs no merge may be followed by one that does. There are two host buffers, taken in turn,
-    so a step can be written while the copy of the one before it is under way; `write` waits for the
-    copy before that.
+    In a step, `write(plan)` makes the work list and packs it into a host buffer. `upload()` copies
+    it to the device (asynchronously, on the current stream). `launch(...)` runs the two kernels,
+    once for each layer. `upload` and `launch` may be captured in a CUDA graph, `launch` best alone:
+    it reads everything about the plan from `control`. So it always launches both kernels: a plan
+    without merges may be followed by one with merges. Two host buffers are used in turn: a step can
+    be written during the copy of the one before it, and `write` waits for the copy before that.
 
     Between two steps that differ in lengths alone, `advance` replaces `write`.
 
     Layers with different windows need a workspace each (with the same `states`, since they run in
-    turn). A plan's window must be None where `windowed` is False.
+    turn). If `windowed` is False, a plan's window must be None.
 
     Attributes:
-        max_rows: rows of `q`, `out` and `lse`. A plan may have fewer; `write` says whether the
-            others are written.
+        max_rows: rows of `q`, `out` and `lse`. A plan may have fewer; `num_rows` of `write` decides
+            whether the others are written.
         max_words: int32 words of the control buffer. A plan takes about 16 words per item, 8 per
             run, 3 per row and one per page.
-        states: room for partial states. When a plan wants more, less is shared and cut.
-        share: False reads a shared run once per sequence.
+        states: memory for partial states. If a plan needs more, less is shared and cut.
+        share: False: a shared run is read once per sequence.
         windowed: whether plans have a window.
         config: tile shapes; default: the tuned ones of this GPU, else `default_config`.
     """
@@ -90,7 +89,7 @@ class Workspace:
             )
         self.control = torch.zeros(self.max_words, dtype=torch.int32, device=self.device)
         # Until a list is uploaded there are no items. A kernel that looks ahead then reads the
-        # record before the first one, which must lie in the buffer.
+        # record before the first one, which must be inside the buffer.
         self.control[AT_RECORDS] = RECORD
         shape = (self.max_rows, self.num_q_heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -112,8 +111,8 @@ class Workspace:
         return host
 
     def write(self, plan: AttentionPlan, *, num_rows: int | None = None) -> WorkList:
-        """A step's host work. `num_rows`: rows behind the plan's, up to this many, become
-        `(0, -inf)` (default: they are not written). `launch` must be given the same."""
+        """Make and pack a step's work list. Rows after the plan's, up to `num_rows` in all, become
+        `(0, -inf)` (default: they are not written). `launch` must get the same `num_rows`."""
         if (plan.window is not None) != self.windowed:
             raise ConfigError(
                 f"the plan's window is {plan.window}, the workspace has windowed={self.windowed}"
@@ -135,8 +134,8 @@ class Workspace:
     def advance(
         self, spans: np.ndarray, page_words: np.ndarray | None = None, pages: object = None
     ) -> None:
-        """The next decode step: `end` of the one-row `spans` (int `[n]`) and all rows' positions
-        grow by one. Since the last `write`, `spans` must have been the same. The plan itself is
+        """Advance to the next decode step: `end` of the one-row `spans` (int `[n]`) and all rows'
+        positions grow by one. `spans` must be the same since the last `write`. The plan itself is
         not changed. `pages[i]` goes to word `page_words[i]` (`WorkList.page_word`)."""
         if self.work is None:
             raise ConfigError("advance before write: write a plan first")
@@ -150,7 +149,7 @@ class Workspace:
             array[page_words] = pages
 
     def upload(self) -> None:
-        """Copy what was written to the device."""
+        """Copy the written buffer to the device."""
         host = self._hosts[self._turn]
         self.control[: self._words].copy_(host.words[: self._words], non_blocking=True)
         if host.copied is not None:
@@ -167,14 +166,14 @@ class Workspace:
         scores: Scores | None = None,
         num_rows: int | None = None,
     ) -> None:
-        """Attention of the plan on the device, on the current stream, without synchronisation.
+        """Launch the plan's attention on the current stream, without synchronisation.
 
         Args:
             q, out: `[max_rows or fewer, num_q_heads, head_dim]`, contiguous, of one dtype.
             k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, contiguous.
             lse: float32 `[as q, num_q_heads]`, natural log; default: the workspace's own `lse`.
             scores: default: scale `1 / sqrt(head_dim)`.
-            num_rows: as in `write`; for a few rows other kernels run.
+            num_rows: as in `write`; other kernels run for a few rows.
         """
         assert self.states is not None
         lse = self.lse if lse is None else lse

@@ -1,7 +1,7 @@
-"""A plan as a work list: what the programs of one persistent kernel take on, in one int32 buffer.
+"""A plan as a work list: the items of one persistent kernel's programs, in one int32 buffer.
 
-Nothing here loops over rows, runs or spans: see `units` (who walks what), `cuts` (where walks are
-cut), `deal` (who takes them) and `lists` (the buffer).
+Nothing here loops over rows, runs or spans. See `units` (rows that walk together), `cuts` (where
+walks are cut), `deal` (which program takes which item) and `lists` (the buffer).
 """
 
 from onestem.ops.work.lists import (

@@ -21,5 +21,5 @@ def argsort(keys: np.ndarray) -> np.ndarray:
 
 
 def before(counts: np.ndarray) -> np.ndarray:
-    """Sum of the counts before each."""
+    """Sum of the counts before each one."""
     return np.cumsum(counts) - counts

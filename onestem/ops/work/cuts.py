@@ -16,7 +16,7 @@ __all__ = ["Segments", "cuts_of", "item_times", "segments_of", "tile_columns"]
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Pieces of entries: which entry, from where to where, and which item walks it (ascending)."""
+    """Pieces of entries: the entry, its range, and the item that walks it (ascending)."""
 
     entry: np.ndarray
     lo: np.ndarray
@@ -50,7 +50,7 @@ def cuts_of(
 
 
 def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> tuple[int, int]:
-    """How many programs multiply and how many read, so that all ends soonest."""
+    """Numbers of programs that multiply and that read, so that the last ends soonest."""
     most = cost.programs[1]
     if len(wide.block) == 0 or len(reading.block) == 0:
         return (0, most) if len(wide.block) == 0 else (most, 0)
@@ -65,9 +65,9 @@ def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> t
 
 
 def _read_again(wide: _Side, hands: np.ndarray, num_kv_heads: int, cost: CostModel) -> np.ndarray:
-    """float64 `[len(hands)]`: what the memory takes for walks of shared runs, which own runs push
-    out of the cache. Blocks of rows that walk the same keys at the same time read them once; laid
-    end to end and cut for so many hands, they begin at `hands / gcd` places."""
+    """float64 `[len(hands)]`: the memory's time for walks of shared runs, which own runs push out
+    of the cache. Blocks of rows that walk the same keys at the same time read them once. Laid end
+    to end and cut for `hands` hands, they begin at `hands / gcd` places."""
     walk = float(wide.length.max()) * num_kv_heads * cost.memory_ns
     return walk * np.minimum(len(wide.block), hands // np.gcd(hands, len(wide.block)))
 
@@ -82,13 +82,13 @@ def tile_columns(cost: CostModel, kind: np.ndarray) -> tuple[np.ndarray, np.ndar
 def item_times(
     tokens: np.ndarray, block_n: np.ndarray, item_ns: np.ndarray, token_ns: np.ndarray
 ) -> np.ndarray:
-    """float64: what items of so many tokens take, in ns. Tiles are walked whole."""
+    """float64: the time of items with these numbers of tokens, in ns. Tiles are walked whole."""
     return item_ns + -(-tokens // block_n) * block_n * token_ns
 
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """Blocks that share programs: which, tokens of their walks, and their tiles' columns."""
+    """Blocks that share programs: their indices, tokens of their walks, and tiles' columns."""
 
     block: np.ndarray
     length: np.ndarray
@@ -105,8 +105,8 @@ class _Side:
         return _Side(block, length[block], *tile_columns(cost, kind[block]))
 
     def ends(self, hands: np.ndarray, cost: CostModel) -> np.ndarray:
-        """float64 `[len(hands)]`: when so many hands are about done: without cuts where they save
-        little, else with a cut each."""
+        """float64 `[len(hands)]`: about when `hands` hands end: without cuts if these save little,
+        else with a cut each."""
         time = np.sort(self.time)[::-1]
         mean = float(time.sum()) / hands
         in_rounds = np.array([float(time[::number].sum()) for number in hands.tolist()])
@@ -117,9 +117,8 @@ class _Side:
     def cuts(self, start: np.ndarray, at_once: int, cost: CostModel) -> np.ndarray:
         """Where these walks are cut, for `at_once` programs.
 
-        Long walks are laid end to end and cut at equal distances, so that each program gets the
-        same length and few walks are cut (as Stream-K does with products, arXiv 2301.03598,
-        section 4).
+        Long walks are laid end to end and cut at equal distances. So each program gets the same
+        length, and few walks are cut (as Stream-K does with products, arXiv 2301.03598, section 4).
         """
         time = self.time
         mean = float(time.sum()) / at_once
@@ -142,12 +141,12 @@ class _Side:
 
 
 def _longest(time: np.ndarray, hands: int) -> float:
-    """When the last hand is done."""
+    """Time at which the last hand ends."""
     return float(np.bincount(dealt(time, hands), time).max())
 
 
 def segments_of(blocks: Blocks, cuts: np.ndarray) -> Segments:
-    """Entries cut at `cuts`; a cut begins a new item, and so does a block."""
+    """Entries cut at `cuts`. A cut begins a new item, and so does a block."""
     length = blocks.hi - blocks.lo
     start = before(length)
     begin = np.union1d(start, cuts) if len(cuts) else start

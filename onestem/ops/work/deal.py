@@ -1,4 +1,4 @@
-"""Who takes which item."""
+"""The dealing of items to programs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from onestem.ops.work.model import CostModel
 __all__ = ["Deal", "dealt"]
 
 
-ALIKE = 1.1  # items whose times differ by no more are dealt out together
+ALIKE = 1.1  # items whose times differ by at most this factor are dealt out together
 
 
 def dealt(time: np.ndarray, hands: int) -> np.ndarray:
-    """int64 `[len(time)]`: to which hand each item goes: the longest first, to whoever is free
-    first (Graham, Bounds on multiprocessing timing anomalies, 1969, theorem 2)."""
+    """int64 `[len(time)]`: the hand of each item: the longest first, to the hand that is free first
+    (Graham, Bounds on multiprocessing timing anomalies, 1969, theorem 2)."""
     order = np.argsort(-time, kind="stable")
     hand = np.zeros(len(time), np.int64)
     load = np.zeros(hands)
@@ -24,7 +24,7 @@ def dealt(time: np.ndarray, hands: int) -> np.ndarray:
     for items in np.split(order, np.flatnonzero(np.diff(size)) + 1):
         if len(items) == 0:
             continue
-        # When each hand could begin with its next item of this size, with the one after it, ...
+        # Times at which each hand could begin its next item of this size, the one after it, ...
         longest = float(time[items[0]])
         most = int(len(items) // hands + (load.max() - load.min()) // longest + 2)
         begin = load[:, None] + longest * np.arange(min(most, len(items)))
@@ -36,20 +36,20 @@ def dealt(time: np.ndarray, hands: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Deal:
-    """`split`: programs that multiply and that read (`WorkList.split`)."""
+    """The dealing of items. `split`: programs that multiply and that read (`WorkList.split`)."""
 
     split: tuple[int, int]
     num_kv_heads: int
     cost: CostModel
 
     def in_order(self, time: np.ndarray, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The order of items of these tiles that take so long, those of the widest tiles last, and
+        """The order of items with these times and tiles (`kind`), the widest tiles last, and
         `WorkList.queues`."""
         last = len(self.cost.tiles) - 1
         wide = kind == last
         if not self.cost.together:
-            # On each side the longest first. Those of about the same length stay as they are: they
-            # read the same keys, which are then in the cache.
+            # On each side the longest come first. Items of about the same length keep their order:
+            # they read the same keys, which are then in the cache.
             length = np.rint(np.log(time) / np.log(1.25))
             return np.lexsort((-length, wide)), np.zeros((0, 4), np.int32)
         few = (kind == 0) & (last > 1)
@@ -66,8 +66,8 @@ class Deal:
         return np.lexsort((-time, few, hand, wide)), self._queues(*counts)
 
     def _queues(self, reading: np.ndarray, few: np.ndarray, wide: np.ndarray) -> np.ndarray:
-        """From how many items each hand has, and how many of those that are read have few rows:
-        those of hand i stand behind those of hand i - 1."""
+        """`WorkList.queues`, from each hand's number of items that read, of those with few rows,
+        and of items that multiply. Items of hand i follow those of hand i - 1."""
         multiply, read = self.split
         stop = np.cumsum(np.concatenate((reading, wide)))
         start = stop - np.concatenate((reading, wide))

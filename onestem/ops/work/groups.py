@@ -1,10 +1,10 @@
-"""Which shared runs get items of their own, and who walks the others.
+"""Which shared runs get items of their own, and which items walk the others.
 
 Tokens that several atoms see alike are a *group*. Its items read them once for all rows, and cost
-each row a state to merge. A group without items is walked by those of a group inside it (whose
-rows all see it), and for rows in none by their atoms. In a tree of groups the cheapest choice is
-found from the leaves up: what a group costs depends on the tokens that groups around it leave to
-it, that is on which of them is the last with items.
+each row a state to merge. A group without items is walked by the items of a group inside it, whose
+rows all see it, or else by its rows' atoms. In a tree of groups the cheapest choice is found from
+the leaves up. A group's cost depends on the tokens that the groups around it leave to it, so on
+the last of them with items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Groups", "Pairs", "shared_groups"]
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Which atom sees which span: atom `atom[i]` sees span `span[i]`.
+    """Atoms and the spans they see: atom `atom[i]` sees span `span[i]`.
 
     spans: int64 `[6, num_spans]`; bounds: `[num_atoms + 1]`, the rows between atoms.
     """
@@ -40,7 +40,7 @@ class Groups:
     Attributes:
         leader: a span of each group.
         group: the group of each pair.
-        walker: the group whose items walk the pair's tokens; -1: its atom does.
+        walker: the group whose items walk the pair's tokens; -1: its atom's items do.
     """
 
     leader: np.ndarray
@@ -50,16 +50,17 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class _Tree:
-    """Groups of several atoms, `[num_nodes]`, and which stands inside which. Groups that the same
-    rows see are one node.
+    """The tree of groups of several atoms, `[num_nodes]`. Groups that the same rows see are one
+    node.
 
     Attributes:
-        group: the innermost of each node.
-        tokens, atoms, rows: what is to be walked, and who sees it.
-        parent: the smallest node around each, -1: none, or not the same for all of its rows.
-        pair, node: `[num_tree_pairs]`, their pairs atom by atom, from larger nodes to smaller ones,
-            and which node each is of; inside: whether that is, or is inside, the one before. Where
-            nobody sees two nodes, pairs in any order, and `inside` is empty.
+        group: the innermost group of each node.
+        tokens, atoms, rows: tokens to walk, and the atoms and rows that see them.
+        parent: the smallest node around each; -1: none, or not the same for all of its rows.
+        pair, node: `[num_tree_pairs]`, pairs atom by atom, from larger nodes to smaller ones, and
+            the node of each; in any order if no atom sees two nodes.
+        inside: whether a pair's node is, or is inside, that of the pair before; empty if no atom
+            sees two nodes.
     """
 
     group: np.ndarray
@@ -73,16 +74,16 @@ class _Tree:
 
     @property
     def is_flat(self) -> bool:
-        """Nobody sees two nodes."""
+        """Whether no atom sees two nodes."""
         return len(self.inside) == 0
 
 
 def shared_groups(
     plan: AttentionPlan, pairs: Pairs, cost: CostModel, tile_rows: int, room: int | None
 ) -> Groups:
-    """Groups of a plan's spans, and who walks them.
+    """Groups of a plan's spans, and which items walk them.
 
-    `room`: how many states groups may leave; -1: nothing is shared.
+    `room`: maximum states of all groups; -1: nothing is shared.
     """
     _, rows, run, first, end, step = pairs.spans
     whole = (step == 0) | (rows == 1)
@@ -91,7 +92,7 @@ def shared_groups(
     groups = Groups(leader, group[pairs.span], walker)
     if room == -1 or len(run) == 0:
         return groups
-    # Rows that fill a tile walk all they see by themselves.
+    # Rows that fill a tile walk all that they see themselves.
     together = whole[pairs.span] & (np.diff(pairs.bounds)[pairs.atom] < tile_rows)
     tree = _tree(plan, pairs, groups, together)
     blocks = -(-tree.rows // tile_rows)
@@ -131,7 +132,7 @@ def _tree(plan: AttentionPlan, pairs: Pairs, groups: Groups, together: np.ndarra
     alike = np.ones(size, bool)  # in all atoms the same group is around it
     alike[group[around != one[group]]] = False
     inside = (around >= 0) & alike[group]
-    # A node's groups follow each other in each of its atoms.
+    # A node's groups are consecutive in each of its atoms.
     outermost = np.flatnonzero(~(inside & (rows[group] == rows[around])))
     count = np.diff(np.append(outermost, len(pair)))
     inner = np.repeat(group[outermost + count - 1], count)
@@ -151,7 +152,7 @@ def _with_items(tree: _Tree, blocks: np.ndarray, merge_tokens: int) -> np.ndarra
     """bool `[num_nodes]`: which groups get items of their own, `blocks` of them each.
 
     Arrays `[num_nodes, depth + 1]` have a column for each case: no group around has items (0), or
-    the last that has stands at depth column - 1.
+    the last with items is at depth column - 1.
     """
     levels = _levels(tree.parent)
     size, depth = len(tree.parent), len(levels)
@@ -160,7 +161,7 @@ def _with_items(tree: _Tree, blocks: np.ndarray, merge_tokens: int) -> np.ndarra
         around = tree.parent[node]
         carried[node, :d] = carried[around, :d] + tree.tokens[around, None]
     inner = np.flatnonzero(tree.parent >= 0)
-    alone = tree.atoms.copy()  # atoms that stand in no group inside
+    alone = tree.atoms.copy()  # atoms that are in no group inside
     np.subtract.at(alone, tree.parent[inner], tree.atoms[inner])
     below = np.zeros((size, depth + 1), np.int64)  # what the groups inside cost
     pays = np.zeros((size, depth + 1), bool)
@@ -173,7 +174,7 @@ def _with_items(tree: _Tree, blocks: np.ndarray, merge_tokens: int) -> np.ndarra
         if d:
             np.add.at(below[:, : d + 1], tree.parent[node], np.minimum(items, dealt))
     own = np.zeros(size, bool)
-    last = np.zeros(size, np.int64)  # the column that holds
+    last = np.zeros(size, np.int64)  # the column that applies
     for d, node in enumerate(levels):
         if d:
             around = tree.parent[node]
@@ -183,7 +184,7 @@ def _with_items(tree: _Tree, blocks: np.ndarray, merge_tokens: int) -> np.ndarra
 
 
 def _levels(parent: np.ndarray) -> list[np.ndarray]:
-    """Groups by how many stand around them."""
+    """Groups by depth: the number of groups around them."""
     depth = np.zeros(len(parent), np.int64)
     around = parent
     while (around >= 0).any():
@@ -193,7 +194,7 @@ def _levels(parent: np.ndarray) -> list[np.ndarray]:
 
 
 def _walkers(tree: _Tree, own: np.ndarray) -> np.ndarray:
-    """Who walks each of a tree's pairs: its group, or the next one inside that has items."""
+    """The group whose items walk each of a tree's pairs: its own or the next inside; -1: none."""
     size = len(tree.node)
     place = np.where(own[tree.node], np.arange(size), size)
     place = np.minimum.accumulate(place[::-1])[::-1]
@@ -203,7 +204,7 @@ def _walkers(tree: _Tree, own: np.ndarray) -> np.ndarray:
 
 
 def _fits(saved: np.ndarray, num_rows: np.ndarray, room: int) -> np.ndarray:
-    """Which groups' states fit, those first that save most per state."""
+    """Which groups' states fit into `room`; groups that save most per state come first."""
     order = np.argsort(-saved / np.maximum(num_rows, 1), kind="stable")
     fits = np.empty(len(saved), bool)
     fits[order] = np.cumsum(num_rows[order]) <= room
@@ -227,7 +228,7 @@ def _tokens_seen(
 def _same_tokens(
     run: np.ndarray, first: np.ndarray, end: np.ndarray, whole: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Group of each span, and a span of each group: whole spans over the same tokens."""
+    """The group of each span, and a span of each group: whole spans over the same tokens."""
     n = len(run)
     if not (np.bincount(run[whole]) > 1).any():
         return np.arange(n), np.arange(n)

@@ -1,4 +1,4 @@
-"""`WorkList`: what the programs of a persistent kernel take on, in one int32 buffer."""
+"""`WorkList`: the items of a persistent kernel's programs, in one int32 buffer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HEADER = 16  # words before the records
 QUEUED = 4  # words of a queue
 RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entry
 ENTRY = 8  # words of a walk entry
-QUEUE = 14  # words of the header: works taken beyond each program's first; kernels count in them
+QUEUE = 14  # words of the header: items taken after each program's first; kernels count in them
 
-# Words of the header: how many items of narrower tiles and of the widest, and merges; where
-# sections begin; the window, `split`, where records begin.
+# Words of the header: numbers of items of narrower tiles and of the widest, and of merges; starts
+# of sections; the window, `split`, start of records.
 NUM_NARROW, NUM_WIDE, NUM_MERGES = range(3)
 AT_WALK, AT_ROWS, AT_DEST, AT_MERGES, AT_PAGES, AT_POSITIONS, WINDOW = range(3, 10)
 SPLIT, AT_RECORDS = 10, 12
@@ -45,27 +45,26 @@ class WorkList:
     """Work items of a plan (int32 arrays), in the order in which programs take them.
 
     Attributes:
-        plan: what it was made from.
-        num_wide: items of the widest tiles; they stand behind the others.
+        plan: the plan it was made from.
+        num_wide: items of the widest tiles; they come last.
         split: programs that take those, and programs that take the others.
-        queues: `[2 * programs, 4]`, where items are dealt out beforehand (`CostModel.together`),
-            else `[0, 4]`: for each half of a program the first of its items, the end of them, its
-            KV head, and where those of the narrowest of three tiles begin; -1: the program
-            multiplies (then both halves have the same items).
-        records: `[num_items, 16]`. Words 0 to 5: index of its tile, how many rows, where they begin
-            in `rows`, how many walk entries, where the second begins in `walk`, whether its rows
-            have no other item (0), others too (1), or some so and some so (2). Words 8 to 15: its
-            first entry.
+        queues: `[2 * programs, 4]` if items are dealt out beforehand (`CostModel.together`), else
+            `[0, 4]`. For each half of a program: its first item, the end of its items, its KV head,
+            and the start of its items of the narrowest of three tiles; -1: the program multiplies
+            (then both halves have the same items).
+        records: `[num_items, 16]`. Words 0 to 5: index of its tile, number of rows, their start in
+            `rows`, number of walk entries, start of the second in `walk`, and whether its rows have
+            other items: none (0), all (1) or some (2). Words 8 to 15: its first entry.
         walk: `[num_more_entries, 8]`: lo, clear_lo, clear_hi, hi, end, step, position, 0. They
-            count in slots of the list of pages: token t of a run stands at x = base + t, in page
-            `run_pages[x // page_size]`. Row j of the item sees lo <= x < end + j * step up to hi,
+            count in slots of the list of pages: token t of a run is at x = base + t, in page
+            `run_pages[x // page_size]`. Row j of the item sees lo <= x < min(hi, end + j * step),
             less what its window hides; all rows see all of clear_lo .. clear_hi - 1. The position
             id of x is x + position.
         rows: `[num_parts]`: rows of all items.
-        dest: `[num_parts]`: which state the row's part becomes; -1: it is the row's only one.
-        merges: `[num_merges, 4]`: row, its first state, how many (0: the row is empty), 0.
-        num_states: partial states in all.
-        last_ns: when the last program is done, by the cost model; 0 where nothing is dealt out.
+        dest: `[num_parts]`: the state that the row's part becomes; -1: it is the row's only part.
+        merges: `[num_merges, 4]`: row, its first state, number of states (0: empty row), 0.
+        num_states: number of partial states.
+        last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
     """
 
     plan: AttentionPlan
@@ -86,7 +85,7 @@ class WorkList:
         return len(self.records)
 
     def _starts(self) -> list[int]:
-        """Where the sections begin in a packed buffer, and its length: queues, records, walk, rows,
+        """Starts of the sections in a packed buffer, and its length: queues, records, walk, rows,
         dest, merges, pages, positions."""
         sizes = [part.size for part in self._sections()]
         return np.cumsum([HEADER] + [-(-size // 4) * 4 for size in sizes]).tolist()
@@ -110,8 +109,8 @@ class WorkList:
         return self._starts()[-1]
 
     def pack(self, out: np.ndarray) -> int:
-        """Write everything into `out` (int32 `[max_words]`); gives the words used. Raises
-        `ListTooLong`, and writes nothing, where they are more.
+        """Write everything into `out` (int32 `[max_words]`); return the words used. If it does not
+        fit, raise `ListTooLong` and write nothing.
 
         The header's words are named above. Queues begin at word 16, sections at multiples of 4.
         """
@@ -133,9 +132,9 @@ class WorkList:
     def growing_words(self, spans: np.ndarray) -> np.ndarray:
         """int64: the words of a packed buffer that a decode step adds 1 to.
 
-        `spans`: int `[n]`, the one-row spans whose `end` grows by one. All rows go on by one
-        position. Valid until the plan changes in any other way (a page id that is written into
-        the slack of a run's list is not such a change: see `page_word`).
+        `spans`: int `[n]`, the one-row spans whose `end` grows by one. All rows advance by one
+        position. Valid until the plan changes in any other way; writing a page id into the slack of
+        a run's list is no such change (see `page_word`).
         """
         starts, entries = self._starts(), self.entries
         grows = np.zeros(self.plan.num_spans, bool)
@@ -147,19 +146,19 @@ class WorkList:
         )
         last = words[entries.last & grows[entries.span]]
         position = starts[7] + np.arange(self.plan.num_rows)
-        # What a window hides from all rows begins one token later.
+        # With a window, what all rows see begins one token later.
         hidden = words + CLEAR_LO if self.plan.window is not None else words[:0]
         return np.concatenate((last + CLEAR_HI, last + HI, last + END, position, hidden))
 
     def page_word(self, runs: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """int64: where the buffer holds page `index[i]` of run `runs[i]`."""
+        """int64: the word of the buffer that holds page `index[i]` of run `runs[i]`."""
         return self._starts()[6] + self.plan.runs[runs, RUN_PAGES].astype(np.int64) + index
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Where each walk entry stands, `[num_entries]`: its span, whether it is the last piece of what
-    its rows see of it, whether it is in `walk` (else in a record), and its index there."""
+    """The place of each walk entry, `[num_entries]`: its span, whether it is the span's last piece
+    for its rows, whether it is in `walk` (else in a record), and its index there."""
 
     span: np.ndarray
     last: np.ndarray
@@ -181,10 +180,10 @@ def make_work(
 
     Args:
         group: query heads per KV head.
-        share: False reads a shared run once for each atom that sees it.
-        num_rows: rows of the output, those behind the plan's being empty; default: the plan's.
-        max_states: states that the workspace holds. Where they do not suffice, groups that save
-            least are dealt out, then nothing is cut: it always fits.
+        share: False: each atom reads a shared run by itself.
+        num_rows: rows of the output, empty from the plan's on; default: the plan's.
+        max_states: states that the workspace holds. To fit, groups that save least lose their
+            items, then nothing is cut: it always fits.
     """
     tile_rows = cost.tile_rows(group)
     if tile_rows[0] < 1:
@@ -197,7 +196,7 @@ def make_work(
     room = None if max_states is None else max_states - plan.num_rows
 
     def listed(room: int | None) -> tuple[WorkList, float]:
-        """A list, and what the memory takes for all that it walks, in ns."""
+        """A list, and the memory's time for all that it walks, in ns."""
         groups = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
         blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
         cuts, split = cuts_of(blocks, cost, num_kv_heads)
@@ -212,7 +211,7 @@ def make_work(
     work, memory = listed(room)
     if not cost.together or work.num_states == 0:
         return work
-    # In a small step merging may take longer than sharing saves.
+    # In a small step, merging may take longer than sharing saves.
     heads = num_kv_heads * group
     end = cost.end_ns(work.last_ns, memory, work.num_states * heads)
     seen = float((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
@@ -289,7 +288,7 @@ def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.nda
 
 
 def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:
-    """float64 `[num_items]`: what each item takes."""
+    """float64 `[num_items]`: the time of each item, in ns."""
     block_n, item_ns, token_ns = tile_columns(cost, kind)
     tiles = -(-(parts.hi - parts.lo) // block_n[parts.item])
     walked = np.bincount(parts.item, tiles, len(kind)) * block_n * token_ns
@@ -298,13 +297,13 @@ def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:
 
 
 def _last_ns(queues: np.ndarray, time: np.ndarray) -> float:
-    """When the last of the programs is done, to which items that take so long are dealt."""
+    """Time at which the last program ends, with items of these times dealt out in `queues`."""
     ends = np.append(0.0, np.cumsum(time))
     return float((ends[queues[:, 1]] - ends[queues[:, 0]]).max(initial=0.0))
 
 
 def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """`dest`, `merges`, and the number of states: those of a row stand side by side."""
+    """`dest`, `merges`, and the number of states; a row's states are adjacent."""
     parts = np.bincount(item_rows, minlength=num_rows)
     slots = np.where(parts > 1, parts, 0)
     start = before(slots)

@@ -1,4 +1,4 @@
-"""What items cost: tile shapes, and when sharing and cutting pay."""
+"""The cost of items: tile shapes, and when sharing and cutting pay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["CostModel", "Tile"]
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile's shape, and what an item made of such tiles takes on one program.
+    """A tile's shape, and the time of an item of such tiles on one program.
 
     Attributes:
         block_m: rows times query heads of a KV head.
         block_n: tokens.
-        item_ns: starting and ending an item, in ns.
-        token_ns: each token of its walk, in ns, in whole tiles.
+        item_ns: time to start and end an item, in ns.
+        token_ns: time of each token of its walk, in ns; tiles are walked whole.
     """
 
     block_m: int
@@ -28,25 +28,25 @@ class Tile:
 
 @dataclass(frozen=True)
 class CostModel:
-    """When a shared run gets items of its own, and how items are cut.
+    """Decides when a shared run gets items of its own, and how items are cut.
 
-    Items of the widest tiles *multiply*, those of narrower ones *read*: the first wait for the
-    tensor cores, the others for the memory.
+    Items of the widest tiles *multiply*: they wait for the tensor cores. Items of narrower tiles
+    *read*: they wait for the memory.
 
     Attributes:
-        tiles: narrow to wide. Rows that fill the widest walk all they see by themselves.
-        programs: works (an item for one KV head) at a time, of those that read and of those that
-            multiply, on the whole device.
-        together: whether both kinds run at the same time, on a part of the device each, and who
-            takes what is settled beforehand.
-        merge_tokens: what one more state costs a row, in tokens read for it.
-        min_tokens: no item is cut shorter.
-        cut_ns: what cutting must save.
-        memory_ns: a token's keys and values of one KV head at the memory's full rate.
-        entry_ns: what each further run takes that an item walks, besides its tiles.
-        cached_share: the part of `memory_ns` that a token takes out of the cache.
-        merge_ns, state_ns: what merging takes by itself, and for each state and query head. With
-            the two before it fitted to the times of 35 trees on an H200 (docs/gpu-attention.md).
+        tiles: narrow to wide. Rows that fill the widest share no items: they walk all they see.
+        programs: items (for one KV head each) that run at a time on the whole device: of those that
+            read, and of those that multiply.
+        together: whether both kinds run at the same time, each on a part of the device, with items
+            dealt to programs beforehand.
+        merge_tokens: cost of one more state of a row, in tokens read for it.
+        min_tokens: minimum tokens of a cut item.
+        cut_ns: minimum that cutting must save.
+        memory_ns: time of a token's keys and values of one KV head at the memory's full rate.
+        entry_ns: time of each further run that an item walks, besides its tiles.
+        cached_share: the part of `memory_ns` that a token in the cache takes.
+        merge_ns, state_ns: time of merging itself, and of each state and query head. These two,
+            `entry_ns` and `cached_share` are fitted to 35 trees on an H200 (docs/gpu-attention.md).
     """
 
     tiles: tuple[Tile, ...]
@@ -66,13 +66,13 @@ class CostModel:
         return np.array([tile.block_m // group for tile in self.tiles])
 
     def end_ns(self, last_ns: float, memory_ns: float, num_states: int) -> float:
-        """When a step is done, counted from its start: its programs and the memory take so long,
-        `num_states` are to be merged, one for each query head."""
+        """Time of a step whose last program takes `last_ns` and memory `memory_ns`, and that merges
+        `num_states` states, one for each query head."""
         merge = self.merge_ns + self.state_ns * num_states if num_states else 0.0
         return max(last_ns, memory_ns) + merge
 
     def crowded(self, readers: int) -> CostModel:
-        """The model where so many read at a time, who cannot be faster together than the memory."""
+        """The model with `readers` programs reading at a time: together no faster than memory."""
         slowest = self.memory_ns * readers
         narrow = (replace(t, token_ns=max(t.token_ns, slowest)) for t in self.tiles[:-1])
         return replace(self, tiles=(*narrow, self.tiles[-1]))

@@ -1,9 +1,9 @@
-"""Who walks what: rows that see the same runs, and how many of them make an item.
+"""Units of rows that walk the same runs, and their cut into tiles.
 
-An *atom* is a set of consecutive rows with the same spans: a decode's row, a chunk's rows. What one
-atom sees is walked by one item, run after run, and needs no merge. A run that several atoms see is
-a *group* (`groups`). A *unit* is a group with items of its own, which also walks groups around it
-that have none, or an atom; a *block* is as much of it as fits a tile.
+An *atom* is a set of consecutive rows with the same spans: a decode's row, a chunk's rows. One item
+walks what one atom sees, run after run, without a merge. A run that several atoms see is a *group*
+(`groups`). A *unit* is an atom, or a group with items of its own, which also walk the groups around
+it that have none. A *block* is as much of a unit as fits a tile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Blocks", "Units", "blocks_of", "pairs_of", "units_of"]
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Rows that walk together, `[num_units]`: where they begin in `rows` and how many; where their
-    entries begin and how many. An entry is a span, whose row `skip` is its unit's first."""
+    """Rows that walk together, `[num_units]`: start in `rows` and count, start of their entries and
+    count. An entry is a span, whose row `skip` is its unit's first."""
 
     rows: np.ndarray
     row_start: np.ndarray
@@ -35,7 +35,7 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Units cut to tiles, `[num_blocks]`; their entries, `[num_entries]`, in tokens of a run."""
+    """Units cut into tiles, `[num_blocks]`; their entries, `[num_entries]`, in tokens of a run."""
 
     rows: np.ndarray  # of the units
     row_start: np.ndarray
@@ -63,7 +63,7 @@ def pairs_of(plan: AttentionPlan) -> Pairs:
 
 
 def units_of(pairs: Pairs, groups: Groups, num_rows: int) -> Units:
-    """Groups with items of their own, then atoms."""
+    """The units of a plan: groups with items of their own, then atoms."""
     bounds, atom_rows = pairs.bounds, np.diff(pairs.bounds)
     picked = np.flatnonzero((groups.walker >= 0) & (groups.walker == groups.group))
     picked = picked[np.lexsort((pairs.atom[picked], groups.group[picked]))]
@@ -97,7 +97,7 @@ def units_of(pairs: Pairs, groups: Groups, num_rows: int) -> Units:
 
 
 def blocks_of(plan: AttentionPlan, pairs: Pairs, units: Units, tile_rows: np.ndarray) -> Blocks:
-    """Rows cut to tiles, and of each entry what some row of the block sees."""
+    """Units cut into tiles, each entry reduced to what some row of its block sees."""
     most = int(tile_rows[-1])
     count = np.where(units.num_entries > 0, -(-units.num_rows // most), 0)
     unit = np.repeat(np.arange(len(count)), count)

@@ -1,1 +1,1 @@
-"""The words of OpenAI's API over HTTP."""
+"""The routes of OpenAI's API over HTTP."""

@@ -1,4 +1,4 @@
-"""Routes: each reads what it is asked, calls one function, and answers."""
+"""Routes: each reads a request, calls one function, and answers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Order = Literal["asc", "desc"]
 
 
 async def _known_query(request: Request, tenant: Asks) -> None:
-    """Refuse what the route does not read of the query: it would be ignored."""
+    """Refuse query parameters that the route does not read: they would be ignored."""
     route = request.scope["route"]
     known = {field.alias for field in route.dependant.query_params}
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
@@ -165,7 +165,7 @@ async def put_prefix(name: str, request: Request, service: Serves, tenant: Asks)
 
 @api.delete("/prefixes/{name}")
 async def delete_prefix(name: str, service: Serves, tenant: Asks) -> Json:
-    """Let a prefix go."""
+    """Delete a prefix."""
     await service.prefixes.delete(tenant, name)
     return {"name": name, "object": "prefix", "deleted": True}
 
@@ -186,13 +186,13 @@ async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
 
 @api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))
 async def put_schema(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
-    """Make a PML schema, or its next version; answered encoded if `encode` is true."""
+    """Make a PML schema, or its next version; answered when it is encoded if `encode` is true."""
     return await service.schemas.put(tenant, name, await _json(request, service))
 
 
 @api.delete("/schemas/{name}")
 async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
-    """Let a PML schema go."""
+    """Delete a PML schema."""
     await service.schemas.delete(tenant, name)
     return {"name": name, "object": "schema", "deleted": True}
 
@@ -218,7 +218,7 @@ async def list_files(
     limit: Limit = 10000,
     after: str | None = None,
 ) -> Json:
-    """The key's files of a purpose or all; by age, newest first unless `order` is asc."""
+    """The key's files, all or of one purpose, newest first unless `order` is asc."""
     rows = await asyncio.to_thread(service.store.list_files, tenant.name)
     rows = [row for row in rows if purpose in (None, row["purpose"])]
     rows = rows if order == "desc" else rows[::-1]
@@ -268,13 +268,13 @@ async def list_batches(
 
 @api.get("/batches/{batch_id}")
 async def get_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
-    """A batch as it stands."""
+    """A batch and its progress."""
     return await service.jobs.find(tenant, batch_id)
 
 
 @api.post("/batches/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
-    """End a batch; what is answered stays."""
+    """End a batch; its finished answers stay."""
     return await service.jobs.cancel(tenant, batch_id)
 
 
@@ -325,7 +325,7 @@ async def metrics(request: Request, service: Serves) -> Response:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application of a service that has started, or will have when requests come."""
+    """The application of a service, which must have started before requests come."""
     app = FastAPI(title="Onestem", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.add_middleware(

@@ -28,18 +28,18 @@ Outcome = Literal["stop", "length", "abort", "error", "timeout", "refused"]
 
 @dataclass(kw_only=True)
 class Call:
-    """A call that was found good.
+    """A validated call.
 
     Attributes:
         id: `chatcmpl-...`, `cmpl-...` or `score-...`; its requests are called `id-0`, `id-1`, ...
         requests: one per prompt.
         tasks: what each of them scores; none where answers are sampled.
-        chunk_size: of its stream's chunks, behind the first one; None: a token each.
+        chunk_size: of its stream's chunks after the first one; None: a token each.
         echo: how its prompts are given back; None: they are not.
-        tools: the form of its calls; None: it has none.
-        app: name of the prefix that it stands behind, "" if none.
+        tools: the form of its tool calls; None: it has none.
+        app: name of the prefix that its prompt begins with, "" if none.
         created: unix seconds; arrived: of `time.monotonic()`.
-        seconds: that it may take.
+        seconds: its time limit.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Call:
         self.inbox = Inbox(len(self.requests), self.chunk_size)
 
     def submit(self, client: EngineClient) -> None:
-        """Queue its requests. `running` has to follow, which lets go of them."""
+        """Queue its requests. `running` has to follow: it ends them."""
         client.check_up()
         client.check_room(self.tenant.name, len(self.requests))
         for number, request in enumerate(self.requests):
@@ -75,7 +75,7 @@ class Call:
 
     @asynccontextmanager
     async def running(self, client: EngineClient) -> AsyncIterator[Inbox]:
-        """Inside, its answers come; however this is left, none of its requests runs on."""
+        """Its answers come inside the block; however that is left, none of its requests runs on."""
         timer = asyncio.get_running_loop().call_later(
             self.deadline - time.monotonic(), lambda: self.inbox.fail(self._too_late())
         )
@@ -103,8 +103,8 @@ class Call:
             self._on_left()
 
     def when_left(self, tell: Callable[[], object]) -> None:
-        """Have `tell` called when the engine is done with all of it, so that `metrics` are whole.
-        For one that was cut short, that is soon after `running`."""
+        """Have `tell` called when the engine is done with all of its requests: `metrics` are whole
+        then. For a call that was cut short, that is soon after `running`."""
         if self._num_left == len(self.requests):
             tell()
         else:
@@ -119,7 +119,7 @@ class Call:
 
     @property
     def deadline(self) -> float:
-        """Of `time.monotonic()`."""
+        """When its time is over, by `time.monotonic()`."""
         return self.arrived + self.seconds
 
     @property
@@ -163,8 +163,8 @@ def usage_of(call: Call) -> dict[str, object]:
 # ----------------------------------------------------------------------------- inbox
 # What has come of a call's answers and is not sent yet.
 #
-# Pieces of one sequence that meet here become one: a reader that is slow gets fewer and larger
-# chunks, and holds at most one whole answer. The whole answer is the fold of the pieces.
+# Pieces of one sequence that meet here are joined: a slow reader gets fewer and larger chunks, and
+# holds at most one whole answer.
 
 
 class _Part:
@@ -187,8 +187,8 @@ class _Part:
 
 
 class _Heard:
-    """What of one sequence was handed out; and, once the engine says it again, what of that is
-    still to come."""
+    """What of one sequence was handed out. After a restart: what of it the engine has yet to send
+    again."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -208,7 +208,7 @@ class _Heard:
         return bool(self._ids_to_come or self._text_to_come)
 
     def cut(self, piece: CompletionOutput) -> bool:
-        """Leave what is new in a piece; False: it says something else than before."""
+        """Cut a piece down to what is new; False: it differs from what was sent before."""
         count = min(len(self._ids_to_come), len(piece.token_ids))
         chars = min(len(self._text_to_come), len(piece.text))
         same = self._ids_to_come[:count] == piece.token_ids[:count]
@@ -225,15 +225,15 @@ class Inbox:
     """Collects the pieces of `num_parts` requests.
 
     Args:
-        size: tokens of a sequence, behind its first one, that are news together. What is there
-            when it ends, or beside other news, does not wait for more. None: each is news.
+        size: tokens of a sequence after its first one that make news together. A sequence's end
+            and other news do not wait for more. None: each token is news.
 
     Attributes:
         ended: part -> its last delta (with metrics).
         error: what ended the call early.
-        direct: gets a token's id and text where nothing else is to be handed out before, and
-            spares whoever waits a wake-up; False: it could not take it. None: nobody does.
-            Of a call of one sequence.
+        direct: for a call of one sequence: gets a token's id and text when nothing else is to be
+            handed out before, which saves the waiter's wake-up. It returns False if it could not
+            take the token. None: no token is handed out this way.
     """
 
     def __init__(self, num_parts: int, size: ChunkSize | None = None) -> None:
@@ -284,7 +284,7 @@ class Inbox:
     def _add_piece(self, key: tuple[int, int], piece: CompletionOutput) -> None:
         heard = self._heard.get(key)
         if heard is not None and heard.comes_again and not heard.cut(piece):
-            self.fail(EngineDownError("the engine died, and did not go on as it had begun"))
+            self.fail(EngineDownError("the engine died, and its new answer differs: ask again"))
             return
         if not (piece.token_ids or piece.text or piece.finish_reason):
             return
@@ -295,7 +295,7 @@ class Inbox:
             before.extend(piece)
 
     def restart(self, part: int) -> None:
-        """A part is answered anew: what was handed out is not handed out again."""
+        """A part is answered again; what was handed out is not handed out again."""
         self._pieces = {key: piece for key, piece in self._pieces.items() if key[0] != part}
         for key, heard in self._heard.items():
             if key[0] == part:
@@ -313,18 +313,18 @@ class Inbox:
 
     @property
     def drained(self) -> bool:
-        """All answers are here, and all of them were taken."""
+        """Whether all answers are here, and all of them were taken."""
         return self.complete and not self._pieces
 
     @property
     def _is_idle(self) -> bool:
-        """All that was handed out is sent, and the next token is news by itself."""
+        """Whether all that was handed out is sent, and the next token is news by itself."""
         waits = self._is_waited_for and not self._pieces and not self._news.is_set()
         return waits and self._size.tokens == 1
 
     async def wait(self) -> None:
-        """Until something is there; raises the error that ended the call early. By then, what was
-        handed out before has been sent."""
+        """Wait for news; raises the error that ended the call early. Call it when all that was
+        handed out before is sent."""
         self._is_waited_for = True
         await self._news.wait()
         self._is_waited_for = False

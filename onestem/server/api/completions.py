@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 __all__ = ["answer", "check_piece", "detokenize", "events", "tokenize", "whole_body"]
 
-SLOW_READER_SECONDS = 60.0  # that a reader gets after its deadline to take the rest
+SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
 QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
-SCORED_CHARACTERS = 1 << 26  # which take half a minute to tokenise
+SCORED_CHARACTERS = 1 << 26  # these take half a minute to tokenise
 ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
-CLIENT_GONE = 499  # as proxies write it in their logs; nobody receives it
+CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
 
 
 async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
@@ -120,7 +120,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
 
 
 async def _validate(service: Service, request: Request, arrived: float, seconds: float) -> None:
-    """As the engine would, within the request's time; a grammar is compiled there."""
+    """Have the engine validate a request and compile its grammar, within the request's time."""
     left = max(0.0, arrived + seconds - time.monotonic())
     try:
         await service.client.ask("validate", request, seconds=left)
@@ -131,7 +131,7 @@ async def _validate(service: Service, request: Request, arrived: float, seconds:
 
 
 def _is_quick(asked: Asked) -> bool:
-    """Whether nothing is to be tokenised, and little to be checked: a thread would take longer."""
+    """Whether there is nothing to tokenise and little to check: a thread would take longer."""
     sizes = [
         len(prompt.token_ids) if prompt.token_ids else QUICK_TOKENS for prompt in asked.prompts
     ]
@@ -141,7 +141,7 @@ def _is_quick(asked: Asked) -> bool:
 def _requests(
     service: Service, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
 ) -> list[Request]:
-    """A request for each prompt, found good."""
+    """A validated request for each prompt."""
     if asked.prompts[0].pml is not None:
         return [_pml_request(service, asked, tenant, asked.prompts[0], name)]
     requests = []
@@ -149,7 +149,7 @@ def _requests(
         common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
         request = Request(
             request_id=f"{name}-{number}",
-            # One block of memory, which goes to the engine's process and into its books as it is.
+            # One block of memory, which goes to the engine's process and is kept there as it is.
             prompt_token_ids=array("i", ids),
             prompt=_echo_of(service, asked.prompts[number], ids) if asked.echo else None,
             params=asked.params,
@@ -164,7 +164,7 @@ def _requests(
 
 
 def _tasks(service: Service, asked: Asked) -> list[ScoreTask]:
-    """Tokenised, each prompt once more with each of its completions."""
+    """Tokenise each prompt, and again with each of its completions."""
     some = asked.completions or [()] * len(asked.prompts)
     characters = sum(
         len(prompt.text) * (1 + len(completions))
@@ -182,7 +182,7 @@ def _tasks(service: Service, asked: Asked) -> list[ScoreTask]:
 def _score_requests(
     service: Service, asked: Asked, tenant: Tenant, name: str
 ) -> tuple[list[Request], list[ScoreTask]]:
-    """What is scored of each prompt, and a request for it, found good."""
+    """A validated request for each prompt, and what is scored of it."""
     requests = []
     tasks = _tasks(service, asked)
     for number, task in enumerate(tasks):
@@ -202,14 +202,14 @@ def _score_requests(
 
 
 def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
-    """Of a chat that begins an answer."""
+    """Number of prefilled tokens (`Request.prefilled_tokens`) of a chat that begins an answer."""
     if tokenizer is None or prompt.messages is None or not prompt.template.add_generation_prompt:
         return 0
     return tokenizer.prefilled_tokens(prompt.template.fields)
 
 
 def _echo_of(service: Service, prompt: Prompt, ids: Sequence[int]) -> str:
-    """A prompt's text, to be given back."""
+    """A prompt's text, to give back."""
     if prompt.text is not None:
         return prompt.text
     return "" if service.tokenizer is None else service.tokenizer.decode(ids)
@@ -236,7 +236,7 @@ def _pml_request(
 def _token_ids(
     tokenizer: BoundedTokenizer | None, asked: Asked, prefix: Prefix | None
 ) -> Iterator[list[int]]:
-    """Of each prompt, when it is asked for: one that is refused spares those behind it."""
+    """The ids of each prompt, made on demand: after a refused prompt no other is tokenised."""
     if asked.kind == "chat":
         if tokenizer is None:
             raise RequestError(NO_TOKENIZER)
@@ -320,7 +320,7 @@ async def _events(
     """The events of a stream. What goes wrong after its head was sent is an event too.
 
     Args:
-        writer: takes events past this generator, while it waits for news; None: nothing does.
+        writer: takes events past this generator while it waits for news; None: there is none.
     """
     chunks = Chunks(
         call.id,
@@ -346,16 +346,16 @@ async def _events(
         service.metrics.note_error(error.status)
         last = _unsent(chunks, call) + event(error.body())
     finally:
-        call.inbox.direct = None  # calls are kept for a while, connections are not
+        call.inbox.direct = None  # calls outlive their connections for a while
         service.note(call)
-    # Together: each write is a system call, and there is one of these for each request.
+    # In one write: each is a system call, and every request has this end.
     yield last + DONE
 
 
 def _direct(
     call: Call, chunks: Chunks, writer: PieceWriter | None
 ) -> Callable[[int, str], bool] | None:
-    """Writes a token's event at once; None where events are not that simple."""
+    """A function that writes a token's event at once; None where events need more."""
     if (
         writer is None
         or call.tools is not None
@@ -375,17 +375,17 @@ def _direct(
 
 def _unsent(chunks: Chunks, call: Call) -> bytes:
     """Events of tokens that waited for a chunk's others when the stream was cut short."""
-    with contextlib.suppress(ApiError):  # there is one to tell of already
+    with contextlib.suppress(ApiError):  # another error is reported already
         return events(call, call.inbox.take(), chunks)
     return b""
 
 
 # ----------------------------------------------------------------------------- answers
-# A call's answer, whole or as chunks, or the error that it has in its place.
+# A call's answer, whole or as chunks, or the error in its place.
 
 
 def check_piece(piece: CompletionOutput, call: Call) -> None:
-    """Raise what the engine said of a sequence that it could not continue."""
+    """Raise the engine's error, if it could not continue a sequence."""
     if piece.finish_reason != "error":
         return
     message = piece.stop_reason if isinstance(piece.stop_reason, str) else "the engine failed"
@@ -398,7 +398,7 @@ def check_piece(piece: CompletionOutput, call: Call) -> None:
 def whole_body(
     call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
 ) -> dict[str, Any]:
-    """The body of a call that is answered: the choices of its prompts one after the other."""
+    """The body of an answered call: the choices of its prompts one after the other."""
     whole = {"id": call.id, "created": call.created, "usage": usage_of(call)}
     if call.tasks:
         answered = zip(call.tasks, (delta.scores for delta in call.deltas), strict=True)

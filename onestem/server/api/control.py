@@ -1,5 +1,5 @@
-"""Routes by which a trainer has the engine pause, sleep, and forget what is cached: vLLM's, as TRL
-calls them. Weights are not taken over HTTP."""
+"""Routes by which a trainer has the engine pause, sleep, and drop its cache: vLLM's, as TRL calls
+them. Weights are not taken over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS = (
 
 
 async def _operated(request: Request) -> Service:
-    """The service, for its operator alone."""
+    """The service; only for its operator."""
     service: Service = request.app.state.service
     service.keys.operator(request.headers.get("authorization"))
     return service
@@ -43,7 +43,7 @@ async def _told(service: Service, what: str, value: Any = None) -> Any:
 
 @control_routes.post("/pause")
 async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> Json:
-    """Compute nothing until /resume. Requests that run get an error (abort), or go on then."""
+    """Compute nothing until /resume. Requests that run get an error (abort) or wait (keep)."""
     await _told(service, "pause")
     if mode == "abort":
         service.client.fail_all(EngineDownError("the server was paused: try again later"))
@@ -74,7 +74,7 @@ async def sleep(service: Operates, level: Annotated[int, Query(ge=1, le=2)] = 1)
 
 @control_routes.post("/wake_up")
 async def wake_up(service: Operates, tags: Annotated[list[Tag] | None, Query()] = None) -> Json:
-    """Take the memory again, of some tags or all."""
+    """Take the memory again, for some tags or all."""
     await _told(service, "wake_up", tags)
     return {"status": "asleep" if service.client.sleep_level else "awake"}
 
@@ -93,7 +93,7 @@ async def reset_prefix_cache(service: Operates, reset_running_requests: bool = F
 
 @control_routes.get("/get_world_size")
 async def get_world_size(service: Operates) -> Json:
-    """Of engines: there is one."""
+    """The number of engines: 1."""
     return {"world_size": 1}
 
 

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 BODY_SECONDS = 60.0
-# What is read of a body that is refused.
+# Maximum bytes and seconds to go on reading a body that is refused.
 DROPPED_BYTES, DROP_SECONDS = 4 << 20, 2.0
 
 
@@ -66,8 +66,8 @@ async def _check_declared(request: Request, limit: int) -> None:
 
 
 async def _drop_rest(receive: Receive) -> None:
-    """Take what is under way: where a connection is closed with bytes that nobody has read, the
-    other end may lose the answer."""
+    """Read what is under way: if a connection is closed with unread bytes, the client may lose the
+    answer."""
     left = DROPPED_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DROP_SECONDS):
@@ -128,11 +128,11 @@ async def limited(request: Request, limit: int) -> Request:
 # ----------------------------------------------------------------------------- foreign
 # What pages of other sites can have a browser send, and why it is refused.
 #
-# A server on the loopback address has no keys as a rule, and each page that its user opens can send
+# A server on the loopback address usually has no keys, and each page that its user opens can send
 # requests to it. Three things are refused:
 #
-# * a `Host` that is not the server's: a page may let a name of its own point to 127.0.0.1, and is
-#   then of the same site as the server (DNS rebinding);
+# * a `Host` that is not the server's: a page may point its own name to 127.0.0.1, and the browser
+#   takes both for one site then (DNS rebinding);
 # * an `Origin` of another site, where the request may change something. Answers to GET need no such
 #   check: no CORS header is sent, so a browser shows them to no page of another site;
 # * bodies that an HTML form can send, which browsers let through to any site.
@@ -186,7 +186,7 @@ def _name_of(netloc: str) -> str:
 
 
 class ForeignCalls:
-    """Middleware that refuses what came for another host, or from a page of another site.
+    """Middleware that refuses calls to another host, or from a page of another site.
 
     Args:
         hosts: patterns of hosts that are the server's (see `hosts_of`).
@@ -248,11 +248,11 @@ def check_media_type(request: Request, expected: str) -> None:
 
 
 # ----------------------------------------------------------------------------- streaming
-# Server-sent events: framing, and a response that notices when nobody reads it any more.
+# Server-sent events: framing, and a response that notices when its reader is gone.
 
 DONE = b"data: [DONE]\n\n"
-COMMENT = "comment"  # name in a request's `state` of what may be written between two events
-WRITER = "writer"  # name there of a `PieceWriter`
+COMMENT = "comment"  # key in a request's `state`: bytes that may be written between two events
+WRITER = "writer"  # key there: a `PieceWriter`
 
 
 class PieceWriter(Protocol):
@@ -268,7 +268,7 @@ class PieceWriter(Protocol):
 
 
 def piece_writer(scope: Scope) -> PieceWriter | None:
-    """Of the connection of a call; None if its answer is not sent in pieces that way."""
+    """The writer of a call's connection; None if its answer is not chunked."""
     is_chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
     return scope.get("state", {}).get(WRITER) if is_chunked else None
 
@@ -286,8 +286,8 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they come, up to `DONE`. However it ends, the generator is closed, whose
-    `finally` lets go of what it holds.
+    """Sends events as they come, up to `DONE`. However it ends, the generator is closed: its
+    `finally` frees what it holds.
 
     Args:
         events: whole events, one or several at a time.
@@ -324,7 +324,7 @@ class EventStream(Response):
             await asyncio.gather(sender, watcher, return_exceptions=True)
             await self._events.aclose()
         if sender.done() and not sender.cancelled():
-            # A client that went away while we wrote to it is nobody's mistake.
+            # A client that went away while we wrote to it is no error.
             with contextlib.suppress(OSError):
                 sender.result()
 
@@ -345,14 +345,14 @@ class EventStream(Response):
 # Connections whose client has ended its sending, and may still read.
 #
 # `shutdown(SHUT_WR)` after a request and a client that is gone look the same: both send an end of
-# file. What is written to one that is gone is answered by a reset, so something harmless is
-# written: `100 Continue` before an answer, a comment into a stream.
+# file. Only a client that is gone answers a write with a reset. So something harmless is written:
+# `100 Continue` before an answer, a comment into a stream.
 
-FIRST_PAUSE = 0.05  # seconds before the client is asked whether it is there; then always twice that
+FIRST_PAUSE = 0.05  # seconds before the first look whether the client is there; each next is twice
 
 
 class HalfOpenProtocol(H11Protocol):
-    """uvicorn's, which answers complete requests also after an end of file."""
+    """uvicorn's protocol, but it also answers complete requests after an end of file."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -370,13 +370,13 @@ class HalfOpenProtocol(H11Protocol):
         return not self.flow.write_paused and not self.cycle.disconnected
 
     def write_piece(self, data: bytes) -> None:
-        """What h11 would write."""
+        """Write a chunk as h11 would."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open: while a complete request has no complete answer.
 
-        HTTP/1.0 knows no `100 Continue`: there, who ends its sending counts as gone.
+        HTTP/1.0 knows no `100 Continue`: there, a client that ends its sending counts as gone.
         """
         if self._timer is None and self._owes_answer and self.scope["http_version"] == "1.1":
             self._look_later(FIRST_PAUSE)

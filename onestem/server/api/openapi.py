@@ -49,12 +49,12 @@ def body_of(model: type[BaseModel], media_type: str) -> dict[str, Any]:
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The same of JSON."""
+    """`body_of` for JSON."""
     return body_of(model, "application/json")
 
 
 def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
-    """The document of all routes; `keys`: a bearer's key is needed."""
+    """The document of all routes; `keys`: whether a bearer's key is needed."""
     made = get_openapi(
         title="Onestem",
         version=__version__,

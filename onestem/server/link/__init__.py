@@ -1,1 +1,1 @@
-"""The engine's process, and the server's end of the line to it."""
+"""The engine process, and the server's client for it."""

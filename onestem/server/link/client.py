@@ -1,7 +1,7 @@
-"""The server's side of the engine: hands requests over, takes what is new, starts it again.
+"""The server's side of the engine: sends requests, takes what is new, restarts it.
 
-Everything here runs on the event loop. Requests wait in the engine, which knows whose turn it is;
-here they are counted, and kept so that they can be sent again.
+Everything here runs on the event loop. Requests wait in the engine, which decides their order; here
+they are counted, and kept so that they can be sent again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class EngineLink(Protocol):
         ...
 
     async def end(self) -> str:
-        """See to it that the engine is gone; returns how it ended."""
+        """Make sure that the engine is gone; returns how it ended."""
         ...
 
 
@@ -77,23 +77,23 @@ class Launcher(Protocol):
 
 
 # ----------------------------------------------------------------------------- listeners
-# Who hears what the engine has to say.
+# Receivers of what the engine sends.
 
 
 class Listener(Protocol):
-    """Who gets a request's news. One that has ended gets no more."""
+    """Receives a request's news, until it has ended."""
 
     def on_token(self, index: int, token_id: int, text: str, weights_version: int) -> None: ...
     def on_delta(self, delta: Delta) -> None: ...
     def on_restart(self) -> None:
-        """The engine died: what it said of the request will be said again, from its beginning."""
+        """The engine died: the request's news will come again, from their beginning."""
         ...
 
     def on_error(self, error: ApiError) -> None: ...
 
 
 class JobSink(Protocol):
-    """Who gets a job's outputs."""
+    """Receives a job's outputs."""
 
     def on_output(self, output: RequestOutput) -> None: ...
     def on_pulled(self, count: int) -> None: ...
@@ -103,16 +103,16 @@ class JobSink(Protocol):
 # ----------------------------------------------------------------------------- pending aborts
 # Requests that were aborted, until the engine has said what they have cost.
 
-# Told once; None where nobody knows.
+# Called once with a request's cost; None where it is unknown.
 OnEnd = Callable[[RequestMetrics | None], object]
 
 
 def nobody(metrics: RequestMetrics | None) -> None:
-    """Nobody wants to know."""
+    """Ignore a request's cost."""
 
 
 class PendingAborts:
-    """By request id, who wants to know."""
+    """What to call, by request id, when the engine is done with an aborted request."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, OnEnd] = {}
@@ -121,7 +121,7 @@ class PendingAborts:
         self._waiting[request_id] = on_end
 
     async def gone(self, request_id: str) -> None:
-        """When the engine is done with a request, if it was aborted: its name is free then."""
+        """Wait until the engine is done with a request, if it was aborted: its id is free then."""
         if request_id not in self._waiting:
             return
         before, gone = self._waiting[request_id], asyncio.get_running_loop().create_future()
@@ -150,7 +150,7 @@ class PendingAborts:
 
 
 class PendingCalls:
-    """Sends questions and hands each answer to who asked.
+    """Sends questions and hands each answer to its asker.
 
     Args:
         send: a message to the engine process.
@@ -165,12 +165,11 @@ class PendingCalls:
         return len(self._open)
 
     async def ask(self, what: str, value: Any, seconds: float | None) -> Any:
-        """The answer to a question (see `messages.Ask`), which may take so many seconds; None: as
-        it takes.
+        """The answer to a question (see `messages.Ask`), which may take `seconds`; None: any time.
 
         Raises:
             NoAnswerError: none within `seconds`.
-            RequestError: the engine says no; ApiError: it failed to find out, or is gone.
+            RequestError: the engine refuses; ApiError: it failed to find out, or is gone.
         """
         token = next(self._tokens)
         future = self._open[token] = asyncio.get_running_loop().create_future()
@@ -205,7 +204,7 @@ class PendingCalls:
 
 LONGEST_PAUSE = 30.0
 ANSWER_SECONDS = 60.0
-NOBODY = -1  # waits for an answer
+NOBODY = -1  # token of a question whose answer is ignored
 STOP_SECONDS = 10.0
 
 State = Literal["starting", "running", "stuck", "down", "stopped"]
@@ -217,7 +216,7 @@ class _Entry:
     key: str
     weight: float
     listener: Listener
-    number: int | None = None  # of those that were sent to this engine
+    number: int | None = None  # among those that were sent to this engine
     begun: bool = False  # by this engine
     was_lost: bool = False  # an engine died that had begun it
 
@@ -233,17 +232,17 @@ class EngineClient:
         launcher: starts it.
         queue_limit: maximum requests of a key that wait.
         stream_interval: minimum tokens of a stream's chunk (see `ChunkSize`).
-        engine_timeout: seconds without a sign of an engine that has work, until it is ended and
-            started again; 0: never.
+        engine_timeout: restart an engine that has work and is silent for this long, in seconds; 0:
+            never.
 
     Attributes:
         state: `running` is the only one in which requests are taken.
         waiting: key -> its requests that the engine has not begun.
-        is_paused, sleep_level: what the engine was told last; the next one is told too.
+        is_paused, sleep_level: as the engine was last ordered; a new engine gets the same orders.
         facts, pid: of the engine that runs or ran last.
         stats: the engine's counts since the server's start.
         on_up: called whenever an engine is ready, before it gets its first request.
-        on_refused: told of a prefix that the engine refuses, with the reason.
+        on_refused: called with a prefix that the engine refuses, and the reason.
     """
 
     def __init__(
@@ -289,20 +288,21 @@ class EngineClient:
     # ------------------------------------------------------------------------- life
 
     async def start(self) -> Facts:
-        """Start the engine; from then on it is started again whenever it ends.
+        """Start the engine; from then on it is restarted whenever it ends.
 
         Raises:
             ConfigError: it cannot start.
         """
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
-        self._watcher = asyncio.create_task(self._watch())
+        if self.watchdog.limit:
+            self._watcher = asyncio.create_task(self._watch())
         await self._started
         assert self.facts is not None
         return self.facts
 
     async def stop(self) -> None:
-        """End the engine; whoever still waits gets an error."""
+        """End the engine; requests that still wait get an error."""
         self._stopping.set()
         self._send(Stop())
         if self._supervisor is not None:
@@ -320,7 +320,7 @@ class EngineClient:
     def kill(self) -> None:
         """End the engine at once; its event loop is closed."""
         if self._link is not None:
-            with contextlib.suppress(RuntimeError):  # of the loop, behind the engine's end
+            with contextlib.suppress(RuntimeError):  # the loop's, after the engine's end
                 self._link.kill()
 
     def fail_all(self, error: ApiError) -> None:
@@ -383,8 +383,8 @@ class EngineClient:
         self.state, self.error, self.since = state, error, time.time()
 
     def _go_down(self, reason: str) -> None:
-        """Whoever the engine was answering is sent again, once: who was there twice when it died
-        gets an error. Who was not begun keeps waiting."""
+        """Send requests that the engine had begun once more. One that was begun at two deaths gets
+        an error. Requests that were not begun keep waiting."""
         self._set_state("down", reason)
         log.error("engine_down", error=reason)
         self._stats_before, self._stats = dict(self.stats), {}
@@ -400,7 +400,7 @@ class EngineClient:
         self._jobs.clear()
 
     def _take_back(self, entry: _Entry) -> None:
-        """Let a request of an engine that died wait again, the first time."""
+        """Queue a request again that a dead engine had begun; the second time it fails."""
         if entry.was_lost:
             self._fail(entry, EngineDownError("the engine died twice while it answered this"))
             return
@@ -440,8 +440,8 @@ class EngineClient:
             raise EngineDownError(f"the engine is {self.state}: {self.error or 'it is loading'}")
 
     def check_room(self, key: str, count: int) -> None:
-        """Raise a 429 if a key's line has no room for `count` more requests. The client is told
-        about how long that takes, from what ended lately."""
+        """Raise a 429 if a key's queue has no room for `count` more requests. The error says about
+        when it will have, from the rate at which requests ended recently."""
         if self.waiting[key] + count <= self.queue_limit:
             return
         after = max(1, min(60, round((self._finished.seconds_each or 1.0) * count)))
@@ -462,10 +462,10 @@ class EngineClient:
             self._hand_over(entry)
 
     def abort(self, request_id: str, on_end: OnEnd = nobody) -> None:
-        """End a request, wherever it is; its listener hears nothing more.
+        """End a request, wherever it is; its listener gets no more news.
 
         Args:
-            on_end: told once what the request has cost; None where nobody knows.
+            on_end: called once with the request's cost; None where it is unknown.
         """
         entry = self._forget(request_id)
         if entry is not None and entry.sent and self._link is not None:
@@ -475,7 +475,7 @@ class EngineClient:
         on_end(None)
 
     async def gone(self, request_id: str) -> None:
-        """When the engine knows nothing any more of a request that was aborted."""
+        """Wait until the engine has released an aborted request."""
         await self._leaving.gone(request_id)
 
     def by_key(self) -> Mapping[str, tuple[int, int]]:
@@ -484,7 +484,7 @@ class EngineClient:
         return {key: (self.waiting[key], n - self.waiting[key]) for key, n in all_of.items()}
 
     def key_of(self, request_id: str) -> str | None:
-        """Whose request it is; None if it is not here any more."""
+        """The key whose request it is; None if the request is gone."""
         entry = self._entries.get(request_id)
         return entry.key if entry is not None else None
 
@@ -496,7 +496,7 @@ class EngineClient:
     def _hand_over(self, entry: _Entry) -> None:
         try:
             self._send(Add(entry.request, self._num_sent, entry.key, entry.weight))
-        except Exception as error:  # it cannot be written down: nobody else's concern
+        except Exception as error:  # it cannot be pickled: no other request is affected
             log.exception("unsendable_request", error, id=entry.request.request_id)
             self._fail(entry, ApiError(500, f"the request cannot be sent: {error}"))
             return
@@ -583,7 +583,7 @@ class EngineClient:
         Raises:
             EngineDownError: it is not there.
             NoAnswerError: it does not answer within `seconds`.
-            RequestError: it says no; ApiError: it failed to find out.
+            RequestError: it refuses; ApiError: it failed to find out.
         """
         self.check_up()
         return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS))
@@ -602,7 +602,7 @@ class EngineClient:
         return answer
 
     def tell(self, what: str, value: Any = None) -> None:
-        """`control`, of whose end nobody hears."""
+        """`control` without waiting for its end."""
         self._send(Ask(NOBODY, what, value))
 
     # ------------------------------------------------------------------------- the rest
@@ -614,7 +614,7 @@ class EngineClient:
 
     @property
     def job_step_seconds(self) -> float:
-        """The longest step of late in which jobs had the engine to themselves."""
+        """The longest recent step in which jobs had the engine to themselves."""
         return self._job_steps.most
 
     def pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:

@@ -1,4 +1,4 @@
-"""What the server and the engine process tell each other, and how it is written on a socket."""
+"""Messages between the server and the engine process, and how they are written on a socket."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Add:
-    """An interactive request; `number`: of those that this engine was given, from 0. `key` and
+    """An interactive request; `number` counts those that this engine was given, from 0. `key` and
     `weight`: see `Engine.add_request`."""
 
     request: Request
@@ -123,7 +123,7 @@ class Facts:
     """What the server needs to know of the engine's model and memory.
 
     Attributes:
-        options: as they were settled; kv_tokens: that KV memory holds.
+        options: as settled; kv_tokens: tokens that KV memory holds.
     """
 
     options: EngineOptions
@@ -157,8 +157,8 @@ def _numbers() -> array[int]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Most of what a step brings, by columns: one sampled token each, of sequences that go on, with
-    nothing to tell of it but its id and its text.
+    """Most of what a step brings, by columns: one sampled token for each sequence that goes on and
+    has no other news than its id and its text.
 
     Attributes:
         weights_version: of the weights that sampled them.
@@ -197,26 +197,25 @@ class JobOutput:
 
 @dataclass(frozen=True)
 class Begun:
-    """It is these requests' turn: they are in the step that is computed next, unless memory is
-    short."""
+    """Requests that are in the step that is computed next, unless memory is short."""
 
     request_ids: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step, or taking commands, came to.
+    """What came of a step, or of taking commands.
 
     Attributes:
         tokens, deltas: of interactive requests; `tokens` come before `deltas`.
         refused: request id -> why.
-        aborted: request id -> what it has cost; None: it was not begun, or has ended by itself.
+        aborted: request id -> its cost; None: it was not begun, or has ended by itself.
         num_running: sequences in the engine.
         jobs: finished requests of jobs.
         pulled: job -> requests that the engine has taken so far.
         stats: the engine's counts, now and then.
         job_step_seconds: the longest step without an interactive request, since the last `stats`.
-        num_taken: commands taken so far, but for questions that need the engine's grammars alone.
+        num_taken: commands taken so far, without questions that only need the engine's grammars.
         busy: a further report follows without a command.
     """
 
@@ -235,7 +234,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Answered:
-    """`error`: why not; `fault`: whether a caller's mistake is the reason."""
+    """An answer; `error`: why there is none; `fault`: whether a caller's mistake is the reason."""
 
     token: int
     value: Any = None
@@ -244,9 +243,9 @@ class Answered:
 
 
 # ----------------------------------------------------------------------------- wire
-# Messages between the server and the engine process: pickled values behind their length.
+# Messages between the server and the engine process: a length, then a pickled value.
 #
-# Both ends are the same program on the same machine over a socket that nobody else holds.
+# Both ends are the same program on the same machine, over a socket that no other process holds.
 
 LENGTH = struct.Struct("!Q")
 BUFFER_BYTES = 4 << 20
@@ -281,7 +280,7 @@ class Channel:
         return pickle.loads(body)
 
     def close(self) -> None:
-        """Also for a thread that is receiving."""
+        """Close the channel; this also wakes a thread that is receiving."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._file.close()

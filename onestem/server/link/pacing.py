@@ -13,22 +13,22 @@ __all__ = ["ChunkSize", "RecentWindow", "Watchdog"]
 # How many tokens make a chunk of a stream.
 #
 # What a chunk costs the server's process (a wake-up, an event, HTTP framing, a system call) hardly
-# depends on its tokens. One core writes so many chunks in a second; where streams get more tokens
-# than that, readers would wait for the core, and newcomers behind them. So chunks grow with the
-# tokens that come, and nobody waits.
+# depends on its tokens. One core writes CHUNKS_PER_SECOND of them; where streams get more tokens
+# than that, readers and new requests would wait for the core. So chunks grow with the rate of
+# tokens.
 
 CHUNKS_PER_SECOND = 8000
 SECONDS = 0.25  # between looks at how many tokens come
 
 
 class ChunkSize:
-    """Of all streams of a server.
+    """The chunk size of all streams of a server.
 
     Args:
         least: tokens of a chunk when few streams run.
 
     Attributes:
-        tokens: of a chunk now.
+        tokens: tokens of a chunk now.
     """
 
     def __init__(self, least: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class ChunkSize:
         self._count = 0
 
     def note(self, num_tokens: int) -> None:
-        """So many tokens have come for streams."""
+        """Count tokens that have come for streams."""
         self._count += num_tokens
         now = self._clock()
         elapsed = now - self._since
@@ -50,7 +50,7 @@ class ChunkSize:
 
 
 # ----------------------------------------------------------------------------- recent window
-# What has been measured of late.
+# What was measured recently.
 
 
 class RecentWindow:
@@ -64,7 +64,7 @@ class RecentWindow:
         self._values.append((time.monotonic(), value))
 
     def _forget(self) -> float:
-        """Drop what is older; the time now."""
+        """Drop older values; returns the time now."""
         now = time.monotonic()
         while self._values and now - self._values[0][0] >= self._seconds:
             self._values.popleft()
@@ -78,7 +78,7 @@ class RecentWindow:
 
     @property
     def seconds_each(self) -> float | None:
-        """Seconds between one and the next, about; None if there were too few."""
+        """Mean seconds between two values, about; None if there were too few."""
         now = self._forget()
         if len(self._values) < 2:
             return None
@@ -86,16 +86,16 @@ class RecentWindow:
 
 
 # ----------------------------------------------------------------------------- watchdog
-# Notices an engine that has work and says nothing any more.
+# Notices an engine that has work and has gone silent.
 
 LONGEST_INTERVAL = 5.0
 
 
 class Watchdog:
-    """Adds up how long nothing was heard of an engine that owes an answer.
+    """Adds up how long an engine that owes a report has been silent.
 
     The engine reports after every step, and whenever it has taken commands. So it owes a report
-    while it said last that it has work, or has not taken all that was sent to it.
+    while its last one said that it has work, and until it has taken all that was sent to it.
 
     Args:
         limit: seconds of silence after which it counts as stuck; 0: it never does.
@@ -106,12 +106,12 @@ class Watchdog:
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
-        self.interval = min(max(limit / 8, 0.001), LONGEST_INTERVAL)
+        self.interval = min(limit / 8, LONGEST_INTERVAL)
         self._clock = clock
         self.restart()
 
     def restart(self) -> None:
-        """There is a new engine."""
+        """Begin anew with a new engine."""
         self._num_sent = self._num_taken = 0
         self._busy = False
         self._silent = 0.0
@@ -124,7 +124,8 @@ class Watchdog:
         self._num_sent += 1
 
     def note_report(self, num_taken: int, *, busy: bool) -> None:
-        """A report has come: of so many commands taken; `busy`: more will come without any."""
+        """A report has come, with the number of commands taken so far; `busy`: further reports
+        follow without a command."""
         self._num_taken, self._busy = num_taken, busy
         self._silent = 0.0
 

@@ -29,7 +29,7 @@ class EngineProcess:
     """Starts `python -m onestem.server.link.worker`.
 
     Args:
-        factory: `module:function` that makes an `LLM` of the options.
+        factory: `module:function` that makes an `LLM` from the options.
     """
 
     def __init__(self, options: EngineOptions, factory: str = LOADER) -> None:

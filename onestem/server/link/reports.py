@@ -1,4 +1,4 @@
-"""What the engine process tells of its requests (`Deltas`) and of its memory (`snapshot_of`)."""
+"""What the engine process reports of its requests (`Deltas`) and its memory (`snapshot_of`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = ["Deltas", "snapshot_of"]
 
 @dataclass(slots=True)
 class _Single:
-    """A request whose news are mostly plain: its only sequence, its number, what was sent."""
+    """A request of one sequence, whose news are mostly plain: the sequence, the request's number,
+    and what was sent."""
 
     sequence: Sequence
     number: int
@@ -40,7 +41,7 @@ class Deltas:
         self._sent: dict[str, dict[int, Told]] = {}
 
     def __len__(self) -> int:
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         return len(self._sent)
 
     def begin(self, request_id: str, number: int) -> None:
@@ -57,14 +58,14 @@ class Deltas:
         going_on: Iterable[RequestState] = (),
         weights_version: int = 0,
     ) -> tuple[Tokens, list[Delta]]:
-        """What requests have that they did not have before: those of `outputs`, and others that
-        stream and go on. `weights_version`: of the weights that the model has now."""
+        """What is new in requests: in `outputs`, and in others that stream and go on.
+        `weights_version`: of the weights that the model has now."""
         tokens = Tokens(weights_version)
         unusual = self._note_tokens(going_on, tokens)
         deltas = []
         for output in [*outputs, *map(request_output, unusual)]:
             if output.request_id not in self._sent:
-                continue  # it was forgotten: nobody listens
+                continue  # it was forgotten: it has no listener
             pieces = self._pieces(output, tokens)
             if output.finished:
                 deltas.append(_last(output, pieces))
@@ -74,8 +75,8 @@ class Deltas:
         return tokens, deltas
 
     def _note_tokens(self, going_on: Iterable[RequestState], tokens: Tokens) -> list[RequestState]:
-        """Note the news of requests of one sequence if it is a token with nothing but a text. That
-        is most of what comes, so no output is made for it. The other requests."""
+        """Note news that is one token with its text, of requests of one sequence; returns the other
+        requests. Most news is like that, so no output is made for it."""
         unusual: list[RequestState] = []
         numbers: list[int] = []
         ids: list[int] = []
@@ -102,7 +103,7 @@ class Deltas:
         return unusual
 
     def _begin_single(self, state: RequestState) -> _Single | None:
-        """If it is a request of one sequence that is heard of here."""
+        """Note a request of one sequence; None if it has several, or is not answered here."""
         request_id = state.request.request_id
         if request_id not in self._sent or not _is_single(state):
             return None
@@ -112,7 +113,7 @@ class Deltas:
         return one
 
     def _pieces(self, output: RequestOutput, tokens: Tokens) -> list[CompletionOutput]:
-        """What does not go into `tokens`."""
+        """Note plain news in `tokens`; returns the rest."""
         pieces = []
         sent = self._sent[output.request_id]
         for sequence in output.outputs:
@@ -158,7 +159,7 @@ def _last(output: RequestOutput, pieces: list[CompletionOutput]) -> Delta:
 
 
 # ----------------------------------------------------------------------------- snapshot
-# An engine's state in plain values: the tree of runs, who holds KV memory, what runs and waits.
+# An engine's state in plain values: the tree of runs, what holds KV memory, what runs and waits.
 
 MOST_RUNS = 400
 MOST_MODULES = 200
@@ -170,11 +171,11 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
 
     `runs`: the largest by tokens, each after its parent: id, parent (None at the top), start,
     tokens, computed, readers (running sequences), owner (`prefix`, `interactive`, `job`, `cached`),
-    pinned (the prefix's name, or None) and first token ids; `num_runs` counts all. `modules` are
+    pinned (the prefix's name, or None) and first token ids. `num_runs` counts all. `modules` are
     the runs of PML modules, alike, with `start` their position.
     `pages` by owner: a page that several hold is counted for the first of prefix, interactive, job,
-    cached. `holders` say it more closely: {owner, name, pages}, where the name is the prefix's, or
-    the id of a request that reads it.
+    cached. `holders` have {owner, name, pages}, where the name is the prefix's, or the id of a
+    request that reads it.
     """
     scheduler, pool = engine.scheduler, engine.cache.pool
     reading = _reading(engine)
@@ -219,7 +220,7 @@ def _reading(engine: Engine) -> list[tuple[Sequence, list[Run]]]:
 
 
 def _readers(reading: list[tuple[Sequence, list[Run]]]) -> dict[Run, list[int]]:
-    """By run, how many interactive sequences and sequences of jobs read it."""
+    """By run, how many interactive sequences and how many sequences of jobs read it."""
     readers: dict[Run, list[int]] = {}
     for sequence, runs in reading:
         for run in runs:
@@ -228,7 +229,7 @@ def _readers(reading: list[tuple[Sequence, list[Run]]]) -> dict[Run, list[int]]:
 
 
 def _names(reading: list[tuple[Sequence, list[Run]]]) -> dict[Run, str]:
-    """By run, the id of a request that reads it; of an interactive one, if there is."""
+    """By run, the id of a request that reads it; of an interactive one, if there is one."""
     names: dict[Run, str] = {}
     for sequence, runs in reading:
         for run in runs:
@@ -262,7 +263,7 @@ def _pages_by_owner(holders: Mapping[tuple[str, str], int]) -> dict[str, int]:
 
 
 def _largest(owners: dict[Run, str]) -> list[Run]:
-    """The largest runs, those above them with them, from the top down."""
+    """The largest runs with their ancestors, from the top down."""
     chosen: dict[Run, None] = {}
     for run in _by_size(owners, MOST_RUNS):
         path = [node for node in run.path() if node not in chosen]

@@ -1,8 +1,8 @@
 """The engine process: takes commands, computes steps, reports what is new.
 
-The main thread alone touches the engine, with one exception: requests are checked and grammars
-compiled by threads of their own, so that a large JSON schema delays no step, and no other schema.
-When the server is gone, however it ended, so is this process.
+Only the main thread touches the engine, except that requests are checked and grammars compiled in
+threads of their own. So a large JSON schema delays no step and no other schema.
+When the server ends, in whatever way, so does this process.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25
 CHECKING = 4  # requests at once, beside the steps
-# What a step may take: about what a request that has just come has to wait for. Where jobs have the
-# engine to themselves, and not for long, the next request may come any moment: their steps are
-# shorter.
+# What a step may take: about as long as a new request has to wait. Jobs that have had the engine to
+# themselves for a short while get shorter steps, because the next request may come any moment.
 CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
 RECENT_SECONDS, SHORT_STEP = 10.0, 1 / 3
 
 
 def load(options: EngineOptions) -> LLM:
-    """The model and its engine, whose steps are bounded unless `max_step_ms` is 0."""
+    """The model and its engine; steps are bounded unless `max_step_ms` is 0."""
     from onestem.llm import LLM, pick_device
 
     if options.max_step_ms is None:
@@ -76,7 +75,7 @@ def load(options: EngineOptions) -> LLM:
 
 
 def load_with_ranks(options: EngineOptions) -> LLM:
-    """The same for callers in Python, whose log-probabilities have ranks."""
+    """The same for callers in Python: log-probabilities have ranks."""
     llm = load(options)
     llm.engine.tell_ranks()
     return llm
@@ -92,20 +91,20 @@ def facts_of(llm: LLM) -> Facts:
 
 
 # ----------------------------------------------------------------------------- admission window
-# When requests that have come may join those that run.
+# When new requests may join those that run.
 #
-# Newcomers join those that decode at any step, but a step with prompts has rows of its own to lay
-# out and to launch. So where many run, newcomers wait a little for one another, and join together.
+# They may join at any step, but a step with prompts has rows of its own to lay out and to launch.
+# So where many run, new requests wait a little for one another, and join together.
 
 SECONDS_PER_STREAM = 0.00004
 LONGEST_WAIT = 0.02
-ENOUGH = 24  # that came: they need not wait for more
+ENOUGH = 24  # new requests that need not wait for more
 
 T = TypeVar("T")
 
 
 class AdmissionWindow(Generic[T]):
-    """Those who have come and have not joined, in order."""
+    """Requests that have come and have not joined, in order."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,11 +118,11 @@ class AdmissionWindow(Generic[T]):
         self._arrived[name] = item
 
     def remove(self, name: str) -> bool:
-        """Whether it was here."""
+        """Remove a request; returns whether it was here."""
         return self._arrived.pop(name, None) is not None
 
     def take(self, num_streams: int) -> list[T]:
-        """All that have come, if it is time to join `num_streams` that run; else none."""
+        """Take all, if it is time to join `num_streams` requests that run; else none."""
         if not self._arrived:
             return []
         now = self._clock()
@@ -142,13 +141,13 @@ class AdmissionWindow(Generic[T]):
 class JobFeed:
     """A job's requests as they come from the server; the engine reads them as it has room.
 
-    The engine must never wait for the server. So where the feed runs dry it says that it has ended,
-    and what comes later is given to the engine as a further part of the job.
+    The engine must never wait for the server. So a feed that runs dry reports its end, and what
+    comes later is given to the engine as a further part of the job.
     """
 
     def __init__(self, job_id: str, first: bool) -> None:
         self.job_id = job_id
-        self.first = first  # of the jobs
+        self.first = first  # goes before other jobs
         self.pulled = 0
         self.parts: list[str] = []
         self._requests: deque[Request] = deque()
@@ -181,7 +180,7 @@ class Worker:
     Args:
         llm: model and engine.
         channel: to the server.
-        leave: called when the server is gone; must not return to a caller that goes on.
+        leave: called when the server is gone; should end the process.
     """
 
     def __init__(self, llm: LLM, channel: Channel, leave: Callable[[], object]) -> None:
@@ -207,7 +206,7 @@ class Worker:
         self._job_step_seconds = 0.0
 
     def run(self) -> None:
-        """Until told to stop, or the server is gone."""
+        """Run until a `Stop` comes, or the server is gone."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         self._channel.send(Ready(self._facts, os.getpid()))
         try:
@@ -229,7 +228,7 @@ class Worker:
             self._leave()
 
     def _validate(self, ask: Ask) -> None:
-        """Check a request, and have its grammar compiled, for which no thread of these waits."""
+        """Check a request, and have its grammar compiled without waiting for it in this thread."""
         try:
             grammar = self._engine.prepare(ask.value)
         except Exception as error:
@@ -241,11 +240,11 @@ class Worker:
             grammar.add_done_callback(lambda done: self._tell(ask, done.exception()))
 
     def _tell(self, ask: Ask, error: BaseException | None) -> None:
-        """That a request can be answered, or why not, goes back in the next report."""
+        """Put into the next report that a request can be answered, or why not."""
         answer = Answered(ask.token)
         if isinstance(error, OnestemError):
             answer = Answered(ask.token, error=str(error))
-        elif error is not None:  # whoever asked would wait for ever
+        elif error is not None:  # without an answer the asker would wait for ever
             why = f"the request cannot be checked: {type(error).__name__}: {error}"
             answer = Answered(ask.token, error=why, fault=False)
         self._inbox.put(answer)
@@ -284,7 +283,7 @@ class Worker:
     def _take_commands(self, *, wait: bool) -> bool:
         """Take what has come; sleep for it if there is nothing else to do."""
         took = self._take_inbox(wait=wait and not self._joining)
-        # An idle engine lets all in: nobody would be held up.
+        # An idle engine lets all in: no running request would be delayed.
         num_streams = max(0, len(self._deltas) - self._engine.num_waiting)
         for message in self._joining.take(0 if wait else num_streams):
             self._admit(message)
@@ -423,7 +422,7 @@ class Worker:
         self._answers.append(answer)
 
     def orders(self) -> dict[str, Callable[[Any], Any]]:
-        """What the engine can be told to do between two steps, each with one value."""
+        """Orders that the engine can carry out between two steps, each with one value."""
         engine = self._engine
         return {
             "pause": lambda _: self._pause(True),
@@ -441,7 +440,7 @@ class Worker:
         self._engine.is_paused = paused
 
     def _wake_up(self, tags: Collection[str] | None) -> bool:
-        """Whether all is awake."""
+        """Wake up; returns whether all is awake."""
         self._engine.wake_up(tags)
         return not self._engine.residence.asleep
 
@@ -460,7 +459,7 @@ class Worker:
         self._running = False
 
     def _snapshot(self) -> dict[str, Any]:
-        """The engine's, with what jobs hold under their names."""
+        """The engine's snapshot, with jobs' holdings under the jobs' names."""
         snapshot = snapshot_of(self._engine)
         for holder in snapshot["holders"]:
             holder["name"] = self._job_of.get(holder["name"], holder["name"])
@@ -490,7 +489,7 @@ class Worker:
 
 
 def _end_with_rank(channel: Channel, line: str) -> None:
-    """A rank is gone, maybe while nobody asks for anything: the server starts all again."""
+    """A rank is gone, even if no request runs: end, so that the server restarts all."""
     try:
         channel.send(Failed(line, fault=False))
     finally:
@@ -499,7 +498,7 @@ def _end_with_rank(channel: Channel, line: str) -> None:
 
 def main() -> None:
     """`python -m onestem.server.link.worker FD`: the channel is that file descriptor."""
-    # The server says when to end, also where a signal goes to the whole group of processes.
+    # The server says when to end, even if a signal goes to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -524,7 +523,7 @@ def main() -> None:
     except Exception as error:
         channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
         raise
-    os._exit(0)  # nothing to put away: what matters is with the server
+    os._exit(0)  # nothing to clean up: all state that matters is the server's
 
 
 if __name__ == "__main__":

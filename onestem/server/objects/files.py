@@ -55,7 +55,7 @@ def describe(row: Row) -> dict[str, Any]:
 
 
 async def keep(store: Store, tenant: Tenant, filename: str, source: BinaryIO) -> Row:
-    """Store what is read of `source` as a file of a key."""
+    """Store what `source` holds as a file of a key."""
     row = new_file_row(tenant.name, filename, "batch")
     row["bytes"] = await asyncio.to_thread(_save, source, store, row["id"])
     await asyncio.to_thread(store.add_file, row)
@@ -88,7 +88,7 @@ async def find_file(store: Store, tenant: Tenant, file_id: str) -> Row:
 
 
 def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """A page of a list, as OpenAI's clients walk through it."""
+    """A page of a list, in the form that OpenAI's clients page through."""
     start = 0
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
@@ -108,18 +108,18 @@ def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[
 
 
 # ----------------------------------------------------------------------------- job files
-# What a batch leaves among its key's files: its output, and the lines of it that failed.
+# What a batch leaves among its key's files: its output, and a file of its failed lines.
 #
-# Each step may be done again after a crash, and then changes nothing: ids come from the batch.
+# Each step can be repeated after a crash and then changes nothing: ids derive from the batch's.
 
 
 def keep_output(
     store: Store, owner: str, batch_id: str, path: Path
 ) -> tuple[str | None, str | None]:
-    """Make what a batch has written at `path` a file of the key's, and another of its errors.
+    """Make a batch's output at `path` a file of the key's, and its errors another.
 
     Returns:
-        The ids of both; None for one that would have nothing in it.
+        The ids of both; None for one that would be empty.
     """
     name = batch_id.removeprefix("batch_")
     output, errors = f"file-{name}o", f"file-{name}e"
@@ -141,7 +141,7 @@ def keep_output(
 
 
 def count_lines(store: Store, file_id: str | None) -> int:
-    """Of a file that `keep_output` made; none where it made none."""
+    """Lines of a file that `keep_output` made; 0 where it made none."""
     if file_id is None:
         return 0
     with open(store.files / file_id, "rb") as file:
@@ -158,7 +158,7 @@ def _add(store: Store, owner: str, file_id: str, filename: str) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A server that was killed may have left half a line at the end."""
+    """Cut half a line at the end, which a killed server may have left."""
     with open(path, "rb+") as file:
         whole = sum(len(raw) for raw in file if raw.endswith(b"\n"))
         file.truncate(whole)

@@ -45,13 +45,13 @@ __all__ = [
     "now",
 ]
 
-MOST_DEATHS = 3  # of the engine, without an answer of the job in between
+MOST_DEATHS = 3  # maximum deaths of the engine without an answer of the job in between
 SCHEMAS = "schemas.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class JobModel:
-    """What of the model a job's answers depend on, as `onestem batch` has it."""
+    """What a job's answers depend on of the model, as in `onestem batch`."""
 
     tokenizer: Any
     identity: str
@@ -105,7 +105,7 @@ class Jobs:
         return record
 
     def _keep_new(self, owner: str, record: Row, markups: list[str]) -> None:
-        """A job keeps the schemas that were there when it was made."""
+        """Store a new job, with the schemas that exist now."""
         kept = self._place(record["id"]).with_name(SCHEMAS)
         kept.parent.mkdir(parents=True)
         kept.write_text(json.dumps(markups))
@@ -159,7 +159,7 @@ class Jobs:
         self._task = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        """Put the running job down; the next start goes on with it."""
+        """Stop the running job; the next start goes on with it."""
         self._stopping = True
         self._wake.set()
         if self._active is not None:
@@ -168,7 +168,7 @@ class Jobs:
             await self._task
 
     def wake(self) -> None:
-        """An engine is ready."""
+        """Go on: an engine is ready."""
         self._wake.set()
 
     async def _work(self) -> None:
@@ -187,7 +187,7 @@ class Jobs:
                 await self._failed(owner, record["id"], "internal", str(error))
 
     def _choose(self) -> tuple[str, Row] | None:
-        """The oldest open batch of the key that comes after the last one's."""
+        """The oldest open batch of the next key after that of the last batch."""
         oldest: dict[str, Row] = {}
         for owner, record in self._store.open_batches():
             oldest.setdefault(owner, record)
@@ -199,7 +199,7 @@ class Jobs:
     async def _attempt(self, owner: str, batch_id: str, deaths: dict[str, int]) -> None:
         self._last_owner = owner
         run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
-        self._active = (batch_id, run)  # who cancels it from now on stops the attempt
+        self._active = (batch_id, run)  # a cancel from now on stops the attempt
         try:
             record = await asyncio.to_thread(self._store.batch, owner, batch_id)
             if record is None or record["status"] not in OPEN_STATUSES:
@@ -208,7 +208,7 @@ class Jobs:
                 await self._cancelled(owner, batch_id)
                 return
             if record["status"] == "finalizing" and not self._place(batch_id).exists():
-                # The server died when the output was among the files already.
+                # The server died after it had made the output a file.
                 await self._completed(owner, batch_id, record["request_counts"])
                 return
             run.check()
@@ -274,7 +274,7 @@ class Jobs:
         log.info("job_completed", job=batch_id, **counts)
 
     def _finalize(self, owner: str, batch_id: str, counts: Mapping[str, int]) -> None:
-        """Each step may be done again after a crash, and then changes nothing."""
+        """Each step can be repeated after a crash and then changes nothing."""
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
@@ -309,7 +309,7 @@ class Jobs:
         log.warning("job_ended", job=batch_id, status="failed", error=message)
 
     def _end_early(self, owner: str, batch_id: str, changes: Mapping[str, Any]) -> None:
-        """What was answered before a batch was cancelled or failed is its output."""
+        """End a cancelled or failed batch; what was answered before is its output."""
         place = self._place(batch_id)
         partial_file = place.with_name(place.name + ".partial")
         with self._lock:
@@ -330,7 +330,7 @@ class Jobs:
 
 
 def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
-    """A batch has one endpoint. Lines that are no requests get their errors later."""
+    """Check that all lines name the batch's endpoint. Other bad lines get their errors later."""
     with open(source, "rb") as file:
         for number, raw in enumerate(file, 1):
             run.check()
@@ -395,7 +395,7 @@ def new_batch(body: Mapping[str, Any]) -> Row:
 
 
 # ----------------------------------------------------------------------------- job attempt
-# One attempt at a job: `run_job` in a thread of its own, the engine process at the other end.
+# One attempt at a job: `run_job` in a thread of its own, answered by the engine process.
 
 WINDOW = 512  # requests of a job that the engine process holds and has not taken
 PROGRESS_SECONDS = 1.0
@@ -404,7 +404,7 @@ T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """The server is going, or the job was cancelled."""
+    """The server is stopping, or the job was cancelled."""
 
 
 class _Sink:
@@ -452,8 +452,8 @@ class JobAttempt:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def validate(self, check: Callable[[Request], object], request: Request) -> None:
-        """As the engine would; a grammar is compiled there. What it cannot find out is the line's
-        error, unless it is gone.
+        """Have the engine validate a request and compile its grammar. A failure to do so is the
+        line's error, unless the engine is gone.
 
         Raises:
             RequestError: the line cannot be answered; EngineDownError: the engine is not there.
@@ -528,7 +528,7 @@ class Told:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a job's thread; unlike the loop's own pool it keeps nobody else waiting."""
+    """Run a job in a thread of its own: it takes none of the loop's pool."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 

@@ -1,8 +1,8 @@
 """Prefixes as objects: named, versioned, pinned in the engine, computed before they are ready.
 
 A prefix is a text, messages, or token ids. Messages stand before a chat's messages, token ids
-before a completion's prompt. A text does both: it is a chat's first system message, and stands as
-it is before a completion's prompt; both forms are pinned where the model has a chat template.
+before a completion's prompt. A text does both: it is a chat's first system message, and stands
+unchanged before a completion's prompt. Both forms are pinned where the model has a chat template.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Prefix:
         return sum(map(len, self.forms.values()))
 
     def length(self, ids: Sequence[int]) -> int:
-        """How many of its tokens a prompt begins with: all of a form, or 0."""
+        """Number of its tokens that a prompt begins with: all of a form, or 0."""
         lengths = [
             len(form)
             for form in self.forms.values()
@@ -116,7 +116,7 @@ class Prefixes:
     # ------------------------------------------------------------------------- making
 
     def load(self, apps: Mapping[str, Mapping[str, Any]]) -> None:
-        """The operator's, and those that keys have made before; `pin_all` pins them."""
+        """Load the operator's prefixes and those that keys have made; `pin_all` pins them."""
         for name, source in apps.items():
             self._enter(self._made(APP_OWNER, name, 1, source, int(time.time())))
         for row in self._store.list_named("prefixes"):
@@ -156,7 +156,7 @@ class Prefixes:
         return forms
 
     def _chat_form(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens that all chats have in common which begin with these messages."""
+        """The tokens that all chats which begin with these messages have in common."""
         assert self._tokenizer is not None
         first, second = (
             self._tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
@@ -227,7 +227,7 @@ class Prefixes:
             self._client.unpin(prefix.pin_name(kind))
 
     def pin_all(self) -> None:
-        """A new engine knows none of them."""
+        """Pin all prefixes in a new engine."""
         for prefix in self._all.values():
             self._pin(prefix)
 
@@ -237,7 +237,7 @@ class Prefixes:
                 prefix.refused = why
 
     async def until_ready(self) -> None:
-        """Until all are computed."""
+        """Wait until all are computed."""
         await self._until_ready(list(self._all.values()))
 
     async def _until_ready(self, prefixes: Sequence[Prefix]) -> None:
@@ -254,7 +254,7 @@ class Prefixes:
     # ------------------------------------------------------------------------- reading
 
     async def refresh(self) -> None:
-        """Ask the engine how they are."""
+        """Ask the engine for their state."""
         self.take_infos(await self._client.ask("prefixes"))
 
     def take_infos(self, infos: Iterable[Mapping[str, Any]]) -> None:
@@ -279,7 +279,7 @@ class Prefixes:
 
     @staticmethod
     def shown(pin_name: str) -> str:
-        """What people call a prefix that has this name in the engine."""
+        """The name for people of a prefix that has this name in the engine."""
         owner, name, *_ = pin_name.split("/")
         return name if owner in ("", APP_OWNER) else f"{name} of {owner}"
 
@@ -322,7 +322,7 @@ def check_name(name: str) -> None:
 
 
 def messages_of(source: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a chat begins with."""
+    """The messages that a chat begins with."""
     if "text" in source:
         return [{"role": "system", "content": source["text"]}]
     return list(source.get("messages", ()))

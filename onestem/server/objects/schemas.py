@@ -1,8 +1,8 @@
-"""PML schemas as objects: named, versioned; a prompt in PML names the one it is of.
+"""PML schemas as objects: named, versioned; a prompt in PML names its schema.
 
-The operator's (`--schema`) serve all keys; a key's own are its own. Modules are computed with the
-first prompt that imports them, or, where that is asked for, before a schema is there. Those of the
-operator's schemas are shared by all, those of a key's by what has the same cache salt.
+The operator's (`--schema`) serve all keys; a key's own serve that key alone. Modules are computed
+with the first prompt that imports them, or, on demand, before the schema can be used. Modules of
+the operator's schemas are shared by all, those of a key's by prompts of the same cache salt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from onestem.server.objects.tenants import APP_OWNER, Tenant
 __all__ = ["CompilePml", "Schemas"]
 
 ENCODE_SECONDS = 600.0
-WINDOW = 64  # requests that the engine process has at once
+WINDOW = 64  # maximum requests in the engine process at once
 
 # Markup and isolation -> segments.
 CompilePml = Callable[[str, str], CompiledPrompt]
@@ -78,7 +78,7 @@ class Schemas:
     """All schemas of a server.
 
     Args:
-        max_positions: that the model has.
+        max_positions: of the model.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Schemas:
         self._lock = asyncio.Lock()
 
     def load(self, files: Iterable[Path]) -> None:
-        """The operator's, and those that keys have made before."""
+        """Load the operator's schemas and those that keys have made."""
         for file in files:
             made = self._made(APP_OWNER, 1, to_markup(read_schema(file)), int(time.time()))
             if (APP_OWNER, made.name) in self._current:
@@ -133,7 +133,7 @@ class Schemas:
 
     async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a schema, or its next version; with `encode`, return when its modules are computed.
-        Until then prompts are of the version before."""
+        Until then prompts use the version before."""
         asked = check(SchemaBody, body)
         if (APP_OWNER, name) in self._current:
             raise ApiError(409, f"{name!r} is a schema of the operator's: choose another name")
@@ -165,7 +165,7 @@ class Schemas:
             ) from None
 
     async def encode_common(self) -> int:
-        """Compute the modules of the operator's schemas; the number of their tokens."""
+        """Compute the modules of the operator's schemas; returns the number of their tokens."""
         common = [schema for schema in self._current.values() if schema.is_common]
         return sum([await self._encode(schema, "") for schema in common])
 
@@ -223,7 +223,7 @@ class Schemas:
         return self.find(tenant, compiled.schema).library.alternatives(compiled)
 
     def markups(self, tenant: Tenant) -> list[str]:
-        """What a job keeps of the schemas that are there when it is made."""
+        """The markup of the tenant's schemas, which a new job keeps."""
         return [schema.markup for schema in self.visible(tenant)]
 
     def compiler(self, markups: Sequence[str]) -> CompilePml | None:
@@ -240,23 +240,23 @@ class Schemas:
 
 
 def _checked(markup: str) -> str:
-    """Markup, that no one can take for a file's name."""
+    """Markup, checked so that it cannot be taken for a file's name."""
     if not markup.lstrip("\ufeff \t\r\n").startswith("<"):
         raise RequestError(f"pml is {show(markup)}, expected markup that begins with <")
     return markup
 
 
 # ----------------------------------------------------------------------------- encoding
-# Modules computed before anybody asks: a job beside the interactive requests.
+# Modules computed before a prompt needs them: a job beside the interactive requests.
 
 
 async def _compute_modules(
     client: EngineClient, encoding: Encoding, *, cache_salt: str, common: bool
 ) -> None:
-    """Have all cached text of a schema computed, in what interactive requests leave free.
+    """Have all cached text of a schema computed, in the time that interactive requests leave free.
 
     Args:
-        cache_salt: of the prompts that it is for; common: it is for prompts of all salts.
+        cache_salt: of the prompts that it is for; common: whether it is for prompts of all salts.
 
     Raises:
         RequestError: the KV memory has no room for a module.
@@ -273,7 +273,7 @@ async def _compute_modules(
         ]:
             for request in part:
                 await client.ask("validate", request)
-            client.send_job(job, part, first=True)  # somebody waits for it
+            client.send_job(job, part, first=True)  # a client or the start waits for it
             for _ in part:
                 _check(await sink.next())
     finally:
@@ -308,7 +308,7 @@ class _Sink:
         self._outputs.put_nowait(output)
 
     def on_pulled(self, count: int) -> None:
-        """Each part is awaited whole."""
+        """Ignored: each part is awaited whole."""
 
     def on_down(self) -> None:
         self._outputs.put_nowait(None)

@@ -43,10 +43,10 @@ class Store:
     """The state of one server; a second one on the same folder is refused.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it does not exist.
 
     Attributes:
-        files: folder of uploaded and written files, each called by its id.
+        files: folder of uploaded and written files, each named by its id.
         work: folder where batches are worked on.
     """
 

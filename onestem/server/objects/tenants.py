@@ -1,8 +1,8 @@
-"""Who asks: API keys, what belongs to whom, and what of the cache each may see.
+"""Tenants: API keys, what belongs to each, and what of the cache each may see.
 
 A key file has one key per line, `name:key` or `name:key:weight`; empty lines and lines that begin
 with # are skipped. The line named `operator` is the operator's: its key may also read the page,
-/metrics and /internal. Without a key file there is one nameless tenant, and everybody is it.
+/metrics and /internal. Without a key file all callers are one nameless tenant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onestem.server.errors import ApiError
 __all__ = ["APP_OWNER", "EVERYBODY", "Keys", "OPERATOR", "Tenant", "read_key_file"]
 
 OPERATOR = "operator"
-APP_OWNER = "*"  # of what the operator has made for all; no key can have this name
+APP_OWNER = "*"  # owner of what the operator has made for all; no key can have this name
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LEAST_KEY = 8
 
@@ -37,8 +37,8 @@ class Tenant:
     weight: float = 1.0
 
     def salt(self, own: str = "") -> str:
-        """What separates this tenant's prompts in the cache, and the parts of its users if it
-        names them; "" shares with everybody."""
+        """The cache salt that separates this tenant's prompts, and those of its users if it names
+        them; "" shares with all."""
         if not self.name and not own:
             return ""
         return json.dumps([self.name, own])
@@ -54,7 +54,7 @@ class _Key:
 
 
 class Keys:
-    """The keys that are let in; none at all: everybody is."""
+    """The accepted keys; without any, all callers are accepted."""
 
     def __init__(self, keys: Iterable[tuple[str, str, float]] = ()) -> None:
         self._keys = [
@@ -66,11 +66,12 @@ class Keys:
         return bool(self._keys)
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Whose the bearer's key of an `Authorization` header is; raises a 401 if nobody's."""
+        """The holder of the bearer's key in an `Authorization` header; raises a 401 if there is
+        none."""
         return self._holder(_bearers(authorization)) if self._keys else EVERYBODY
 
     def _holder(self, given: bytes) -> Tenant:
-        """Each key is compared, in constant time, whatever the others gave."""
+        """The holder of a key. All keys are compared, each in constant time."""
         digest = _digest(given)
         found: Tenant | None = None
         for key in self._keys:
@@ -114,9 +115,9 @@ def _bearers(authorization: str | None) -> bytes:
 
 
 def _password(authorization: str | None) -> bytes:
-    """That of HTTP Basic, as a browser sends it; b"" if there is none.
+    """The password of HTTP Basic, as a browser sends it; b"" if there is none.
 
-    Whoever takes it must change nothing: a browser sends it along whatever page asks.
+    A route that takes it must change nothing: a browser sends it whichever page asks.
     """
     scheme, _, value = (authorization or "").partition(" ")
     if scheme.lower() != "basic":

@@ -25,7 +25,7 @@ Json = Mapping[str, Any]
 
 
 def api_page(document: Json) -> tuple[str, dict[str, str]]:
-    """The page, and the headers that it is served with: no script runs, no style but its own."""
+    """The page, and its headers, which allow no script and no style but its own."""
     style = "".join(path.read_text() for path in STYLES)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = (
@@ -53,7 +53,7 @@ def api_page(document: Json) -> tuple[str, dict[str, str]]:
 
 
 def objects_of(schemas: Json) -> Iterator[tuple[str, Json]]:
-    """Schemas of objects by their names, with those that stand inside others."""
+    """Schemas of objects by their names, with nested ones."""
     yield from schemas.items()
     inside: list[Any] = list(schemas.values())
     while inside:
@@ -82,7 +82,7 @@ def body_name(operation: Json) -> str | None:
 
 
 def _prose(text: str) -> Markup:
-    """What stands between backticks is code."""
+    """Text whose parts between backticks are code."""
     parts = str(escape(text)).split("`")
     return Markup("".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(parts)))
 

@@ -43,7 +43,7 @@ HEADERS = {
 
 
 async def _operators(request: Request) -> Service:
-    """The service, for the operator only."""
+    """The service; only for the operator."""
     service: Service = request.app.state.service
     service.keys.operator(request.headers.get("authorization"))
     return service
@@ -100,7 +100,7 @@ MOST_JOBS = 50
 
 
 async def state_of(service: Service, history_after: float = 0.0) -> dict[str, Any]:
-    """All of it; of the history what came after a time (unix seconds)."""
+    """All of the state; of the history only what came after a time (unix seconds)."""
     snapshot = await service.snapshots.get()
     jobs = await asyncio.to_thread(service.store.recent_batches, MOST_JOBS)
     client = service.client
@@ -164,7 +164,7 @@ def _memory(service: Service, snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owner(service: Service, kind: str, name: str) -> str:
-    """What the page calls who holds memory."""
+    """The page's name for a holder of memory."""
     if kind == "job":
         return f"job {name}"
     if kind == "interactive":

@@ -1,8 +1,8 @@
 """Queries as columns of a tile, tokens as rows: the form of items with a few queries.
 
-Scores are K Q^T `[BLOCK_N, COLUMNS]`, and V^T P^T `[BLOCK_D, COLUMNS]` is summed: keys and values
-are the tensor cores' first operand, read from the ring in shared memory, so that few queries make
-small products, few scores and a small result.
+Scores are K Q^T `[BLOCK_N, COLUMNS]`, and V^T P^T `[BLOCK_D, COLUMNS]` is summed. Keys and values
+are the tensor cores' first operand, read from the ring in shared memory. So few queries make small
+products, few scores and a small result.
 """
 
 # mypy: allow-untyped-defs
@@ -55,14 +55,14 @@ def _pieces(queries, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_D: gl.con
 
 @gluon.jit
 def _by_warp(tile):
-    """`[BLOCK_N, COLUMNS]` as `[4, BLOCK_N / 4, COLUMNS]`: what each warp holds."""
+    """`[BLOCK_N, COLUMNS]` as `[4, BLOCK_N / 4, COLUMNS]`, by the warp that holds it."""
     return gl.reshape(tile, [4, tile.shape[0] // 4, tile.shape[1]])
 
 
 @gluon.jit
 def _everywhere(parts):
-    """What warps have made of their parts, `[4, COLUMNS]`, all of it in each of them: reducing that
-    takes two barriers less than reducing a tile."""
+    """The warps' results of their parts, `[4, COLUMNS]`, copied to every warp: reducing these takes
+    two barriers less than reducing a tile."""
     layout: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0])
     return gl.convert_layout(parts, layout)
 
@@ -73,7 +73,7 @@ def _weights(
     BLOCK_N: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Weights of a tile from its products, new maximum `[COLUMNS]` and denominator
-    (`[BLOCK_N, COLUMNS]`, parts of the sum), and what old sums shrink by."""
+    (`[BLOCK_N, COLUMNS]`, parts of the sum), and the factor for old sums."""
     n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score.type.layout))  # [BLOCK_N]
     score, factor = scores(
         score, n[:, None], lo, hi, last[None, :], oldest[None, :], distance[None, :],
@@ -95,7 +95,7 @@ def _tile(
     STAGES: gl.constexpr, BOX: gl.constexpr, BLOCK_D: gl.constexpr, WINDOWED: gl.constexpr,
     ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the tile in a stage of the ring, and let it go."""
+    """Attend to the tile in a stage of the ring, and release it."""
     values = ring_memory.index(STAGES + stage)
     mbarrier.wait(full.index(stage), phase)
     zero = gl.zeros_like(denominator)
@@ -119,8 +119,8 @@ def _tile(
 
 @gluon.jit
 def _record(records, item, stop):
-    """An item's record (the last one's, if there is no such item): how many rows, where they begin,
-    who else they are with, entries, where the second begins, and the first one."""
+    """An item's record (else the last item's): number and start of its rows, whether they have
+    other items, number of entries, start of the second, and the first."""
     record = records + gl.minimum(item, stop - 1) * RECORD
     return (
         gl.load(record + NUM_ROWS),
@@ -152,11 +152,11 @@ def attend_columns(
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
     COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Walk items (there is one) of at most COLUMNS queries for a KV head, through one half of the
+    """Walk items (at least one) of at most COLUMNS queries for a KV head, through one half of the
     ring.
 
-    Memory takes as long to answer as a tile takes: an item's record is asked for three items ahead,
-    its rows two ahead, its queries one ahead.
+    A load from memory takes as long as a tile, so an item's record is loaded three items ahead, its
+    rows two ahead, its queries one ahead.
     """
     ring: gl.constexpr = STAGES // 2
     base: gl.constexpr = PART * ring
@@ -164,7 +164,7 @@ def attend_columns(
     across: gl.constexpr = gl.SliceLayout(0, layout)
     two_queries = _pieces(queries, COLUMNS, BLOCK_D, BLOCK_D)
     first_query: gl.constexpr = PART * ROWS // COLUMNS
-    # Behind the queries of this item and those of the next.
+    # In memory after the queries of this item and of the next.
     first_weights: gl.constexpr = (PART * ROWS + 2 * COLUMNS) * BLOCK_D // (COLUMNS * BLOCK_N)
     weights = _pieces(queries, COLUMNS, BLOCK_N, BLOCK_D).index(first_weights)
     walk = control + gl.load(control + AT_WALK)

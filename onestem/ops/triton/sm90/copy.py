@@ -27,7 +27,7 @@ from onestem.ops.triton.words import (
 __all__ = ["box_tokens", "copy", "descriptors", "fetch_list"]
 
 LINE: gl.constexpr = gl.constexpr(32)  # words of a cache line
-LINES: gl.constexpr = gl.constexpr(16)  # of a work list that each program asks for
+LINES: gl.constexpr = gl.constexpr(16)  # of a work list that each program fetches
 
 
 def box_tokens(page_size: int, block_n: int) -> int:
@@ -37,9 +37,9 @@ def box_tokens(page_size: int, block_n: int) -> int:
 
 
 def descriptors(k_pages: Tensor, v_pages: Tensor, box: int) -> tuple[TensorDescriptor, ...]:
-    """What the copy engine must know of the pages, `[num_pages, page_size, num_kv_heads,
-    head_dim]`, to copy boxes of `box` tokens and 64 dimensions (128 bytes) of a head. Behind its
-    last dimension it writes zeros, and reads nothing."""
+    """Descriptors of the pages, `[num_pages, page_size, num_kv_heads, head_dim]`, with which the
+    copy engine copies boxes of `box` tokens and 64 dimensions (128 bytes) of a head. Beyond a
+    head's last dimension it writes zeros, and reads nothing."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return tuple(
         TensorDescriptor.from_tensor(pages.transpose(1, 2), [1, 1, box, 64], layout)
@@ -49,8 +49,8 @@ def descriptors(k_pages: Tensor, v_pages: Tensor, box: int) -> tuple[TensorDescr
 
 @gluon.jit
 def fetch_list(control, num_words):
-    """Have the beginning of the work list (132 programs: 270 KB) brought to the L2 cache, each line
-    by one program of 4 warps. Words that are reached through each other are then read from there.
+    """Fetch the beginning of the work list (132 programs: 270 KB) into the L2 cache, each line by
+    one program of 4 warps. Loads that depend on each other then hit the cache.
     """
     i = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     line = i * gl.num_programs(0) + gl.program_id(0)
@@ -70,14 +70,14 @@ def fetch_list(control, num_words):
 def _places(
     start, lo, hi, pages, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr
 ):
-    """Pages and places in them where the boxes of a tile begin. A box of which nothing is walked
-    lies outside of the pool: the copy engine writes zeros."""
+    """Pages and places in them at which the boxes of a tile begin. A box without any walked token
+    gets a place outside of the pool: the copy engine writes zeros."""
     places = ()
     for i in gl.static_range(BLOCK_N // BOX):
         x = start + i * BOX
         inside = (x < hi) & (x + BOX > lo)
         page = gl.load(pages + x // PAGE_SIZE, mask=inside, other=0)
-        # Triton knows no unpacking.
+        # Triton has no unpacking.
         place = (gl.where(inside, page, -1), x % PAGE_SIZE)
         places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005
     return places
@@ -88,8 +88,8 @@ def _copy_tile(
     places, pool, head, boxes, flag, first, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     BOX: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile to boxes `first` and on. They lie in shared memory as the columns of a tile do,
-    64 dimensions after 64 dimensions."""
+    """Copy a tile to the boxes from `first` on. In shared memory they are laid out like a tile's
+    columns, 64 dimensions after 64 dimensions."""
     across: gl.constexpr = BLOCK_N // BOX
     mbarrier.expect(flag, BLOCK_N * BLOCK_D * 2)
     for i in gl.static_range(across):
@@ -100,8 +100,8 @@ def _copy_tile(
 
 @gluon.jit
 def _record(records, item, stop):
-    """Of an item's record (the last one's, if there is no such item): how many entries, where the
-    second begins, and the first one."""
+    """From an item's record (the last item's, if there is no such item): number of entries, start
+    of the second, and the first."""
     record = records + gl.minimum(item, stop - 1) * RECORD
     return gl.load(record + NUM_WALK), gl.load(record + WALK_START), _entry(record + FIRST_ENTRY)
 
@@ -114,7 +114,7 @@ def _entry(entry):
 
 @gluon.jit
 def _fetch(address):
-    """Have the cache line of an address brought to the multiprocessor."""
+    """Fetch the cache line of an address to the multiprocessor."""
     gl.inline_asm_elementwise(
         "{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }",
         "=r,l",
@@ -131,8 +131,8 @@ def _copy_items(
     PART: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """Copy keys or values that items walk, tile after tile, in order for those from `columns` on.
-    An item's record is asked for two items ahead, the first of its page ids one ahead."""
+    """Copy the keys or values that items walk, tile after tile; for items from `columns` on, in
+    order. An item's record is loaded two items ahead, the first of its page ids one ahead."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     size: gl.constexpr = BLOCK_D // 64 * (BLOCK_N // BOX)  # boxes of a tile
@@ -172,8 +172,8 @@ def copy(
     BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOX: gl.constexpr,
 ):  # fmt: skip
-    """A copying warp. It brings keys (SIDE 0) or values (SIDE 1) to one warpgroup, or (those of the
-    first one) to the pair."""
+    """Run a copying warp. It copies keys (SIDE 0) or values (SIDE 1) for one warpgroup, or, as one
+    of the first warpgroup's, for the pair."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     boxes = boxes._reinterpret(boxes.dtype, [boxes.shape[0], 1, 1, BOX, 64], layout)
     item, stop, head, columns = queue(control, PART)

@@ -1,4 +1,4 @@
-"""`attend_hopper`: the launch, and what its warps do."""
+"""`attend_hopper`: the launch, and the work of its warps."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _attend(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, COLUMNS: gl.constexpr,
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup, in the role of its program."""
+    """Run a warpgroup in the role of its program."""
     item, stop, head, columns = queue(control, PART)
     if columns < 0:
         attend_rows(
@@ -56,11 +56,11 @@ def attend_hopper(
     COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Walk all items; one program per multiprocessor, 4 warps and 8 more inside. The launch behind
-    it may begin at once.
+    """Walk all items; one program per multiprocessor, 4 warps and 8 more inside. The next launch
+    may begin at once.
 
     k_pages, v_pages: `descriptors`. num_words: length of `control`. COLUMNS: queries of the items
-    that have few; 0: none has.
+    with few; 0: there are none.
     """
     gdc_launch_dependents()
     fetch_list(control, num_words)
@@ -69,7 +69,7 @@ def attend_hopper(
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     box: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, 64], dtype)
     num_boxes: gl.constexpr = 2 * STAGES * BLOCK_D // 64 * across
-    # Keys, then values; the same memory as boxes and as tiles.
+    # Keys, then values; the same memory seen as boxes and as tiles.
     boxes = gl.allocate_shared_memory(dtype, [num_boxes, BOX, 64], box)
     ring_memory = boxes._reinterpret(dtype, [2 * STAGES, BLOCK_N, BLOCK_D], tile)
     queries = gl.allocate_shared_memory(

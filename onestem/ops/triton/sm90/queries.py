@@ -1,4 +1,4 @@
-"""Queries, and values that nobody may see, in shared memory."""
+"""Queries, and values that no query may see, in shared memory."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["blank", "load_query", "query_rows"]
 
 @gluon.jit
 def _blank_box(boxes, first, start, lo, hi, STEP: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Values of one box's tokens outside lo .. hi - 1, in all dimensions, become 0."""
+    """Set values of a box's tokens outside lo .. hi - 1 to 0, in all dimensions."""
     box: gl.constexpr = boxes.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     n = start + gl.arange(0, box, gl.SliceLayout(1, layout))  # [BOX]
@@ -20,7 +20,7 @@ def _blank_box(boxes, first, start, lo, hi, STEP: gl.constexpr, BLOCK_D: gl.cons
     loaded = ()
     for c in gl.static_range(BLOCK_D // 64):
         box_values = boxes.index(first + c * STEP).load(layout)
-        # Triton knows no unpacking.
+        # Triton has no unpacking.
         loaded = loaded + (box_values,)  # type: ignore[assignment]  # noqa: RUF005
     for c in gl.static_range(BLOCK_D // 64):
         kept = gl.where(inside, loaded[c], gl.zeros_like(loaded[c]))
@@ -31,8 +31,8 @@ def _blank_box(boxes, first, start, lo, hi, STEP: gl.constexpr, BLOCK_D: gl.cons
 def blank(
     boxes, tile, start, lo, hi, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BOX: gl.constexpr
 ):
-    """Values of slots outside the walk become 0, in the pages where it begins and ends: they may be
-    NaN, which no weight of 0 removes. tile: its number in the ring's memory."""
+    """Set values of slots outside the walk to 0, in the pages where it begins and ends. They may be
+    NaN, which a weight of 0 does not remove. tile: its number in the ring's memory."""
     across: gl.constexpr = BLOCK_N // BOX
     first = tile * (across * (BLOCK_D // 64))
     begins = (lo > start) & (lo < start + BLOCK_N) & (lo % BOX != 0)
@@ -52,7 +52,7 @@ def query_rows(
     rows, row_start, num_rows, first, COUNT: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Which rows queries first .. first + COUNT - 1 of an item stand in; -1 where there is none."""
+    """The rows of queries first .. first + COUNT - 1 of an item; -1: there is none."""
     across: gl.constexpr = BLOCK_D // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     j = (first + gl.arange(0, COUNT, gl.SliceLayout(1, layout))) // GROUP  # [COUNT]
@@ -64,7 +64,7 @@ def load_query(
     q, row, head, first, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The queries of rows (`query_rows`), 0 where there is none and behind HEAD_DIM."""
+    """The queries of rows (`query_rows`); 0 for rows of -1 and from HEAD_DIM on."""
     layout: gl.constexpr = row.type.layout.parent
     m = first + gl.arange(0, row.shape[0], gl.SliceLayout(1, layout))  # [COUNT]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))  # [BLOCK_D]

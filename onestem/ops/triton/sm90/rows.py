@@ -52,8 +52,8 @@ __all__ = ["attend_rows"]
 
 @gluon.jit
 def _folded(tile):
-    """`[ROWS, BLOCK_N]` as `[ROWS, BLOCK_N / 8, 8]`: reducing it in two steps makes shorter chains
-    of dependent instructions, and the second step can wait until the end of an item."""
+    """`[ROWS, BLOCK_N]` as `[ROWS, BLOCK_N / 8, 8]`: a reduction in two steps has shorter chains of
+    dependent instructions, and the second step can wait until the end of an item."""
     return gl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8])
 
 
@@ -64,7 +64,7 @@ def _weights(
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Weights of a tile from its products, new maximum and denominator (`[ROWS, 8]`, parts of the
-    sum), and what old sums shrink by."""
+    sum), and the factor for old sums."""
     layout: gl.constexpr = score.type.layout
     n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))  # [BLOCK_N]
     score, factor = scores(
@@ -84,10 +84,10 @@ def _weights(
 
 @gluon.jit
 def _done(value):
-    """The value, which must be there before anything that follows in program order may begin.
+    """The value, computed before anything that follows in program order may begin.
 
     The assembler moves a wait for products up, before the work that it should overlap, unless a
-    memory operation stands between that needs this work's result: here a store that never happens.
+    memory operation between them needs this work's result: here a store that never happens.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fBF800000; "
@@ -118,11 +118,11 @@ def attend_rows(
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Walk items for a KV head, with rows `first` .. `first` + 63 of them; gives `count`."""
+    """Walk items for a KV head, with their rows `first` .. `first` + 63; returns `count`."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     first: gl.constexpr = PART * ROWS if WIDE else 0
-    arrivals: gl.constexpr = 1 if WIDE else 2  # a tile is let go when two have arrived
+    arrivals: gl.constexpr = 1 if WIDE else 2  # a tile is released after two arrivals
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -141,7 +141,7 @@ def attend_rows(
         fence_async_shared()
     while item < stop:
         record = records + item * RECORD
-        # What is needed at the end of this item and by the next ones is asked for now.
+        # Load now what the end of this item and the next items need.
         j = (first + gl.arange(0, ROWS, slots)) // GROUP
         row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
@@ -179,7 +179,7 @@ def attend_rows(
                 oldest = distance - gl.load(control + WINDOW) + 1
             skip = 0
             if index == 0:
-                # The first tile has none before it whose weights would wait to be summed.
+                # Before the first tile there are no weights to sum.
                 skip = 1
                 stage = base + count % ring
                 start = tile_start(0, begin, clear, tail, BLOCK_N)
@@ -245,7 +245,7 @@ def _step(
         softcap, BLOCK_N, MASKED, WINDOWED, ALIBI, SOFTCAP,
     )  # fmt: skip
     denominator = _done(denominator)
-    # The new weights become operands only behind the wait, in the registers of the old ones.
+    # The new weights become operands only after the wait, in the registers of the old ones.
     total, weight, new_weight = warpgroup_mma_wait(0, deps=(total, weight, new_weight))
     mbarrier.arrive(empty.index(before), count=arrivals)
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)

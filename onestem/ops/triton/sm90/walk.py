@@ -1,4 +1,4 @@
-"""What there is to do, as the work list says it; and scores and states, which both forms share."""
+"""Reading of the work list, and the scores and states that both forms share."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 
 @gluon.jit
 def queue(control, PART: gl.constexpr):
-    """What half of a program takes: its first item, the end of them, its KV head, and where those
-    with queries as columns begin (-1: the program multiplies)."""
+    """The items of half of a program: the first, their end, the KV head, and the first item with
+    queries as columns (-1: the program multiplies)."""
     words = control + HEADER + (2 * gl.program_id(0) + PART) * QUEUED
     return gl.load(words), gl.load(words + 1), gl.load(words + 2), gl.load(words + 3)
 
@@ -41,8 +41,8 @@ def entry_of(record, more, index):
 
 @gluon.jit
 def tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Of a walk entry: where its first tile begins (at a page), how many tiles there are, and
-    which of them all rows see whole: from `clear` on, before `tail`."""
+    """The tiles of a walk entry: start of the first (at a page), their number, and the range that
+    all rows see whole: from `clear` on, before `tail`."""
     begin = lo // PAGE_SIZE * PAGE_SIZE
     tiles = (hi - begin + BLOCK_N - 1) // BLOCK_N
     clear = (gl.maximum(clear_lo, lo) - begin + BLOCK_N - 1) // BLOCK_N
@@ -53,7 +53,7 @@ def tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.co
 
 @gluon.jit
 def tile_start(i, begin, clear, tail, BLOCK_N: gl.constexpr):
-    """Where the i-th tile in walking order begins: first those that all rows see whole."""
+    """Start of the i-th tile in walking order: first those that all rows see whole."""
     whole = tail - clear
     masked = i - whole
     masked = gl.where(masked < clear, masked, masked + whole)
@@ -62,7 +62,7 @@ def tile_start(i, begin, clear, tail, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def next_stage(stage, phase, RING: gl.constexpr):
-    """The place behind this one in a ring of stages, and the parity of its barriers' phase."""
+    """The next place in a ring of stages, and the parity of its barriers' phase."""
     stage += 1
     around = stage == RING
     return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase)
@@ -70,11 +70,11 @@ def next_stage(stage, phase, RING: gl.constexpr):
 
 @gluon.jit
 def per_thread(pointer):
-    """The pointer, as far as the assembler knows another one in each thread of a warp.
+    """The pointer, in a form that for the assembler may differ between a warp's threads.
 
-    What is read through it stays in the threads' own registers, and is waited for where it is used.
-    What all threads read at one address is moved to a register that they share as soon as it is
-    asked for, which waits for it.
+    A value read through it stays in the threads' own registers, and only its use waits for it. A
+    value that all threads read at one address is moved to a shared register right after the load,
+    and that waits for it.
     """
     zero = gl.inline_asm_elementwise(
         "{ .reg .u32 lanes; mov.u32 lanes, %lanemask_lt; shr.u32 $0, lanes, 31; }",
@@ -89,8 +89,8 @@ def per_thread(pointer):
 
 @gluon.jit
 def rows_ahead(records, item, stop):
-    """Of an item that is yet to come: where its rows begin and how many they are (0: no such item).
-    Its whole record is then in the cache."""
+    """Start and number of a later item's rows (0: no such item). Brings its whole record into the
+    cache."""
     record = records + item * RECORD
     num_rows = gl.load(record + NUM_ROWS, mask=item < stop, other=0)
     lo = gl.load(record + FIRST_ENTRY, mask=item < stop, other=0)
@@ -102,10 +102,9 @@ def scores(
     product, n, lo, hi, last, oldest, distance, slope, scale, softcap, MASKED: gl.constexpr,
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile from its products, in powers of two, and what they are still to be
-    multiplied by.
+    """Scores of a tile from its products, in powers of two, and a factor still to be applied.
 
-    n: where its tokens stand; last, oldest, distance, slope: of each query. Both shaped to be
+    n: places of its tokens; last, oldest, distance, slope: of each query. All are shaped to be
     broadcast to the tile's shape.
     """
     score = product
@@ -132,8 +131,8 @@ def store_states(
     total, running_max, denominator, row, dest, kind, q_head, out, lse, part_out, part_lse,
     NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
-    """The states of an item's queries (row -1: none), as results or as partial states. `total` has
-    the dimensions of a head along AXIS, and behind HEAD_DIM nothing."""
+    """Store the states of an item's queries (row -1: none), as results or as partial states.
+    `total` has a head's dimensions along AXIS; from HEAD_DIM on nothing is stored."""
     layout: gl.constexpr = total.type.layout
     d = gl.arange(0, total.shape[AXIS], gl.SliceLayout(1 - AXIS, layout))  # [BLOCK_D]
     d = gl.expand_dims(d, 1 - AXIS)
