@@ -23,6 +23,19 @@ from tests.models.tiny import make_tiny
 IDS = prompt(12, 288)
 
 
+def test_staging_copies_every_byte() -> None:
+    """Pieces that end inside of a tensor, and tensors that are cut or transposed."""
+    copy = checkpoint.Staging(torch.device("cpu"), 100)
+    whole = torch.randn(37, 11)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        tensor = whole.to(dtype)
+        for one in (tensor, tensor[3:30], tensor.t(), tensor[:0], tensor[2, 2]):
+            found = copy(one)
+            assert found.shape == one.shape
+            assert found.is_contiguous()
+            assert torch.equal(found.float(), one.float())
+
+
 def _answers(path: Path, *, random_weights: bool = False, seed: int = 0) -> Tensor:
     decoder = load_decoder(
         path, dtype=torch.float32, device="cpu", random_weights=random_weights, seed=seed
