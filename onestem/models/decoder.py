@@ -180,10 +180,13 @@ class Decoder:
         self._rounded_activation = self.ops.rounded_silu_mul if config.mlp == "silu_gated" else None
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """token_ids and positions [num_rows] int64 -> hidden [num_rows, hidden_size].
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None
+    ) -> Tensor:
+        """token_ids and positions [num_rows] int64 -> hidden [num_read, hidden_size].
 
-        The result is what `logits` takes: the final norm has been applied.
+        The result is what `logits` takes: the final norm has been applied. `read` [num_read] int64
+        are the rows that it has, None: all. After the last layer's attention only these go on.
         """
         angles, add_norm = self.rope.angles(positions), self.normed
         growth = _growth(self.config, positions, self.dtype)
@@ -196,7 +199,14 @@ class Decoder:
                 hidden, delta, layer.input_norm, layer.qkv.rounds if sequential else None
             )
             out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
-            delta = layer.output(out.flatten(1))
+            out = out.flatten(1)
+            if read is not None and index == len(self.layers) - 1:
+                if not len(read):
+                    return hidden[:0]
+                out, hidden = out[read], hidden[read]
+                normed = normed if sequential else normed[read]
+                vectors = None if vectors is None else vectors[read]
+            delta = layer.output(out)
             if sequential:
                 delta = self._given(self.ranks.sum(delta), layer.output_norm)
                 normed = add_norm(hidden, delta, layer.post_norm, layer.mlp.rounds)

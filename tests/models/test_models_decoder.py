@@ -46,6 +46,18 @@ def test_an_mlp_in_pieces_equals_transformers(
     assert max(sizes) > PIECE
 
 
+def test_only_rows_that_are_read_go_through_the_last_layer_s_end(
+    directory: Path, decoder: Decoder
+) -> None:
+    ids = prompt(LENGTH, decoder.config.vocab_size)
+    positions, read = torch.arange(LENGTH), torch.tensor([2, 40, LENGTH - 1])
+    hidden = decoder.forward(ids, positions, dense_attend(decoder.config, positions), read)
+    found = torch.log_softmax(decoder.logits(hidden), -1)
+    torch.testing.assert_close(found, oracle(directory, ids)[read], atol=1e-4, rtol=0)
+    none = decoder.forward(ids, positions, dense_attend(decoder.config, positions), read[:0])
+    assert none.shape == (0, decoder.config.hidden_size)
+
+
 def test_far_positions_equal_transformers(llama: Path, tmp_path: Path) -> None:
     """RoPE at the end of the model's range, for every kind of scaling; learned positions."""
     for family in ("llama", "llama_llama3_rope", "llama_linear_rope", "gpt2"):

@@ -185,21 +185,31 @@ class Runner:
         rows = len(inputs.positions)
         spare = self.decoder.padded_rows(rows) - rows
         slots = _padded(inputs.slots, spare, self.scratch_slot)
+        # Most rows of prompts are there for their keys and values alone.
+        read = np.union1d(inputs.logit_rows, inputs.score_rows)
+        spare_read = self.decoder.padded_rows(len(read)) - len(read) if len(read) else 0
+        is_part = len(read) + spare_read < rows + spare
         hidden = self.decoder.forward(
             F.pad(ids, (0, spare)) if spare else ids,
             self.on_device(_padded(inputs.positions, spare, 0)),
             self._attend(prepared, self.on_device(slots), rows),
+            self.on_device(_padded(read, spare_read, 0)) if is_part else None,
         )
-        return self._logits(inputs, hidden)
+        return self._logits(inputs, hidden, read if is_part else None)
 
-    def _logits(self, inputs: StepInputs, hidden: Tensor) -> Logits:
-        """`hidden` `[n, hidden_size]`: of the step's rows, then of spare ones."""
+    def _logits(self, inputs: StepInputs, hidden: Tensor, read: np.ndarray | None = None) -> Logits:
+        """`hidden` `[n, hidden_size]`: of the step's rows, or of those that are `read`, ascending;
+        then of spare ones."""
         wanted, scoring = inputs.logit_rows, inputs.score_rows
+        rows = len(inputs.positions)
+        if read is not None:
+            wanted, scoring = np.searchsorted(read, wanted), np.searchsorted(read, scoring)
+            rows = len(read)
         block = max(1, BLOCK_LOGITS // self.decoder.config.vocab_size)
         blocks = [scoring[first : first + block] for first in range(0, len(scoring), block)]
         scored: Iterator[Tensor] = (self._logits_of(rows, hidden) for rows in blocks)
         count = -(-len(wanted) * self.decoder.config.vocab_size // SAMPLED_LOGITS)
-        if count == 1 and np.array_equal(wanted, np.arange(len(inputs.positions))):
+        if count == 1 and np.array_equal(wanted, np.arange(rows)):
             return Logits((self.decoder.logits(hidden)[: len(wanted)],), scored)
         parts = np.array_split(wanted, count) if count else []
         return Logits((self._logits_of(rows, hidden) for rows in parts), scored)
