@@ -27,6 +27,7 @@ from subprocess import PIPE, Popen
 HERE = Path(__file__).parent
 LONG_JOB, WIDE_JOB = "job 40x16 2000/200/100", "job 1x256 8000/64/128"
 TINY = {LONG_JOB: "job 2x3 40/10/4", WIDE_JOB: "job 1x4 60/8/4"}
+TWICE = "--repeats 2 --peer-repeats 1"
 TINY |= {"samples 64x16 512/512": "samples 2x3 16/4", "exam 10x2000": "exam 2x4"}
 
 
@@ -65,17 +66,17 @@ def beside(name: str, model: str, works: tuple[str, ...], seconds: int, more: st
 
 
 PARTS = (
-    beside("moe", "qwen3-30b-a3b", (LONG_JOB, WIDE_JOB), 190),
-    beside("windows", "gemma3-12b", (LONG_JOB, WIDE_JOB), 200),
-    beside("fp8", "llama3.1-8b", (LONG_JOB,), 170, "--quantization fp8"),
     beside(
         "rollouts",
         "llama3.1-8b",
         ("exam 10x2000", "samples 64x16 512/512"),
         230,
         # Log-probabilities of prompts take memory that vLLM does not count.
-        "--repeats 2 --peer-repeats 1 --peer-settings '{\"gpu_memory_utilization\": 0.85}'",
+        "--repeats 1 --peer-repeats 1 --peer-settings '{\"gpu_memory_utilization\": 0.85}'",
     ),
+    beside("moe", "qwen3-30b-a3b", (LONG_JOB, WIDE_JOB), 190, TWICE),
+    beside("windows", "gemma3-12b", (LONG_JOB, WIDE_JOB), 200, TWICE),
+    beside("fp8", "llama3.1-8b", (LONG_JOB,), 170, f"--quantization fp8 {TWICE}"),
     Part(
         "exam-transformers",
         "scores",

@@ -13,7 +13,8 @@ right. A peer's figure is that of its best batch size. It is asked the first `--
 the exam, and for all of them takes as much longer as its rows are more; both take turns. Beside
 seconds, also those of the processor (`cpu_seconds`: for a machine that others use too), rows are
 told: what was computed, and the different tokens that there are, behind which options are read.
-What a peer computes is counted as its model is called.
+What a peer computes is counted as its model is called. On a GPU `products_seconds` is what the
+linear layers alone take for all distinct rows, measured after the exam under a load that lasts.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ from onestem.llm import LLM
 from onestem.models.find import find_model
 from onestem.shapes import is_shape
 
+STEP_ROWS = 8192
+LASTING_SECONDS = 8.0
+
 Pair = tuple[list[int], list[list[int]]]  # a prompt and its options
 Asked = tuple[tuple[str, str], list[int], list[int]]  # texts, a prompt and an option
 
@@ -62,8 +66,11 @@ def main() -> None:
         peer = None if options.peer is None else Peer(llm, options)
         warm(llm)
         runs, theirs = [], []
+        products = None
         for _ in range(options.repeats):
             runs.append(measure(llm, pairs))
+            if llm.device.type == "cuda":
+                products = products_seconds(llm) * runs[-1]["distinct_rows"] / STEP_ROWS
             if peer is not None:
                 theirs += peer.measure(pairs, options.peer_questions)
     result = {
@@ -83,6 +90,8 @@ def main() -> None:
         **median_run(runs),
         "runs": runs,
     }
+    if products is not None:
+        result["products_seconds"] = products
     if theirs:
         sizes = {run["batch_size"] for run in theirs}
         best = max(
@@ -109,6 +118,9 @@ def summary(result: dict[str, Any]) -> str:
         peer, theirs = result["peer"]["engine"], result["peer"]["questions_per_second"]
         line += f"; {peer} {theirs:.2f}: {result['against_peer']:.2f}x"
         line += f" ({result['against_peer_in_cpu_seconds']:.2f}x in CPU seconds)"
+    if "products_seconds" in result:
+        share = result["products_seconds"] / result["seconds"]
+        line += f"; the linear layers alone take {share:.0%} of its time"
     return line
 
 
@@ -194,6 +206,28 @@ def measure(llm: LLM, pairs: list[Pair]) -> dict[str, Any]:
         "pair_tokens": sum(len(prompt) + len(one) for prompt, some in pairs for one in some),
         "mean_logprob": float(np.mean([one.logprob for some in scores for one in some])),
     }
+
+
+@torch.inference_mode()
+def products_seconds(llm: LLM) -> float:
+    """Seconds that the linear layers take for `STEP_ROWS` rows, under a load that lasts: nothing
+    that multiplies all distinct rows is faster."""
+    decoder, config = llm.decoder, llm.config
+    sizes = config.hidden_size, config.num_q_heads * config.head_dim
+    x, heads = (
+        torch.randn(STEP_ROWS, size, device=llm.device).to(decoder.dtype) for size in sizes
+    )
+    passes, began = 0, 0.0
+    while passes < 2 or time.perf_counter() - began < LASTING_SECONDS:
+        if passes == 1:
+            began = time.perf_counter()
+        for layer in decoder.layers:
+            layer.qkv(x)
+            layer.output(heads)
+            decoder.mlp(layer, x, x)
+        torch.cuda.synchronize(llm.device)
+        passes += 1
+    return (time.perf_counter() - began) / (passes - 1)
 
 
 def distinct_rows(pairs: list[Pair]) -> int:
