@@ -1,13 +1,12 @@
 """The engine on one GPU, shape of Llama-3.1-8B: jobs end to end, and what a decode step costs.
 
     python -m benchmarks.engine_gpu --out benchmarks/results/engine-gpu.json [--repeats 3]
-    python -m benchmarks.engine_gpu --parts row,jobs --jobs 40x16 --quantization fp8 --side tiled
+    python -m benchmarks.engine_gpu --parts row,jobs --jobs 40x16 --quantization fp8
 
 Jobs: requests per second, beside the sum of what their FLOPs and bytes take at the rates measured
 in the same run, through `LLM.generate`. Decode: a step at prefixes of 1K to 16K tokens against the
 same step without attention. Row: a step that decodes one sequence. Random weights in bf16 or as
-`--quantization` rounds them, multiplied as `--side` says (`benchmarks/layer.py`); every token is
-sampled greedily and none ends a sequence.
+`--quantization` rounds them; every token is sampled greedily and none ends a sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import triton
 
 import onestem
 from benchmarks.decode import all_decode, make_engine, measure_decode, steps
-from benchmarks.layer import SIDES, as_on
 from onestem.llm import LLM, planned
 from onestem.models.decoder import Decoder
 from onestem.options import Quantize
@@ -87,13 +85,7 @@ def main() -> None:
     parser.add_argument("--parts", default="jobs,decode", help="some of jobs, row, decode")
     parser.add_argument("--quantization", choices=get_args(Quantize), help="of the weights")
     parser.add_argument("--jobs", default="", help="only those whose names begin so")
-    parser.add_argument("--side", default=SIDES[0], choices=SIDES)
     options = parser.parse_args()
-    with as_on(options.side):
-        measure(options)
-
-
-def measure(options: argparse.Namespace) -> None:
     rates = measure_rates()
     llm = LLM(
         f"shape:{options.shape}",
@@ -104,8 +96,7 @@ def measure(options: argparse.Namespace) -> None:
     result: dict[str, object] = {
         "command": f"python -m benchmarks.engine_gpu --parts {options.parts} "
         f"--repeats {options.repeats}"
-        + (f" --quantization {options.quantization}" if options.quantization else "")
-        + f" --side {options.side}",
+        + (f" --quantization {options.quantization}" if options.quantization else ""),
         "weights": llm.decoder.layers[0].qkv.kind,
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),

@@ -3,7 +3,6 @@
     python -m benchmarks.layer --device cuda --shape llama3.1-8b --out benchmarks/results/layer-8b-h200.json
     python -m benchmarks.layer --device cuda --shape qwen3-30b-a3b --formats 16bit
     python -m benchmarks.layer --shape 0.5b --formats 16bit,int8,int4 --rows 1,64,512       # a CPU
-    python -m benchmarks.layer --device cuda --candidates
     python -m benchmarks.layer --device cuda --sweep --formats int4 --rows 1,16,64
 
 Random weights; medians of microseconds, on a GPU inside a CUDA graph. Layers take turns, so that
@@ -13,8 +12,7 @@ with both norms. The floor of a number of rows is the slower of FLOPs (those of 
 of 8 where rows are rounded too) and bytes of the weights that are read, of experts those that some
 row takes, at the rates measured in the same run.
 
-`--candidates` times each format with the products of `onestem.ops.triton.tiled` too ("tiled"), and
-these with launches that begin early ("early"). `--sweep` tries their tiles for each product of the shape
+`--sweep` tries tiles of Triton's products for each product of the shape,
 beside what stands, and checks each against float64 (`benchmarks/layer_tiles.py`).
 """  # noqa: E501
 
@@ -24,7 +22,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from itertools import cycle
@@ -37,7 +34,6 @@ from torch import Tensor
 from benchmarks.batch import machine
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
-from onestem.models.formats import products
 from onestem.models.mlp import ExpertLayer
 from onestem.models.weights import random_decoder
 from onestem.ops.bench.measure import device_facts
@@ -45,7 +41,6 @@ from onestem.ops.bench.rates import Rates, measure_rates
 from onestem.ops.bench.timing import cpu_ms, graph_ms
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import Rows
-from onestem.ops.triton import dependent
 from onestem.options import Quantize
 from onestem.shapes import find_shape
 
@@ -54,8 +49,6 @@ PLAIN = "16bit"
 FORMATS = (PLAIN, *get_args(Quantize))
 # Of a number; int4 has a scale of 16 bits for 128.
 BYTES = {PLAIN: 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
-# What a model has, and what `--candidates` times beside it.
-SIDES = ("standing", "tiled", "early")
 # Rows of these are rounded like the weights, and multiplied at twice the rate.
 ROUND_ROWS = ("fp8", "int8")
 
@@ -66,7 +59,6 @@ def main() -> None:
     parser.add_argument("--shape", default="llama3.1-8b", help="a name of docs/models.md")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default="1,16,64,256,8192")
-    parser.add_argument("--candidates", action="store_true", help="time other products as well")
     parser.add_argument("--sweep", action="store_true", help="try tiles of other products")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -82,19 +74,12 @@ def main() -> None:
         if options.sweep:
             from benchmarks.layer_tiles import swept
 
-            dependent.EARLY = True
             entries += swept(form, config, rows_of, device, rates) if form != PLAIN else []
             continue
-        for side in SIDES if options.candidates else SIDES[:1]:
-            if side in SIDES[1:-1] and form == PLAIN and config.experts is None:
-                continue  # its products are cuBLAS's
-            with as_on(side):
-                entries += timed(form, side, config, rows_of, device, rates)
+        entries += timed(form, config, rows_of, device, rates)
     result = {
         "command": f"python -m benchmarks.layer --device {options.device} --shape {options.shape} "
-        f"--formats {options.formats} --rows {options.rows}"
-        + " --candidates" * options.candidates
-        + " --sweep" * options.sweep,
+        f"--formats {options.formats} --rows {options.rows}" + " --sweep" * options.sweep,
         "date": date.today().isoformat(),
         "machine": machine(),
         **device_facts(device),
@@ -106,22 +91,8 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-@contextmanager
-def as_on(side: str) -> Iterator[None]:
-    """Choose products and launches as in `SIDES`."""
-    before = products.TILED, dependent.EARLY
-    if side != "standing":
-        products.TILED = frozenset({"fp8", "int8", "groups", "mxfp4"})
-        dependent.EARLY = side == SIDES[-1]
-    try:
-        yield
-    finally:
-        products.TILED, dependent.EARLY = before
-
-
 def timed(
     form: str,
-    side: str,
     config: ModelConfig,
     rows_of: Sequence[int],
     device: torch.device,
@@ -130,12 +101,12 @@ def timed(
     quantization = None if form == PLAIN else form
     decoder = random_decoder(config, dtype=DTYPE, device=device, quantization=quantization)
     for rows in rows_of:
-        entry = {"format": form, "side": side, "rows": rows}
+        entry = {"format": form, "rows": rows}
         entry |= measured(decoder, rows, form, rates)
         shown = ", ".join(f"{k} {v:.1f}" for k, v in entry["us"].items())
         share = entry["floor_us"] / entry["us"]["layer"]
         print(
-            f"{form} {side} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%}), "
+            f"{form} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%}), "
             f"{entry['launches']} launches",
             flush=True,
         )

@@ -57,8 +57,7 @@ SWEPT: dict[str, tuple[tuple[int, tuple[tuple[int, ...], ...], tuple[int, ...]],
 def candidates(form: str, rows: int) -> Iterator[Tiles]:
     _, tried, splits = next(entry for entry in SWEPT[form] if rows <= entry[0])
     for (out, high, *others), split in product(tried, splits):
-        for ahead in (0, 8) if rows == 1 else (8,):
-            yield Tiles(out, high, split, *others)._replace(ahead=ahead)
+        yield Tiles(out, high, split, *others)
 
 
 def swept(

@@ -214,9 +214,7 @@ def products_seconds(llm: LLM) -> float:
     that multiplies all distinct rows is faster."""
     decoder, config = llm.decoder, llm.config
     sizes = config.hidden_size, config.num_q_heads * config.head_dim
-    x, heads = (
-        torch.randn(STEP_ROWS, size, device=llm.device).to(decoder.dtype) for size in sizes
-    )
+    x, heads = (torch.randn(STEP_ROWS, size, device=llm.device).to(decoder.dtype) for size in sizes)
     passes, began = 0, 0.0
     while passes < 2 or time.perf_counter() - began < LASTING_SECONDS:
         if passes == 1:

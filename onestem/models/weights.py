@@ -34,7 +34,6 @@ from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
 from onestem.models.decoder import Decoder, Layer, Norm
 from onestem.models.description import ExpertNames, Experts
-from onestem.models.formats import products as formats
 from onestem.models.formats.held import Weight
 from onestem.models.formats.products import RoundedHead, Target, projection, row_bytes
 from onestem.models.formats.rounding import rounded_weight
@@ -747,7 +746,7 @@ class _Builder:
             from onestem.ops.triton.experts import GroupedExperts
             from onestem.ops.triton.tiled_experts import TiledExperts
 
-            if experts.mxfp4 and "mxfp4" in formats.TILED:
+            if experts.mxfp4:
                 return TiledExperts.of(up, down, clamp)
             return GroupedExperts(up, down, clamp, gelu=gelu)
         ops = resolve_layers(self.target.device)

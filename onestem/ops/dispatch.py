@@ -147,7 +147,7 @@ def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:
 def resolve_rounding(device: torch.device) -> RoundRows:
     """The function that rounds rows to 8 bits on a device: its kernel, or else PyTorch."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        from onestem.ops.triton.formats import rounded_rows as by_kernel
+        from onestem.ops.triton.rounding import rounded_rows as by_kernel
 
         return by_kernel
     return rounded_rows

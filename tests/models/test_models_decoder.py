@@ -20,6 +20,7 @@ from onestem.models.rope import Rope
 from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
 from onestem.ops import Heads, TorchLayers, resolve
 from onestem.ops.triton.experts import GroupedExperts
+from onestem.ops.triton.tiled_experts import TiledExperts
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
 from tests.models.tiny import SENSITIVITY, make_tiny
 
@@ -79,7 +80,7 @@ def test_a_gpu_s_experts_equal_transformers(
     decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
     experts = [one for layer in decoder.layers for one in _expert_layers(layer)]
     assert experts
-    assert all(isinstance(one.products, GroupedExperts) for one in experts)
+    assert all(isinstance(one.products, GroupedExperts | TiledExperts) for one in experts)
     ids = prompt(12, decoder.config.vocab_size)
     found = log_probabilities(decoder, ids)[0]
     torch.testing.assert_close(found, oracle(tiny(family), ids), atol=1e-4, rtol=0)

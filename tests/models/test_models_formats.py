@@ -258,22 +258,18 @@ def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
     _close(y, exact, torch.finfo(dtype).eps)
     for rows in (0, 1, 7):
         assert torch.equal(layer(x[:rows]), y[:rows])
-    target = Target(dtype, CPU, Layout.PLAIN)
-    whole = products._Int8Gpu(Channels(*map(torch.cat, zip(*map(_fields, parts)))), bias, target)
-    for rows in (0, 1, 40):
-        assert torch.equal(whole(x[:rows]), y[:rows])
-        assert torch.equal(whole(rounded_rows(x[:rows], torch.int8)), y[:rows])
     if dtype == torch.float32 and not torch.cuda.is_available():  # under Triton's interpreter
-        tiled = products._TiledChannels(
-            Channels(*map(torch.cat, zip(*map(_fields, parts)))), bias, target
-        )
+        whole = Channels(*map(torch.cat, zip(*map(_fields, parts))))
+        tiled = products._ChannelsGpu(whole, bias, Target(dtype, CPU, Layout.PLAIN))
         for rows in (0, 1, 40):
             assert torch.equal(tiled(x[:rows]), y[:rows])
+            assert torch.equal(tiled(rounded_rows(x[:rows], torch.int8)), y[:rows])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="under Triton's interpreter")
 def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do on a GPU: the same bits, and products round what attention gives alone."""
-    monkeypatch.setattr(products._Int8Gpu, "takes", lambda *_: True)
+    monkeypatch.setattr(products._ChannelsGpu, "takes", lambda *_: True)
     config = ModelConfig.from_directory(find_shape("0.1b")).first_layers(2)
     config = replace(config, vocab_size=32, intermediate_size=192)
     decoder = random_decoder(config, dtype=torch.float32, device=CPU, quantization="int8")
@@ -286,7 +282,7 @@ def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.Mon
 
     for layer in decoder.layers:
         for product in _products(layer):
-            assert isinstance(product, products._Int8Gpu)
+            assert isinstance(product, products._ChannelsGpu)
             monkeypatch.setattr(product, "rounds", None)
             monkeypatch.setattr(product, "round_rows", _noting(rounded, product.out_features))
     apart = forward()
@@ -364,15 +360,13 @@ def test_parts_of_different_kinds_are_products_of_their_own() -> None:
     assert layer.pieces(x) == (x,)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-def test_products_of_a_gpu_in_groups(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter: their rows' order, bias, and both ways."""
-    monkeypatch.setattr(products, "TILED", {"groups"} if tiled else set())
     weight, bias = _groups(48, 128, 32, order=True), _random((48,), 1).half()
     target = Target(torch.float16, CPU, Layout.PLAIN)
-    layer = products._PackedGpu(weight, bias, target)
+    layer = products._GroupsGpu(weight, bias, target)
     assert layer.scratch_bytes == 2 * 48 * 128
-    held = 64 * (64 + 4 * 4 + 4 * 4) if tiled else 48 * (64 + 4 * 4 + 4 * 2)
+    held = 64 * (64 + 4 * 4 + 4 * 4)
     assert sum(one.nbytes for one in layer.tensors()) == held + 2 * 48 + 8 * 128
     x = _random((9, 128), 2).half() / 16
     exact = x.double() @ _meant(weight).t() + bias.double()

@@ -16,14 +16,13 @@ COMPILER = importlib.util.find_spec("triton.backends.nvidia.compiler")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Triton's compiler for NVIDIA GPUs")
 
 # (module, kernel, compute capability, types by argument, constants, warps)
-INTS = ("num_rows", "num_out", "size", "num_chunks", "chunks", "ahead")
+INTS = ("num_rows", "num_out", "size", "num_chunks", "chunks")
 POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
 CUT = {"HAS_BIAS": True, "EVEN": True, "SPLIT": 4, "BLOCK_N": 64, "BLOCK_M": 16}
 GROUPS = {**POINTERS, "x": "*bf16", "codes": "*i16", "scales": "*bf16", "zeros": "*i32"}
 FOUR_BITS = {"BITS": 4, "IS_FLOAT": False, "ASM": True, "PLANE": 64, "GROUPS": 2, "EVEN": True}
 CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
 NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
-EARLY, LATE = {"DEPENDENT": True}, {"DEPENDENT": False}
 ROPE = {
     **dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_pages", "v_pages"), "*bf16"),
     **dict.fromkeys(("num_q_heads", "num_kv_heads", "half", "page_size"), "i32"),
@@ -44,36 +43,36 @@ WIDE_HEADS = {"NUM_KV_HEADS": 2, "GROUP": 8, "HEAD_DIM": 512, "BLOCK_D": 512, "P
 TILES = {"M0": 64, "N0": 16, "STAGES0": 3, "M1": 64, "N1": 16, "STAGES1": 3}  # the widest
 PLAIN = {"HEAD_MAJOR": False, "WINDOWED": False, "ALIBI": False, "SOFTCAP": False}
 KERNELS = {
-    "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, **EARLY, "ZERO": 8}, 4),
-    "zeros": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, **LATE, "ZERO": -1}, 4),
+    "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": 8}, 4),
+    "zeros": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": -1}, 4),
     "dense": ("tiled", "_groups_dense", 90, GROUPS, {**FOUR_BITS, "ZERO": -1}, 4),
     "float8": (
         *("tiled", "_channels_product", 90),
         {**CHANNELS, "codes": "*fp8e4nv", "weight": "*fp8e4nv"},
-        {**CUT, **EARLY, "IS_INT": False, "BLOCK_K": 128},
+        {**CUT, "IS_INT": False, "BLOCK_K": 128},
         4,
     ),
     "norm": (
         *("layers", "_add_rms_norm", 90, {**NORM, "out": "*fp8e4nv", "largest": "fp32"}),
-        {**EARLY, "HAS_DELTA": True, "ROUNDS": True, "BLOCK": 4096},
+        {"HAS_DELTA": True, "ROUNDS": True, "BLOCK": 4096},
         8,
     ),
     "values that are keys": (
         *("layers", "_rope_write", 90, ROPE),
-        {**LATE, "NORM": True, "VALUE_NORM": True, "VALUE_IS_KEY": True, "HEADS": 8, "HALF": 256},
+        {"NORM": True, "VALUE_NORM": True, "VALUE_IS_KEY": True, "HEADS": 8, "HALF": 256},
         4,
     ),
     "heads of 512": (
         *("kernels", "attend_kernel", 90, ATTEND),
-        {**LATE, **WIDE_HEADS, **TILES, **PLAIN, "WIDE": 1},
+        {"DEPENDENT": False, **WIDE_HEADS, **TILES, **PLAIN, "WIDE": 1},
         8,
     ),
 }
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
-    "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "griddepcontrol.wait"),
+    "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
-    "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3", "prefetch.global.L2"),
+    "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),
     "heads of 512": ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async"),

@@ -135,16 +135,10 @@ def test_no_expert_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [GroupedExperts, TiledExperts])
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (20, 160, 96)])
 def test_mxfp4_is_multiplied_as_transformers_converts_it(
-    kind: type[GroupedExperts] | type[TiledExperts],
-    rows: int,
-    hidden: int,
-    inner: int,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, hidden: int, inner: int
 ) -> None:
-    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, Tiles(16, 32, 64, 4, 2)))
     num, top_k = 5, 2
     up, down = mxfp4(num, 2 * inner, hidden), mxfp4(num, hidden, inner)
     bias = tuple(drawn(num, size, seed=size) for size in (2 * inner, hidden)) if rows > 1 else ()
@@ -153,7 +147,7 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
         up, down = replace(up, bias=bias[0]), replace(down, bias=bias[1])
     x, logits = drawn(rows, hidden), drawn(rows, num, seed=1)
     scores, chosen = logits.softmax(-1).topk(top_k)
-    experts = made(kind, up, down, clamp)
+    experts = TiledExperts.of(up, down, clamp)
     got = experts(x, scores.contiguous(), chosen)
     exact = written_out(x, scores, chosen, converted(up), converted(down), bias)
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
@@ -164,11 +158,7 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
         torch.testing.assert_close(got.double(), exact, atol=0.05, rtol=0.02)
 
 
-@pytest.mark.parametrize("kind", [GroupedExperts, TiledExperts])
-def test_scales_of_mxfp4_from_the_least_to_the_largest(
-    kind: type[GroupedExperts] | type[TiledExperts], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_experts, "choose_tiles", lambda *_: (SMALL, SMALL))
+def test_scales_of_mxfp4_from_the_least_to_the_largest() -> None:
     # Gate and up are the row itself: 1 is 2 (of exponent 1) times a scale of 1/2.
     values = torch.zeros(1, 64, 16, dtype=torch.uint8, device=DEVICE)
     line = torch.arange(64, device=DEVICE)
@@ -180,18 +170,9 @@ def test_scales_of_mxfp4_from_the_least_to_the_largest(
     down.scales[0, :, 0] = torch.tensor([0, 1, 64, MAX_POWER], dtype=torch.uint8, device=DEVICE)
     x = 8 * torch.eye(32, device=DEVICE)
     ones = torch.ones(32, 1, device=DEVICE)
-    got = made(kind, up, down)(x, ones, torch.zeros_like(ones).int())
+    got = TiledExperts.of(up, down, None)(x, ones, torch.zeros_like(ones).int())
     exact = (x * torch.sigmoid(x) * x).double() @ down.dense(0, torch.float64).T
     torch.testing.assert_close(got.double(), exact, atol=0, rtol=1e-5)
-
-
-def made(
-    kind: type[GroupedExperts] | type[TiledExperts],
-    up: GroupedWeight,
-    down: GroupedWeight,
-    clamp: tuple[float, float] | None = None,
-) -> GroupedExperts | TiledExperts:
-    return kind(up, down, clamp) if kind is GroupedExperts else TiledExperts.of(up, down, clamp)
 
 
 def mxfp4(num: int, rows: int, columns: int) -> GroupedWeight:

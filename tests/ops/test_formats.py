@@ -8,34 +8,20 @@ from torch import Tensor
 
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import LARGEST, RoundedRows, rounded_rows
-from onestem.ops.triton import formats, tiled
-from onestem.ops.triton.formats import PackedGroups
-from onestem.ops.triton.formats import rounded_rows as by_kernel
+from onestem.ops.triton import tiled
+from onestem.ops.triton.rounding import rounded_rows as by_kernel
 from onestem.ops.triton.tiled import TiledChannels, TiledGroups, divided
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles, and whether there is a bias.
-WAYS = {
-    PackedGroups: (
-        (None, True),
-        (formats.Tiles(16, 32, 1), False),
-        (formats.Tiles(32, 16, 2), True),
-    ),
-    TiledGroups: ((None, True), (tiled.Tiles(64, 16, 1), False), (tiled.Tiles(128, 32, 3), True)),
-}
-PACKED = pytest.mark.parametrize("packing", WAYS, ids=lambda packing: packing.__name__)
+WAYS = ((None, True), (tiled.Tiles(64, 16, 1), False), (tiled.Tiles(128, 32, 3), True))
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-Packing = type[PackedGroups] | type[TiledGroups]
-
-
-def _weight(
-    packing: Packing, bits: int, group: int, size: int, out: int, zeros: bool
-) -> tuple[PackedGroups | TiledGroups, Tensor]:
+def _weight(bits: int, group: int, size: int, out: int, zeros: bool) -> tuple[TiledGroups, Tensor]:
     """Random codes, and what they stand for in float64."""
     generator = torch.Generator().manual_seed(group)
     shape = (out, -(-size // group))
@@ -45,13 +31,13 @@ def _weight(
     if zeros:
         zero = torch.randint(0, (1 << bits) + 1, shape, generator=generator).to(torch.int16)
     wide = [one.double().repeat_interleave(group, 1)[:, :size] for one in (zero, scales)]
-    assert packing.takes(size, group, bits)
-    packed = packing.of(*(one.to(DEVICE) for one in (codes, scales, zero)), group, bits)
+    assert TiledGroups.takes(size, group, bits)
+    packed = TiledGroups.of(*(one.to(DEVICE) for one in (codes, scales, zero)), group, bits)
     assert (packed.zero < 0) == zeros
     return packed, (codes.double() - wide[0]) * wide[1]
 
 
-def _check(packed: PackedGroups | TiledGroups, weight: Tensor, dtype: torch.dtype) -> None:
+def _check(packed: TiledGroups, weight: Tensor, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     dense = packed.dense(dtype).double().cpu()
     assert ((dense - weight).abs() <= eps * weight.abs() + 1e-6).all()
@@ -60,14 +46,13 @@ def _check(packed: PackedGroups | TiledGroups, weight: Tensor, dtype: torch.dtyp
         x = _random(rows, weight.shape[1], seed=2).to(DEVICE, dtype)
         exact = x.double().cpu() @ weight.t()
         sums = (x.double().cpu().abs() @ weight.abs().t()) * 2**-20  # of float32
-        for tiles, with_bias in WAYS[type(packed)]:
+        for tiles, with_bias in WAYS:
             truth = exact + with_bias * bias.double().cpu()
             y = packed.product(x, bias if with_bias else None, tiles)
             assert y.dtype == dtype
             assert ((y.double().cpu() - truth).abs() <= eps * truth.abs() + sums).all()
 
 
-@PACKED
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
@@ -83,51 +68,34 @@ def _check(packed: PackedGroups | TiledGroups, weight: Tensor, dtype: torch.dtyp
     ],
 )
 def test_groups_are_multiplied(
-    packing: Packing,
-    bits: int,
-    group: int,
-    size: int,
-    out: int,
-    zeros: bool,
-    dtype: torch.dtype,
+    bits: int, group: int, size: int, out: int, zeros: bool, dtype: torch.dtype
 ) -> None:
-    _check(*_weight(packing, bits, group, size, out, zeros), dtype)
+    _check(*_weight(bits, group, size, out, zeros), dtype)
 
 
 @pytest.mark.parametrize(("bits", "group", "size"), [(4, 96, 192), (4, 200, 200), (4, 128, 384)])
 def test_tiled_groups_take_odd_widths(bits: int, group: int, size: int) -> None:
     """Those that are no multiple of a chunk, and groups that end within one."""
-    _check(*_weight(TiledGroups, bits, group, size, 70, True), torch.float16)
+    _check(*_weight(bits, group, size, 70, True), torch.float16)
 
 
-@PACKED
-def test_float8_in_groups(packing: Packing) -> None:
+def test_float8_in_groups() -> None:
     codes = (8 * _random(40, 320)).to(torch.float8_e4m3fn)
     scales = torch.rand(40, 3, generator=torch.Generator().manual_seed(1))
-    packed = packing.of(codes.to(DEVICE), scales.to(DEVICE), None, 128, 8)
+    packed = TiledGroups.of(codes.to(DEVICE), scales.to(DEVICE), None, 128, 8)
     wide = scales.double().repeat_interleave(128, 1)[:, :320]
     _check(packed, codes.double() * wide, torch.float16)
 
 
 def test_widths_that_are_not_packed() -> None:
-    assert not PackedGroups.takes(192, 64, 4)  # one and a half chunks
-    assert not PackedGroups.takes(80, 40, 4)
-    assert not PackedGroups.takes(80, 40, 8)
-    assert PackedGroups.takes(192, 64, 8)
-
-
-def test_tiles_cover_few_rows_with_many_programs() -> None:
-    packed, _ = _weight(PackedGroups, 4, 128, 4096, 16, False)
-    few, many = packed.tiles(1, 132), packed.tiles(4096, 132)
-    assert (few.rows, many.rows) == (16, 128)
-    assert few.split > packed.tiles(1, 1).split
-    assert few.split * 4 <= 4096 // 128  # four chunks each at least
+    assert not TiledGroups.takes(80, 40, 4)
+    assert not TiledGroups.takes(80, 40, 8)
+    assert TiledGroups.takes(192, 64, 4)
 
 
 def test_parts_of_tiled_products() -> None:
     """Enough programs for a device, none without columns, and those of one tile count up alike."""
-    packed, _ = _weight(TiledGroups, 4, 128, 4096, 64, False)
-    assert isinstance(packed, TiledGroups)
+    packed, _ = _weight(4, 128, 4096, 64, False)
     assert packed.tiles(1, 132).split == 8  # 512 columns each
     assert packed.tiles(1, 1).split == 4
     assert packed.tiles(4096, 132)[:3] == (64, 64, 4)

@@ -11,8 +11,8 @@ from onestem.errors import ConfigError
 from onestem.ops import Angles, Heads, LayerOps, TorchLayers, allocate_pages, read_kv
 from onestem.ops.cpu import CpuLayers, is_built
 from onestem.ops.rounding import LARGEST
-from onestem.ops.triton.formats import rounded_rows as rounded_by_kernel
 from onestem.ops.triton.layers import TritonLayers
+from onestem.ops.triton.rounding import rounded_rows as rounded_by_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPS = [TorchLayers(), TritonLayers()]

@@ -2,11 +2,11 @@
 
 | weight | NVIDIA GPU | CPU |
 |---|---|---|
-| `Channels`, float8 | rows rounded to float8, `torch._scaled_mm` with a scale per row and channel (bfloat16, from compute capability 8.9 on) | in the model's dtype |
-| `Channels`, int8 | rows rounded to int8, `torch._int_mm` | rows rounded to int8, `onestem.ops.cpu.linear` |
-| `Groups` | Triton up to `MANY_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | 4 bits through `onestem.ops.cpu.linear` (16-bit dtypes); others in the model's dtype |
+| `Channels`, float8 | rows rounded to float8, Triton up to `FLOAT8_ROWS` rows, above it `torch._scaled_mm` with a scale per row and channel (bfloat16, from compute capability 8.9 on) | in the model's dtype |
+| `Channels`, int8 | rows rounded to int8, Triton | rows rounded to int8, `onestem.ops.cpu.linear` |
+| `Groups` | Triton up to `GROUPS_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | 4 bits through `onestem.ops.cpu.linear` (16-bit dtypes); others in the model's dtype |
 
-Formats in `TILED` are multiplied by `onestem.ops.triton.tiled` on a GPU instead.
+Those in Triton are in `onestem.ops.triton.tiled`.
 
 "In the model's dtype": the weight is converted when it is loaded. A CPU does so for all formats
 where the extension is not built. A product treats each of its rows by itself.
@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -39,26 +39,11 @@ from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows
 from onestem.options import Quantize
 
-if TYPE_CHECKING:
-    from onestem.ops.triton.formats import PackedGroups
-    from onestem.ops.triton.tiled import TiledGroups
+__all__ = ["RoundedHead", "Target", "kinds_of", "projection", "row_bytes"]
 
-__all__ = ["MANY_ROWS", "RoundedHead", "Target", "kinds_of", "projection", "row_bytes"]
-
-# Maximum rows for which a GPU multiplies the codes of a weight in groups directly.
-MANY_ROWS = 256
-
-# `torch._int_mm` on a GPU takes more rows than this.
-INT_MM_ROWS = 16
-
-# Formats among "fp8", "int8" (per channel) and "groups" that `onestem.ops.triton.tiled` multiplies
-# on a GPU, and "mxfp4" where `tiled_experts` does experts. None has been timed yet; `python -m
-# benchmarks.layer --candidates` times them.
-TILED: frozenset[str] = frozenset()
-
-# Maximum rows of tiled products of float8 and in groups. Above it float8 uses cuBLAS, and weights
-# in groups are written out.
-TILED_ROWS = 256
+# Maximum rows of Triton's products. Above it float8 goes to cuBLAS, and weights in groups are
+# written out for it.
+FLOAT8_ROWS, GROUPS_ROWS = 32, 256
 
 
 @dataclass(frozen=True)
@@ -132,12 +117,12 @@ def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channel
 
 def _product(weight: Weight, bias: Tensor | None, target: Target) -> Projection:
     if isinstance(weight, Channels):
-        for kind in (_TiledChannels, _Float8, _Int8Gpu, _Cpu):
+        for kind in (_ChannelsGpu, _Cpu):
             if kind.takes(weight, target):
                 return kind(weight, bias, target)
     if isinstance(weight, Groups):
-        if _PackedGpu.takes(weight, target):
-            return _PackedGpu(weight, bias, target)
+        if _GroupsGpu.takes(weight, target):
+            return _GroupsGpu(weight, bias, target)
         if _Cpu.takes(weight, target):
             return _Cpu(weight, bias, target)
     made = Linear(dense(weight, target.dtype), bias, target.layout)
@@ -188,72 +173,7 @@ class _Quantized(ABC):
         return self.held() + ([] if self.bias is None else [self.bias])
 
 
-class _Float8(_Quantized):
-    """float8 by float8 on a GPU; sums by its tensor cores, scaled in float32."""
-
-    def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
-        super().__init__(weight, bias, target)
-        self.rounds = weight.codes.dtype
-        self.kind += ", rows in fp8"
-        self.codes = weight.codes
-        self.scales = weight.scales[None, :]
-
-    @staticmethod
-    def takes(weight: Channels, target: Target) -> bool:
-        codes = weight.codes
-        if not codes.is_cuda or codes.dtype != torch.float8_e4m3fn:
-            return False
-        new = torch.cuda.get_device_capability(codes.device) >= (8, 9)
-        aligned = codes.shape[0] % 16 == codes.shape[1] % 16 == 0
-        return new and aligned and target.dtype == torch.bfloat16
-
-    def __call__(self, x: Rows) -> Tensor:
-        codes, scales = self.rounded(x)
-        if len(codes) == 0:
-            return scales.new_empty(0, self.out_features, dtype=self.dtype)
-        return torch._scaled_mm(
-            codes,
-            self.codes.t(),
-            scales,
-            self.scales,
-            bias=self.bias,
-            out_dtype=self.dtype,
-            use_fast_accum=True,
-        )
-
-    def held(self) -> list[Tensor]:
-        return [self.codes, self.scales]
-
-
-class _Int8Gpu(_Quantized):
-    """int8 by int8 on a GPU: exact sums, scaled in float32."""
-
-    def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
-        super().__init__(weight, bias, target)
-        self.rounds = weight.codes.dtype
-        self.kind += ", rows in int8"
-        self.codes = weight.codes
-        self.scales = weight.scales
-
-    @staticmethod
-    def takes(weight: Channels, target: Target) -> bool:
-        codes = weight.codes
-        aligned = codes.shape[0] % 8 == codes.shape[1] % 8 == 0
-        return codes.is_cuda and codes.dtype == torch.int8 and aligned
-
-    def __call__(self, x: Rows) -> Tensor:
-        codes, scales = self.rounded(x)
-        lacking = INT_MM_ROWS + 1 - len(scales)
-        if lacking > 0:
-            codes = torch.cat([codes, codes.new_zeros(lacking, codes.shape[1])])
-        sums = torch._int_mm(codes, self.codes.t())[: len(scales)]
-        return _scaled(sums, scales, self.scales, self.bias, self.dtype)
-
-    def held(self) -> list[Tensor]:
-        return [self.codes, self.scales]
-
-
-class _TiledChannels(_Quantized):
+class _ChannelsGpu(_Quantized):
     """float8 by float8, or int8 by int8, on a GPU. Tensor cores sum float8; int8 sums are exact.
     Both are scaled in float32."""
 
@@ -273,15 +193,13 @@ class _TiledChannels(_Quantized):
         if not codes.is_cuda or not find_spec("triton"):
             return False
         floats = codes.dtype == torch.float8_e4m3fn
-        if ("fp8" if floats else "int8") not in TILED:
-            return False
         new = torch.cuda.get_device_capability(codes.device) >= ((8, 9) if floats else (8, 0))
         aligned = codes.shape[0] % 16 == codes.shape[1] % 16 == 0
         return new and aligned and (not floats or target.dtype == torch.bfloat16)
 
     def __call__(self, x: Rows) -> Tensor:
         codes, scales = rows = self.rounded(x)
-        if not self.is_float or len(codes) <= TILED_ROWS:
+        if not self.is_float or len(codes) <= FLOAT8_ROWS:
             return self.packed.product(rows, self.bias, self.dtype)
         return torch._scaled_mm(
             codes,
@@ -297,22 +215,16 @@ class _TiledChannels(_Quantized):
         return [self.packed.codes, self.packed.scales]
 
 
-def _scaled(
-    sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Sums `[n, out_features]` with the scales of both factors, rounded once."""
-    result = (sums * rows).mul_(columns)
-    return (result if bias is None else result.add_(bias)).to(dtype)
-
-
-class _PackedGpu(_Quantized):
+class _GroupsGpu(_Quantized):
     """Weights in groups through Triton; rows are not rounded."""
 
     def __init__(self, weight: Groups, bias: Tensor | None, target: Target) -> None:
+        from onestem.ops.triton.tiled import TiledGroups
+
         super().__init__(weight, bias, target)
         self.order = weight.order
-        self.most = TILED_ROWS if "groups" in TILED else MANY_ROWS
-        self.packed = _packing().of(
+        self.most = GROUPS_ROWS
+        self.packed = TiledGroups.of(
             weight.codes, weight.scales, weight.zeros, weight.group, weight.bits
         )
         self.scratch_bytes = 2 * weight.codes.numel()
@@ -321,11 +233,13 @@ class _PackedGpu(_Quantized):
     def takes(weight: Groups, target: Target) -> bool:
         if not weight.codes.is_cuda or target.dtype == torch.float32 or not find_spec("triton"):
             return False
+        from onestem.ops.triton.tiled import TiledGroups
+
         floats = weight.codes.is_floating_point()
         new = torch.cuda.get_device_capability(weight.codes.device) >= (
             (8, 9) if floats else (8, 0)
         )
-        return new and _packing().takes(weight.codes.shape[1], weight.group, weight.bits)
+        return new and TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous() if self.order is None else x[:, self.order]
@@ -335,13 +249,6 @@ class _PackedGpu(_Quantized):
 
     def held(self) -> list[Tensor]:
         return self.packed.tensors() + ([] if self.order is None else [self.order])
-
-
-def _packing() -> type[PackedGroups] | type[TiledGroups]:
-    from onestem.ops.triton.formats import PackedGroups
-    from onestem.ops.triton.tiled import TiledGroups
-
-    return TiledGroups if "groups" in TILED else PackedGroups
 
 
 class _Cpu(_Quantized):

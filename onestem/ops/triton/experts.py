@@ -183,30 +183,11 @@ def e2m1(byte, left: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(
-    values, scales, line, inside, k, size, dtype: tl.constexpr,
-    MXFP4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]. Scales of mxfp4 are at most
-    `MAX_POWER`."""
-    if MXFP4:
-        pair = k // 2 + tl.arange(0, BLOCK_K // 2)
-        at = line[:, None] * (size // 2) + pair[None, :]
-        byte = tl.load(values + at, mask=inside[:, None] & (pair < size // 2)[None, :], other=0)
-        block = k // 32 + tl.arange(0, BLOCK_K // 32)
-        at = line[:, None] * (size // 32) + block[None, :]
-        power = tl.load(scales + at, mask=inside[:, None] & (block < size // 32)[None, :], other=0)
-        scale = ((power.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)[:, :, None]
-        scale = tl.broadcast_to(scale, (BLOCK_N, BLOCK_K // 32, 16))
-        scale = tl.reshape(scale, (BLOCK_N, BLOCK_K // 2))
-        wide = byte.to(tl.int32)
-        value = tl.join((e2m1(wide, 0) * scale).to(dtype), (e2m1(wide, 4) * scale).to(dtype))
-        weight = tl.trans(tl.reshape(value, (BLOCK_N, BLOCK_K)))
-    else:
-        column = k + tl.arange(0, BLOCK_K)
-        at = line[None, :] * size + column[:, None]
-        weight = tl.load(values + at, mask=(column < size)[:, None] & inside[None, :], other=0.0)
-    return weight
+def _load_weight(values, line, inside, k, size, BLOCK_K: tl.constexpr):
+    """Columns k to k + BLOCK_K of some lines: [BLOCK_K, BLOCK_N]."""
+    column = k + tl.arange(0, BLOCK_K)
+    at = line[None, :] * size + column[:, None]
+    return tl.load(values + at, mask=(column < size)[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
@@ -219,8 +200,8 @@ def _load_rows(x, row, inside, k, size, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _up_kernel(
-    x, order, ends, values, scales, bias, out, num, top_k, hidden, inner, alpha, limit,
-    MXFP4: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    x, order, ends, values, bias, out, num, top_k, hidden, inner, alpha, limit,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -234,14 +215,11 @@ def _up_kernel(
         line = expert.to(tl.int64) * 2 * inner + n
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        dtype = x.dtype.element_ty
         for k in range(0, hidden, BLOCK_K):
             a = _load_rows(x, row, inside, k, hidden, BLOCK_K)
-            w = _load_weight(values, scales, line, in_n, k, hidden, dtype, MXFP4, BLOCK_N, BLOCK_K)
+            w = _load_weight(values, line, in_n, k, hidden, BLOCK_K)
             gate = tl.dot(a, w, gate, input_precision=PRECISION)
-            w = _load_weight(
-                values, scales, line + inner, in_n, k, hidden, dtype, MXFP4, BLOCK_N, BLOCK_K
-            )
+            w = _load_weight(values, line + inner, in_n, k, hidden, BLOCK_K)
             up = tl.dot(a, w, up, input_precision=PRECISION)
         if BIAS:
             gate += tl.load(bias + line, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -259,8 +237,8 @@ def _up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, order, ends, values, scales, bias, factors, out, num, inner, hidden,
-    MXFP4: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    x, order, ends, values, bias, factors, out, num, inner, hidden,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
@@ -273,9 +251,7 @@ def _down_kernel(
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, inner, BLOCK_K):
             a = _load_rows(x, place, inside, k, inner, BLOCK_K)
-            w = _load_weight(
-                values, scales, line, in_n, k, inner, x.dtype.element_ty, MXFP4, BLOCK_N, BLOCK_K
-            )
+            w = _load_weight(values, line, in_n, k, inner, BLOCK_K)
             total = tl.dot(a, w, total, input_precision=PRECISION)
         if BIAS:
             total += tl.load(bias + line, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -287,7 +263,7 @@ def _down_kernel(
 
 @dataclass(frozen=True, eq=False)
 class GroupedExperts:
-    """All experts of a layer as grouped products.
+    """All experts of a layer as grouped products. Those in mxfp4 are `TiledExperts`.
 
     Attributes:
         up: hidden_size -> 2 * intermediate_size, gate first.
@@ -347,15 +323,13 @@ def _grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, int]:
     return triton.cdiv(columns, tiles.n), min(total, total // tiles.m + num)
 
 
-def _pointers(weight: GroupedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight's tensors for a kernel; unused ones are placeholders of the right type."""
-    scales = weight.values if weight.scales is None else weight.scales
-    return weight.values, scales, scales if weight.bias is None else weight.bias
+def _pointers(weight: GroupedWeight) -> tuple[Tensor, Tensor]:
+    """A weight's tensors for a kernel; an unused one is a placeholder of the right type."""
+    return weight.values, weight.values if weight.bias is None else weight.bias
 
 
 def _constants(weight: GroupedWeight, x: Tensor, num: int, tiles: Tiles) -> dict[str, object]:
     return {
-        "MXFP4": weight.scales is not None,
         "BIAS": weight.bias is not None,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "BLOCK_E": triton.next_power_of_2(num),

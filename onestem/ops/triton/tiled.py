@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.rounding import RoundedRows
-from onestem.ops.triton.dependent import dependent_launch, fetch_ahead, wait_for_launch
 
 __all__ = [
     "TiledChannels",
@@ -41,8 +40,7 @@ __all__ = [
 
 class Tiles(NamedTuple):
     """Cut of a product: tiles of `out` outputs by `rows` rows, their columns in `split` parts; with
-    8 bits, `columns` at a time. Each program fetches `ahead` chunks of weights before the launch
-    that computes its rows has ended."""
+    8 bits, `columns` at a time."""
 
     out: int
     rows: int
@@ -50,7 +48,6 @@ class Tiles(NamedTuple):
     warps: int = 4
     stages: int = 4
     columns: int = 128
-    ahead: int = 8
 
 
 # ------------------------------------------------------------------------------ tiles and sums
@@ -150,7 +147,7 @@ def num_sms(device: torch.device) -> int:
 # -------------------------------------------------------------------------------- 8 bits by 8 bits
 
 
-@triton.jit(do_not_specialize=("num_rows", "chunks", "ahead"))
+@triton.jit(do_not_specialize=("num_rows", "chunks"))
 def _channels_product(
     codes,
     row_scales,
@@ -164,11 +161,9 @@ def _channels_product(
     num_out,
     size,
     chunks,
-    ahead,
     IS_INT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -185,11 +180,6 @@ def _channels_product(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if IS_INT else tl.float32)
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, tl.cdiv(size, BLOCK_K))
-    if DEPENDENT:
-        line = weight + tl.minimum(n, num_out - 1).to(tl.int64) * size
-        for chunk in range(first, tl.minimum(first + ahead, last)):
-            fetch_ahead(line + chunk * BLOCK_K)
-    wait_for_launch(DEPENDENT)
     for chunk in range(first, last):
         column = chunk * BLOCK_K
         if EVEN:
@@ -255,7 +245,6 @@ class TiledChannels:
             num_out,
             size,
             triton.cdiv(chunks, tiles.split),
-            tiles.ahead,
             IS_INT=is_int,
             HAS_BIAS=bias is not None,
             EVEN=size % tiles.columns == 0,
@@ -265,7 +254,6 @@ class TiledChannels:
             BLOCK_K=tiles.columns,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            **dependent_launch(out.device),
         )
         return out
 
@@ -302,7 +290,7 @@ def divided(weight: TiledChannels | TiledGroups, tiles: Tiles, rows: int, sms: i
 
 _LEAST_COLUMNS, _MOST_PARTS = 512, 16
 
-# Maximum rows, and the tiles for them; `split` is programs per multiprocessor. Not timed yet.
+# Maximum rows, and the tiles for them; `split` is programs per multiprocessor.
 _CHANNEL_TILES = (
     (16, Tiles(64, 16, 4, 4, 5, 128)),
     (32, Tiles(64, 32, 4, 4, 5, 128)),
@@ -388,7 +376,7 @@ def _scales_of(scales, at, GROUPS: tl.constexpr):
         )
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_chunks", "chunks", "ahead"))
+@triton.jit(do_not_specialize=("num_rows", "num_chunks", "chunks"))
 def _groups_product(
     x,
     codes,
@@ -403,7 +391,6 @@ def _groups_product(
     size,
     num_chunks,
     chunks,
-    ahead,
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
     ZERO: tl.constexpr,
@@ -412,7 +399,6 @@ def _groups_product(
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -434,11 +420,6 @@ def _groups_product(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # Scales are loaded a chunk before their use, so nothing waits for them.
     following = _scales_of(scales, group_at + first * (_ROWS * GROUPS), GROUPS)
-    if DEPENDENT:
-        begin = codes + line * (_ROWS * PLANE) + n % _ROWS * PLANE
-        for chunk in range(first, tl.minimum(first + ahead, last)):
-            fetch_ahead(begin + chunk * (_ROWS * PLANE))
-    wait_for_launch(DEPENDENT)
     for chunk in range(first, last):
         scale = following
         at = group_at + tl.minimum(chunk + 1, last - 1) * (_ROWS * GROUPS)
@@ -514,7 +495,7 @@ class TiledGroups:
         codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`, with `plane` columns in a
             chunk; 4 bits: int16, with `4 * plane` columns in a chunk (`in_words`).
         scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly.
-        zeros: int32, in the same shape, if `zero` is -1: wide enough to be fetched ahead.
+        zeros: int32, in the same shape, if `zero` is -1.
         zero: the zero point of all groups.
     """
 
@@ -614,7 +595,6 @@ class TiledGroups:
             self.size,
             chunks,
             triton.cdiv(chunks, tiles.split),
-            tiles.ahead,
             **self._constants,
             HAS_BIAS=bias is not None,
             SPLIT=tiles.split,
@@ -622,7 +602,6 @@ class TiledGroups:
             BLOCK_M=tiles.rows,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            **dependent_launch(x.device),
         )
         return out
 
