@@ -193,9 +193,21 @@ def weight_bytes(
         elif module in multiplied and module in forms:
             out, size = reversed(shape) if names.transposed else shape
             total += int(out * per_row(forms[module], size))
+        elif name.endswith(PACKED) and _has_kernels(device):
+            total += _tiled_bytes(name, shape, config)
         elif name != f"{names.head}.weight":
             total += math.prod(shape) * _itemsize(config, name, len(shape), layout, dtype, device)
     return total
+
+
+def _tiled_bytes(name: str, shape: tuple[int, ...], config: ModelConfig) -> int:
+    """Bytes of a tensor of mxfp4 `[num, rows, blocks, ...]` as `TiledExperts` holds it: rows, of
+    gate and of up for themselves, in 64s, and columns by 4 blocks."""
+    _, names = _experts_of(config)
+    num, rows, blocks, *block = shape
+    halves = 2 if name.removesuffix("_blocks").removesuffix("_scales").endswith(names.up) else 1
+    padded = halves * math.ceil(rows / halves / 64) * 64
+    return num * padded * math.ceil(blocks / 4) * 4 * math.prod(block)
 
 
 def formats_of(
@@ -246,8 +258,7 @@ def _itemsize(
     """Bytes of one element of a tensor of a layer or of the last norm, as it is kept."""
     experts = config.tensor_names.experts
     if name.endswith(PACKED):
-        values = 2 * name.endswith("_blocks")  # in a byte
-        return 1 if _has_kernels(device) else values * layout.itemsize(dtype)
+        return 2 * name.endswith("_blocks") * layout.itemsize(dtype)  # two values in a byte
     if dims == 1:
         wide = ".bias" not in name and config.norm_offset
         alone = name.endswith((".sinks", ".e_score_correction_bias"))

@@ -223,7 +223,8 @@ def test_mxfp4_is_read_as_transformers_converts_it(
     plain = load_decoder(tmp_path / "plain", dtype=torch.float32, device="cpu")
     assert decoder.num_parameters == plain.num_parameters
     assert decoder.weight_bytes == weight_bytes(decoder.config, torch.float32, decoder.device)
-    assert (decoder.weight_bytes < plain.weight_bytes / 2) == kernels
+    # Tiles of 64 rows by 128 columns are half empty at this size.
+    assert (decoder.weight_bytes < 0.6 * plain.weight_bytes) == kernels
 
 
 def test_random_weights_of_mxfp4(tmp_path: Path) -> None:
