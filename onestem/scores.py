@@ -330,7 +330,10 @@ def encode_pairs(
     given = [whole[len(ids) :] for whole in wholes]
     for text, some in zip(completions, given, strict=True):
         if not some:
-            raise RequestError(f"completion {show(spaces + text)} has no tokens of its own")
+            raise RequestError(
+                f"completion {show(spaces + text)} has no tokens of its own after its prompt: "
+                "lengthen it, begin it with a space, or give token ids"
+            )
     return ids or [one for one in (first_id,) if one is not None], given
 
 
