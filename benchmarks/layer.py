@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama3.1-8b", help="a name of docs/models.md")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default="1,16,64,256,8192")
-    parser.add_argument("--sweep", action="store_true", help="try tiles of other products")
+    parser.add_argument("--sweep", action="store_true", help="try tiles of Triton's products")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)

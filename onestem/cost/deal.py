@@ -35,7 +35,8 @@ class Weights:
         rows = limits.kv_tokens * work.answers.sum() / max(1.0, float(held.sum()))
         rows = min(max(1.0, rows), float(limits.step_tokens), float(work.answers.sum()))
         full = limits.step_tokens
-        prompt = cost.step(cost.linear(full), cost.host(0, full, 0)) / full
+        linear = cost.linear(cost.shape.prompt_share * full)
+        prompt = cost.step(linear, cost.host(0, full, 0)) / full
         decode = cost.step(cost.linear(rows) + cost.sampling(rows), cost.host(rows, 0, 0)) / rows
         return Weights(prompt, decode, cost.walk(1))
 

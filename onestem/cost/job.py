@@ -311,7 +311,7 @@ class _Run:
         sampled = self.rows + sum(self.answers[one.request] for one in chunks.ended) / steps
         # Own runs grow by a token in each step.
         alone = self.own_tokens + self.rows * (steps + 1) / 2
-        linear = cost.linear(self.rows + tokens)
+        linear = cost.linear(self.rows + cost.shape.prompt_share * tokens)
         if self.rows + tokens not in self.shapes:
             self.shapes.add(self.rows + tokens)
             linear += cost.rates.shape_seconds / steps

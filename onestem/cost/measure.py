@@ -255,7 +255,9 @@ def _runs(runner: StepRunner, rows: int, sampled: int) -> Callable[[], object]:
     # Random ids: products of equal rows take less power, so a GPU's clock would stay higher.
     ids = np.random.default_rng(0).integers(0, runner.decoder.config.vocab_size, rows)
     positions, wanted = np.zeros(rows, np.int64), np.arange(sampled)
-    inputs = StepInputs(ids, positions, np.arange(rows), {}, wanted, [], positions[:0], [], 0)
+    # All rows are read, so that they go through the whole last layer.
+    read = np.arange(rows)
+    inputs = StepInputs(ids, positions, np.arange(rows), {}, wanted, [], read, [], 0)
     prepared = runner.prepare(inputs, None)
     return lambda: runner.run(inputs, prepared, None)
 

@@ -3,7 +3,8 @@
 A step has a row for each sequence that decodes, and the rows of prompts' chunks. Its seconds are
 
     linear layers   max(2 * parameters * rows / rate(rows), parameter bytes / bandwidth); the same
-                    for each expert that some row takes, over its rows
+                    for each expert that some row takes, over its rows. A prompt's row counts
+                    without the last layer's end
     attention       for each run, its keys and values walked once for all rows that see it:
                     max(FLOPs / rate(rows * query heads per KV head), bytes / bandwidth);
                     for each row, its queries, outputs and states that are merged: bytes / bandwidth
@@ -76,6 +77,8 @@ class ModelShape:
         experts: None: there are none.
         layer_heads: each layer's KV heads, head size, and whether it has keys and values of its
             own; None: all layers are alike.
+        prompt_share: share of the layers' products that a prompt's row goes through. After the last
+            layer's attention only rows whose results are read go on.
     """
 
     layer_parameters: int
@@ -88,6 +91,7 @@ class ModelShape:
     itemsize: int
     experts: ExpertShape | None = None
     layer_heads: tuple[tuple[int, int, bool], ...] | None = None
+    prompt_share: float = 1.0
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, *, on_gpu: bool = True) -> ModelShape:
@@ -113,6 +117,14 @@ class ModelShape:
                 parameters=wide * config.hidden_size * experts.intermediate_size,
                 weight_bytes=MXFP4_BYTES if experts.mxfp4 and on_gpu else itemsize,
             )
+        # Columns that a row takes, and those of them after the last layer's attention.
+        last, taken = config.num_layers - 1, columns
+        after = config.num_q_heads * config.heads[last].head_dim
+        after += wide * config.mlp_size(last) if config.has_mlp(last) else 0
+        if experts is not None:
+            each = experts.top_k * wide * experts.intermediate_size
+            taken += sum(experts.layers) * each
+            after += experts.layers[last] * (each + wide * experts.shared_size + experts.num)
         of_layers = [(one.num_kv_heads, one.head_dim, one.kv_layer is None) for one in config.heads]
         return ModelShape(
             layer_parameters=config.hidden_size * columns,
@@ -125,6 +137,7 @@ class ModelShape:
             itemsize=itemsize,
             experts=shape,
             layer_heads=None if config.layer_heads is None else tuple(of_layers),
+            prompt_share=1 - after / taken,
         )
 
     @property

@@ -80,6 +80,9 @@ def test_experts_cost_what_some_row_takes_of_them():
     # 1,024 rows: 64 for each expert, which take as long as one.
     assert cost.linear(1024) - dense.linear(1024) == pytest.approx(128 * each)
     assert 8 < experts.touched(10) < 80
+    # Of 48 layers, a prompt's row skips the last one's experts, router and output.
+    layer = 8 * 3 * 768 + 128 + 2 * 32 * 128 + 2 * 4 * 128
+    assert 1 - shape.prompt_share == pytest.approx((layer - (32 + 2 * 4) * 128) / layer / 48)
     four_bits = ModelShape.of(ModelConfig.from_directory(find_shape("gpt-oss-20b")), 2)
     assert four_bits.weight_bytes < 14e9 < 40e9
     assert ModelShape.of(

@@ -495,7 +495,7 @@ class TiledGroups:
         codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`, with `plane` columns in a
             chunk; 4 bits: int16, with `4 * plane` columns in a chunk (`in_words`).
         scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly.
-        zeros: int32, in the same shape, if `zero` is -1.
+        zeros: int32, in the same shape, if `zero` is -1: wide enough for asynchronous copies.
         zero: the zero point of all groups.
     """
 
