@@ -10,7 +10,9 @@ weights come from memory. `layer` is all products with the gate between them; ro
 rounds are given rounded to those that stand behind a norm, as a decoder gives them. `step` is that
 with both norms. The floor of a number of rows is the slower of FLOPs (those of 16 bits, or
 of 8 where rows are rounded too) and bytes of the weights that are read, of experts those that some
-row takes, at the rates measured in the same run.
+row takes, at the rates measured in the same run. `launches` are those of `layer`, and `launch_us`
+is what one takes that waits for the one before it, and adds one to a number. `reading_us` is what
+reading a layer's weights takes, with a launch for each product that waits for the one before.
 
 `--sweep` tries tiles of Triton's products for each product of the shape,
 beside what stands, and checks each against float64 (`benchmarks/layer_tiles.py`).
@@ -34,7 +36,7 @@ from torch import Tensor
 from benchmarks.batch import machine
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
-from onestem.models.mlp import ExpertLayer
+from onestem.models.mlp import ExpertLayer, Mlp
 from onestem.models.weights import random_decoder
 from onestem.ops.bench.measure import device_facts
 from onestem.ops.bench.rates import Rates, measure_rates
@@ -100,16 +102,22 @@ def timed(
 ) -> Iterator[dict[str, Any]]:
     quantization = None if form == PLAIN else form
     decoder = random_decoder(config, dtype=DTYPE, device=device, quantization=quantization)
+    launch = launch_us(decoder.device) if decoder.device.type == "cuda" else 0.0
     for rows in rows_of:
         entry = {"format": form, "rows": rows}
         entry |= measured(decoder, rows, form, rates)
         shown = ", ".join(f"{k} {v:.1f}" for k, v in entry["us"].items())
         share = entry["floor_us"] / entry["us"]["layer"]
-        print(
-            f"{form} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%}), "
-            f"{entry['launches']} launches",
-            flush=True,
-        )
+        line = f"{form} {rows}: {shown}; floor {entry['floor_us']:.1f} ({share:.0%})"
+        if entry["launches"] is not None:
+            waiting = entry["launches"] * launch
+            share = (entry["floor_us"] + waiting) / entry["us"]["layer"]
+            line += f", with {entry['launches']} launches {waiting:.1f} more ({share:.0%})"
+            entry["launch_us"] = launch
+            if form == "int4" and rows == 1:
+                entry["reading_us"] = reading(decoder.layers)
+                line += f"; reading {entry['reading_us']:.1f}"
+        print(line, flush=True)
         yield entry
 
 
@@ -144,7 +152,7 @@ def measured(decoder: Decoder, rows: int, form: str, rates: Rates) -> dict[str, 
     read, flops = work(layers, given, config, form)
     speed = rates.flops * (2 if form in ROUND_ROWS else 1)
     floor = 1e6 * max(read / rates.bytes, flops / speed)
-    launches = num_launches(lambda: step(layers[0])) if decoder.device.type == "cuda" else None
+    launches = num_launches(lambda: whole(layers[0])) if decoder.device.type == "cuda" else None
     return {
         "us": found,
         "floor_us": floor,
@@ -152,6 +160,23 @@ def measured(decoder: Decoder, rows: int, form: str, rates: Rates) -> dict[str, 
         "flops": flops,
         "launches": launches,
     }
+
+
+def launch_us(device: torch.device, number: int = 32) -> float:
+    """Of launches of a graph that wait for each other: each adds one to a number."""
+    one = torch.zeros(1, device=device)
+    return 1e3 * graph_ms(lambda: [one.add_(1) for _ in range(number)], repeat=REPEATS) / number
+
+
+def reading(layers: Sequence[Layer]) -> float:
+    from benchmarks.layer_reads import reading_us
+
+    weights = []
+    for layer in layers:
+        assert isinstance(layer.mlp, Mlp)
+        products = (layer.qkv, layer.output, layer.mlp.up, layer.mlp.down)
+        weights.append([product.tensors()[0] for product in products])
+    return reading_us(weights)
 
 
 def num_launches(call: Callable[[], object]) -> int:

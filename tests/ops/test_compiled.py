@@ -16,7 +16,7 @@ COMPILER = importlib.util.find_spec("triton.backends.nvidia.compiler")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Triton's compiler for NVIDIA GPUs")
 
 # (module, kernel, compute capability, types by argument, constants, warps)
-INTS = ("num_rows", "num_out", "size", "num_chunks", "chunks")
+INTS = ("num_rows", "num_out", "size", "num_chunks", "chunks", "num_tiles")
 POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
 CUT = {"HAS_BIAS": True, "EVEN": True, "SPLIT": 4, "BLOCK_N": 64, "BLOCK_M": 16}
 GROUPS = {**POINTERS, "x": "*bf16", "codes": "*i16", "scales": "*bf16", "zeros": "*i32"}
@@ -42,9 +42,27 @@ ATTEND = {
 WIDE_HEADS = {"NUM_KV_HEADS": 2, "GROUP": 8, "HEAD_DIM": 512, "BLOCK_D": 512, "PAGE_SIZE": 16}
 TILES = {"M0": 64, "N0": 16, "STAGES0": 3, "M1": 64, "N1": 16, "STAGES1": 3}  # the widest
 PLAIN = {"HEAD_MAJOR": False, "WINDOWED": False, "ALIBI": False, "SOFTCAP": False}
+HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_SIZE": 16}
+ROLES = {"REGISTERS": 216, "COPY_REGISTERS": 72, **PLAIN}
+PAGES = (
+    "tensordesc<bf16[1, 1, 16, 64],"
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
+)
 KERNELS = {
     "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": 8}, 4),
     "zeros": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": -1}, 4),
+    "one row": (
+        *("one_row", "_one_row", 90, {**GROUPS, "x": "*i32", "codes": "*i32"}),
+        {"ZERO": 8, "CHUNKS": 56, "HALVES": 2, "GROUPS": 2}
+        | {"HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8},
+        8,
+    ),
+    "Hopper": (
+        *("sm90", "attend_hopper", 90),
+        {**ATTEND, "k_pages": PAGES, "v_pages": PAGES, "num_words": "i32"},
+        {**HEADS, "COLUMNS": 8, "STAGES": 6, "BOX": 16, "BLOCK_N": 64, **ROLES},
+        4,
+    ),
     "dense": ("tiled", "_groups_dense", 90, GROUPS, {**FOUR_BITS, "ZERO": -1}, 4),
     "float8": (
         *("tiled", "_channels_product", 90),
@@ -54,12 +72,16 @@ KERNELS = {
     ),
     "norm": (
         *("layers", "_add_rms_norm", 90, {**NORM, "out": "*fp8e4nv", "largest": "fp32"}),
-        {"HAS_DELTA": True, "ROUNDS": True, "BLOCK": 4096},
+        {"HAS_DELTA": True, "ROUNDS": True, "DEPENDENT": True, "BLOCK": 4096},
         8,
     ),
     "values that are keys": (
         *("layers", "_rope_write", 90, ROPE),
-        {"NORM": True, "VALUE_NORM": True, "VALUE_IS_KEY": True, "HEADS": 8, "HALF": 256},
+        {
+            **dict.fromkeys(("NORM", "VALUE_NORM", "VALUE_IS_KEY", "DEPENDENT"), True),
+            "HEADS": 8,
+            "HALF": 256,
+        },
         4,
     ),
     "heads of 512": (
@@ -72,6 +94,14 @@ KERNELS = {
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
+    "one row": (
+        *("mma.sync.aligned.m16n8k16", "ld.global.cg.v4.b32", "cp.async.cg.shared.global"),
+        *("griddepcontrol.launch_dependents", "griddepcontrol.wait"),
+    ),
+    "Hopper": (
+        *("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "setmaxnreg.inc"),
+        *("cp.async.bulk.tensor.4d", "griddepcontrol.launch_dependents"),
+    ),
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),
@@ -82,6 +112,7 @@ import importlib, json, sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 kernels, ints = json.load(sys.stdin)
 found = {}
 for name, (module, kernel, target, types, constants, warps) in kernels.items():
@@ -92,7 +123,8 @@ for name, (module, kernel, target, types, constants, warps) in kernels.items():
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
              if signature[n].startswith("*") or n in ("num_out", "size")}
     values = {(names.index(n),): v for n, v in constants.items() if n in names}
-    source = ASTSource(kernel, signature, values, whole)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature, values, whole)
     options = {"num_warps": warps, "num_stages": 4}
     found[name] = compile(source, target=GPUTarget("cuda", target, 32), options=options).asm["ptx"]
 json.dump(found, sys.stdout)

@@ -42,7 +42,7 @@ def _check(packed: TiledGroups, weight: Tensor, dtype: torch.dtype) -> None:
     dense = packed.dense(dtype).double().cpu()
     assert ((dense - weight).abs() <= eps * weight.abs() + 1e-6).all()
     bias = _random(len(weight), seed=1).to(DEVICE, dtype)
-    for rows in (0, 1, 17):
+    for rows in (0, 1, 5, 17):
         x = _random(rows, weight.shape[1], seed=2).to(DEVICE, dtype)
         exact = x.double().cpu() @ weight.t()
         sums = (x.double().cpu().abs() @ weight.abs().t()) * 2**-20  # of float32
@@ -79,6 +79,33 @@ def test_tiled_groups_take_odd_widths(bits: int, group: int, size: int) -> None:
     _check(*_weight(bits, group, size, 70, True), torch.float16)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="Gluon needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("group", "size", "out"),
+    [
+        (128, 4096, 4300),  # a tile or two of each program
+        (128, 14336, 96),  # an odd number of turns
+        (32, 1032, 13000),  # a chunk that is not full; more tiles than programs
+        (4096, 4096, 1024),  # a scale per output
+        (64, 264, 40),
+    ],
+)
+def test_one_row(group: int, size: int, out: int, zeros: bool, dtype: torch.dtype) -> None:
+    packed, weight = _weight(4, group, size, out, zeros)
+    x = _random(1, size, seed=2).to(DEVICE, dtype)
+    assert packed.takes_one_row(x)
+    bias = _random(out, seed=1).to(DEVICE, dtype)
+    truth = x.double() @ weight.t().to(DEVICE)
+    sums = (x.double().abs() @ weight.abs().t().to(DEVICE)) * 2**-20  # of float32
+    for added in (bias, None):
+        exact = truth if added is None else truth + added.double()
+        y = packed.product(x, added)
+        assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + sums).all()
+        assert torch.equal(y, packed.product(x, added))
+
+
 def test_float8_in_groups() -> None:
     codes = (8 * _random(40, 320)).to(torch.float8_e4m3fn)
     scales = torch.rand(40, 3, generator=torch.Generator().manual_seed(1))
@@ -96,8 +123,8 @@ def test_widths_that_are_not_packed() -> None:
 def test_parts_of_tiled_products() -> None:
     """Enough programs for a device, none without columns, and those of one tile count up alike."""
     packed, _ = _weight(4, 128, 4096, 64, False)
-    assert packed.tiles(1, 132).split == 8  # 512 columns each
-    assert packed.tiles(1, 1).split == 4
+    assert packed.tiles(9, 132).split == 8  # 512 columns each
+    assert packed.tiles(9, 1).split == 4
     assert packed.tiles(4096, 132)[:3] == (64, 64, 4)
     assert divided(packed, tiled.Tiles(64, 16, 6), 1, 1).split == 6  # of 16 chunks: 3 each, 1 last
     assert divided(packed, tiled.Tiles(64, 16, 5), 1, 1).split == 4

@@ -12,6 +12,7 @@ from torch import Tensor
 from onestem.ops.kv import page_strides
 from onestem.ops.layers import Angles, Heads, check_halves
 from onestem.ops.rounding import LARGEST, RoundedRows
+from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.rounding import empty_rows, round_codes
 
 __all__ = ["TritonLayers", "gate_value"]
@@ -47,12 +48,14 @@ def _add_rms_norm(
     largest,
     HAS_DELTA: tl.constexpr,
     ROUNDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     inside = at < size
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_launch(DEPENDENT)
     x = tl.load(hidden + row + at, mask=inside, other=0.0)
     if HAS_DELTA:
         x += tl.load(delta + row + at, mask=inside, other=0.0)
@@ -105,10 +108,12 @@ def _rope_write(
     NORM: tl.constexpr,
     VALUE_NORM: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """Program (row, block): `HEADS` heads of q, or of k and v."""
+    wait_for_launch(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     head_dim = 2 * half
@@ -171,12 +176,14 @@ def _gate_mul(
     largest,
     GELU: tl.constexpr,
     ROUNDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (row, block); with ROUNDS, a program per row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    wait_for_launch(DEPENDENT)
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * size + at, mask=inside, other=0.0).to(tl.float32)
     value = gate_value(gate, GELU) * up
@@ -257,6 +264,7 @@ class TritonLayers:
                 HEADS=_HEADS_PER_PROGRAM,
                 HALF=triton.next_power_of_2(half),
                 num_warps=4,
+                **dependent_launch(qkv.device),
             )
         return q
 
@@ -306,6 +314,7 @@ def _norm(
             ROUNDS=scales is not None,
             BLOCK=triton.next_power_of_2(size),
             num_warps=8 if size > 2048 else 4,
+            **dependent_launch(hidden.device),
         )
 
 
@@ -331,4 +340,5 @@ def _gate(gate_up: Tensor, out: Tensor, scales: Tensor | None, *, gelu: bool, bl
             ROUNDS=scales is not None,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
+            **dependent_launch(gate_up.device),
         )

@@ -2,13 +2,13 @@
 
 A tile of tensor cores has at least 64 rows. Weights fill them, and a few rows of a step do not. So
 weights are the left factor here, from registers if they are unpacked there, and rows the right one.
-A product of few rows has few tiles, whose columns are divided among programs. The last program of a
-tile adds up all parts in order, so a row's bits do not depend on which program that is.
+A product of some rows has few tiles, whose columns are divided among programs. The last program of
+a tile adds up all parts in order, so a row's bits do not depend on which program that is.
 
 `TiledGroups`: 4 bits, 8 bits and float8 with a scale per row and group of columns. Codes are exact
 in the dtype of x, so the tensor cores multiply codes, and each group's sum is scaled in float32: no
 weight is rounded. For many rows it is faster to write the weight out once (`TiledGroups.dense`) and
-multiply that.
+multiply that. For one see `onestem.ops.triton.one_row`.
 
 `TiledChannels`: float8 or int8 with a scale per row, times rows that are rounded the same way.
 """
@@ -575,6 +575,11 @@ class TiledGroups:
         out = torch.empty(rows, self.num_out, dtype=x.dtype, device=x.device)
         if rows == 0:
             return out
+        if tiles is None and self.takes_one_row(x):
+            from onestem.ops.triton.one_row import one_row_product
+
+            one_row_product(x, self, bias, out, num_sms(x.device))
+            return out
         if tiles is None:
             tiles = self.tiles(rows, num_sms(x.device))
             words = self.codes.shape[3] * self.codes.itemsize
@@ -610,6 +615,14 @@ class TiledGroups:
         chosen = next(tiles for most, tiles in _GROUP_TILES if rows <= most)
         return divided(self, chosen, rows, sms)
 
+    def takes_one_row(self, x: Tensor) -> bool:
+        """Whether `one_row_product` multiplies `x`: it copies it to shared memory, 16 bytes at a
+        time."""
+        if not (x.is_cuda and len(x) == 1 and self.bits == 4 and x.itemsize == 2):
+            return False
+        fits = self.size % 8 == 0 and self.size <= _LARGEST_ROW
+        return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
     def columns(self, tiles: Tiles | None = None) -> int:
         """Columns of a chunk."""
         return self.codes.shape[3] * (4 if self.bits == 4 else 1)
@@ -627,6 +640,8 @@ class TiledGroups:
         }
 
 
+# Columns of a row that leaves shared memory for another program.
+_LARGEST_ROW = 32768
 # As `_CHANNEL_TILES`. Larger tiles have more sums than registers.
 _GROUP_TILES = (
     (16, Tiles(64, 16, 4, 4, 4)),

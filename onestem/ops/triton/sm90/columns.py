@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
 from onestem.ops.triton.sm90.walk import ROWS, next_stage, per_thread, scores, store_states
+from onestem.ops.triton.versions import viewed
 from onestem.ops.triton.words import (
     AT_DEST,
     AT_POSITIONS,
@@ -50,7 +51,7 @@ def _pieces(queries, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_D: gl.con
     dtype: gl.constexpr = queries.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, WIDTH], dtype)
     number: gl.constexpr = 2 * ROWS * BLOCK_D // (COLUMNS * WIDTH)
-    return queries._reinterpret(dtype, [number, COLUMNS, WIDTH], layout)
+    return viewed(queries, dtype, [number, COLUMNS, WIDTH], layout)
 
 
 @gluon.jit

@@ -6,10 +6,11 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onestem.ops.triton.sm90.walk import next_stage, queue, tile_start, tiles_of
+from onestem.ops.triton.versions import copy_box, viewed
 from onestem.ops.triton.words import (
     AT_PAGES,
     AT_RECORDS,
@@ -95,7 +96,7 @@ def _copy_tile(
     for i in gl.static_range(across):
         for c in gl.static_range(BLOCK_D // 64):
             at = [places[i][0], head, places[i][1], c * 64]
-            tma.async_copy_global_to_shared(pool, at, flag, boxes.index(first + c * across + i))
+            copy_box(pool, at, flag, boxes.index(first + c * across + i))
 
 
 @gluon.jit
@@ -175,7 +176,8 @@ def copy(
     """Run a copying warp. It copies keys (SIDE 0) or values (SIDE 1) for one warpgroup, or, as one
     of the first warpgroup's, for the pair."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    boxes = boxes._reinterpret(boxes.dtype, [boxes.shape[0], 1, 1, BOX, 64], layout)
+    shape: gl.constexpr = [boxes.shape[0], 1, 1, BOX, 64]
+    boxes = viewed(boxes, boxes.dtype, shape, layout)
     item, stop, head, columns = queue(control, PART)
     if columns >= 0:
         _copy_items(

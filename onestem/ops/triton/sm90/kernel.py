@@ -12,6 +12,7 @@ from onestem.ops.triton.sm90.columns import attend_columns
 from onestem.ops.triton.sm90.copy import copy, fetch_list
 from onestem.ops.triton.sm90.rows import attend_rows
 from onestem.ops.triton.sm90.walk import ROWS, queue
+from onestem.ops.triton.versions import viewed
 
 __all__ = ["attend_hopper"]
 
@@ -71,7 +72,7 @@ def attend_hopper(
     num_boxes: gl.constexpr = 2 * STAGES * BLOCK_D // 64 * across
     # Keys, then values; the same memory seen as boxes and as tiles.
     boxes = gl.allocate_shared_memory(dtype, [num_boxes, BOX, 64], box)
-    ring_memory = boxes._reinterpret(dtype, [2 * STAGES, BLOCK_N, BLOCK_D], tile)
+    ring_memory = viewed(boxes, dtype, [2 * STAGES, BLOCK_N, BLOCK_D], tile)
     queries = gl.allocate_shared_memory(
         dtype, [2, ROWS, BLOCK_D], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     )
