@@ -82,6 +82,8 @@ def _ours(experiment: Experiment, result: dict[str, Any]) -> str:
             span = dict.fromkeys(map(number, (min(values), max(values))))
             told.append(f"{series} {' to '.join(span)}")
     scale = "" if result["scale"] == 1 else f", {result['scale']:g} of the sizes"
+    part = result.get("part", 1)
+    scale += "" if part == 1 else f", {part:g} of the requests and points"
     return f"{'; '.join(told)} ({experiment.unit}; {result['device']}{scale})"
 
 
