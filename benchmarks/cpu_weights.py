@@ -5,8 +5,8 @@
 DIR is an environment that `benchmarks/peers/install llama_cpp DIR` made, FOLDER takes the files
 that it multiplies (random weights of the shapes, written once). Steps are of the engine here and of
 `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode behind 16 tokens. Beside
-each its floor: bytes of the weights at the memory's rate, or multiply-adds at that of int8
-(`int8`) or bfloat16 (`int4`) products, whichever is longer, both measured in the same run.
+each its floor: bytes of the weights at the memory's rate, or multiply-adds at that of int8 products
+(with AMX `int4`: bfloat16), whichever is longer, both measured in the same run.
 
 llama.cpp runs with flash attention and without, its weights repacked and as they are; the fastest
 counts, of each kind of step. `--threads 1` and seconds of the process's processor (`cpu`) tell
@@ -254,7 +254,8 @@ def _floor(step: str, entry: dict[str, Any], ours: Ours) -> float:
     config = ours.decoder.config
     head = config.vocab_size * config.hidden_size
     layers = ours.decoder.num_parameters - head
-    rate = entry["bfloat16_flops_per_s"] * (2 if entry["format"] == "int8" else 1)
+    in_bytes = entry["format"] == "int8" or chosen_isa() == "avx512_bf16"
+    rate = entry["bfloat16_flops_per_s"] * (2 if in_bytes else 1)
     flops = 2.0 * int(count) * layers + 2.0 * head * (1 if kind == "prefill" else int(count))
     return max(entry["weight_bytes"] / entry["memory_bytes_per_s"], flops / rate)
 

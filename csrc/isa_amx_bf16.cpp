@@ -26,8 +26,10 @@ Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
                                           {0.06f, 0.035f, 0.06f, 0.004f, 3.0f, 0.1f});
-  kernels.linear8 = {path<Linear8<ByteDots8>>(1), path<AmxCodes8>(16), {1, 1, 1}};
-  kernels.linear4 = {path<Linear4>(1), path<AmxCodes4>(16), {INT32_MAX, 2, INT32_MAX}};
+  constexpr LinearWays eight = {path<Linear8<ByteDots8>>(1), path<AmxCodes8>(16), 1};
+  constexpr LinearWays four = {path<Linear4>(1), path<AmxCodes4>(16), 2};
+  kernels.linear8 = {{eight, eight, eight}};
+  kernels.linear4 = {{one_way<Linear4>(), four, bytes4()}};
   return kernels;
 }
 

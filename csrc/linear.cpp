@@ -17,7 +17,8 @@ constexpr int64_t kThreadBytes = 128 << 10;
 constexpr int32_t kShare = 2;
 
 const LinearPath& path_for(const LinearKernels& kernels, int64_t rows, Dtype x) {
-  return rows <= kernels.most_few[x] ? kernels.few : kernels.many;
+  const LinearWays& ways = kernels.of[x];
+  return rows <= ways.most_few ? ways.few : ways.many;
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ struct PackedCodes {
   const uint8_t* codes;
   const float* scales;   // 4 bits: [out / 16][groups][16]; 8 bits: [out]
   const uint8_t* zeros;  // as scales; null: half of the range, as always for 8 bits
-  int32_t bits;          // 8: rows are rounded to int8; 4: they are not (16 bits at least)
+  int32_t bits;          // 8: rows are rounded to int8; 4: by way
   int32_t group;         // 4 bits: 32, 64 or 128
   int32_t pairs;         // of blocks
   int32_t chunks;
@@ -36,7 +36,7 @@ struct LinearCall {
   char* packed;  // panels of rows as `LinearPath::pack` writes them
 };
 
-// A way to multiply: rows are packed first, in panels of 1 or 16, then pairs of blocks multiplied.
+// A way to multiply: rows are packed first, in panels of `panel` rows, then pairs of blocks multiplied.
 struct LinearPath {
   int32_t panel;
   size_t (*panel_bytes)(const PackedCodes&);
@@ -47,10 +47,14 @@ struct LinearPath {
   void (*multiply[3])(const LinearCall&, int32_t begin, int32_t end, char* scratch);
 };
 
+struct LinearWays {
+  LinearPath few, many;
+  int32_t most_few;  // rows that `few` takes
+};
+
 // Of one number of bits.
 struct LinearKernels {
-  LinearPath few, many;
-  int32_t most_few[3];  // rows that `few` takes, by the type of x
+  LinearWays of[3];  // by the type of x
 };
 
 }  // namespace onestem

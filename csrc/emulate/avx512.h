@@ -170,6 +170,27 @@ inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
   return emulated::integers(emulated::v8lu{x[1], y[1], x[3], y[3], x[5], y[5], x[7], y[7]});
 }
 
+inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
+  const emulated::v16su x = emulated::words(a), y = emulated::words(b);
+  return emulated::integers(emulated::v16su{x[0], y[0], x[1], y[1], x[4], y[4], x[5], y[5], x[8],
+                                            y[8], x[9], y[9], x[12], y[12], x[13], y[13]});
+}
+inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
+  const emulated::v16su x = emulated::words(a), y = emulated::words(b);
+  return emulated::integers(emulated::v16su{x[2], y[2], x[3], y[3], x[6], y[6], x[7], y[7], x[10],
+                                            y[10], x[11], y[11], x[14], y[14], x[15], y[15]});
+}
+// Quarters by two bits each: two of `a`, then two of `b`.
+inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int control) {
+  const emulated::v8lu x = emulated::pairs(a), y = emulated::pairs(b);
+  emulated::v8lu out{};
+  for (int i = 0; i < 4; ++i) {
+    const int quarter = control >> 2 * i & 3;
+    for (int j = 0; j < 2; ++j) out[2 * i + j] = (i < 2 ? x : y)[2 * quarter + j];
+  }
+  return emulated::integers(out);
+}
+
 // Towards zero; what an int32 does not hold becomes the lowest one.
 inline __m512i _mm512_cvttps_epi32(__m512 x) {
   const emulated::Halves h = emulated::halves(x);

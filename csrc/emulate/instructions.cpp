@@ -88,6 +88,21 @@ Words dpbusd(const Words& sums, const Bytes& a, const Bytes& b) {
                                                   vector_of<uint8_t>(a), vector_of<uint8_t>(b)));
 }
 
+Words unpacklo_epi32(const Words& a, const Words& b) {
+  return std::bit_cast<Words>(
+      _mm512_unpacklo_epi32(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b)));
+}
+
+Words unpackhi_epi32(const Words& a, const Words& b) {
+  return std::bit_cast<Words>(
+      _mm512_unpackhi_epi32(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b)));
+}
+
+Words shuffle_i32x4(const Words& a, const Words& b, int control) {
+  return std::bit_cast<Words>(
+      _mm512_shuffle_i32x4(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b), control));
+}
+
 Halfwords cvtneps_pbh(const Floats& x) {
   return std::bit_cast<Halfwords>(_mm512_cvtneps_pbh(std::bit_cast<__m512>(x)));
 }
@@ -128,6 +143,9 @@ void add_instructions(nb::module_& m) {
   m.def("madd_epi16", madd_epi16);
   m.def("permutexvar_epi16", permutexvar_epi16);
   m.def("dpbusd", dpbusd);
+  m.def("unpacklo_epi32", unpacklo_epi32);
+  m.def("unpackhi_epi32", unpackhi_epi32);
+  m.def("shuffle_i32x4", shuffle_i32x4);
   m.def("cvtneps_pbh", cvtneps_pbh);
   m.def("tile_loadconfig", tile_loadconfig);
   m.def("tile_release", [] { _tile_release(); });

@@ -1,6 +1,6 @@
-// Products with weights of 8 and 4 bits by multiply-adds of 16-bit pairs (or 8-bit fours, where
-// there are such). Rows become integers: 8 bits a row with 8-bit weights, and 16 bits a group with
-// those of 4, whose rounding is below bfloat16's.
+// Products with weights of 8 and 4 bits by multiply-adds of 16-bit pairs (8-bit weights: or of 8-bit
+// fours, where there are such). Rows become integers: 8 bits a row with 8-bit weights, and 16 bits a
+// group with those of 4, whose rounding is below bfloat16's.
 #pragma once
 
 namespace onestem::ONESTEM_ISA {
@@ -344,8 +344,13 @@ constexpr LinearPath path(int32_t panel) {
 
 // Of one way for all numbers of rows.
 template <class Way>
-constexpr LinearKernels one_way() {
-  return {path<Way>(1), path<Way>(1), {INT32_MAX, INT32_MAX, INT32_MAX}};
+constexpr LinearWays one_way() {
+  return {path<Way>(1), path<Way>(1), INT32_MAX};
+}
+
+template <class Way>
+constexpr LinearKernels any_type() {
+  return {{one_way<Way>(), one_way<Way>(), one_way<Way>()}};
 }
 
 }  // namespace onestem::ONESTEM_ISA

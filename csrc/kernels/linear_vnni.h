@@ -1,4 +1,4 @@
-// Products with weights of 8 bits by dot products of four bytes (AVX-512 VNNI).
+// Products with weights of 8 and 4 bits by dot products of four bytes (AVX-512 VNNI).
 #pragma once
 
 namespace onestem::ONESTEM_ISA {
@@ -17,5 +17,355 @@ struct ByteDots8 {
     return _mm512_dpbusd_epi32(sums, load_bytes(w), load_bytes(a));
   }
 };
+
+// 4-bit weights and rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact in
+// float32 too. What the two ways below share: a row has the same bits in both.
+struct ByteRows4 {
+  // Whole numbers of a row, one after the other; of group g the scale and minus what its codes add up
+  // to, at g * stride.
+  template <class T>
+  static void round(const PackedCodes& w, const T* x, int32_t in, int8_t* codes, float* scales,
+                    float* totals, int32_t stride) {
+    for (int32_t g = 0; g < w.groups; ++g) {
+      const int32_t from = g * w.group, count = clamp(in - from, 0, w.group);
+      const float scale = scale_of(x + from, count, Codes<8>::kLargest);
+      scales[g * stride] = scale;
+      const int32_t total = round_codes_to(codes + from, x + from, count, scale);
+      totals[g * stride] = static_cast<float>(-total);
+      for (int32_t at = count; at < w.group; ++at) codes[from + at] = 0;
+    }
+  }
+
+  // Scales and zeros of group `g` of a block.
+  struct Group {
+    vf scale, zero;
+    Group(const PackedCodes& w, int32_t block, int32_t g) {
+      const int64_t at = (int64_t{block} * w.groups + g) * 16;
+      scale = load(w.scales + at);
+      zero = w.zeros == nullptr ? all(8.0f) : load_codes(w.zeros + at);
+    }
+    // `sums` and what codes and rows of a group give.
+    vf add(vf dots, float row_scale, float total, vf sums) const {
+      return fma(fma(zero, all(total), dots) * all(row_scale), scale, sums);
+    }
+  };
+};
+
+// Of few rows: codes are multiplied as they stand, their even and their odd nibbles.
+struct FewBytes4 : ByteRows4 {
+  static constexpr int kMost = 4;
+
+  static size_t panel_bytes(const PackedCodes& w) { return PackedRow<int8_t>::bytes(w, w.groups); }
+  static size_t scratch_bytes(const LinearCall& call) {
+    return static_cast<size_t>(call.weight.depth);
+  }
+  static int32_t pairs(const LinearCall&) { return 1; }
+
+  template <class T>
+  static void pack(const LinearCall& call, int64_t begin, int64_t end, char* scratch) {
+    const PackedCodes& w = call.weight;
+    int8_t* codes = reinterpret_cast<int8_t*>(scratch);
+    for (int64_t i = begin; i < end; ++i) {
+      const PackedRow<int8_t> row(call.packed + i * panel_bytes(w), w, w.groups);
+      const T* x = static_cast<const T*>(call.x) + i * call.in;
+      round(w, x, call.in, codes, row.scales, row.offsets, 1);
+      // Input 32n + j of a chunk at 64 (n % 2) + 2j + n / 2.
+      for (int32_t from = 0; from < w.depth; from += 32) {
+        const int32_t n = from / 32 % 4;
+        int8_t* to = row.codes + from / 128 * 128 + n % 2 * 64 + n / 2;
+        for (int32_t j = 0; j < 32; ++j) to[2 * j] = codes[from + j];
+      }
+    }
+  }
+
+  template <class T>
+  static void multiply(const LinearCall& call, int32_t begin, int32_t end, char*) {
+    const int32_t group = call.weight.group;
+    const auto run = group == 128  ? block_of<1, kMost>
+                     : group == 64 ? block_of<2, kMost>
+                                   : block_of<4, kMost>;
+    for (int32_t block = 2 * begin; block < 2 * end; ++block) {
+      float sums[kMost][16];
+      run(call, block, sums);
+      for (int64_t r = 0; r < call.rows; ++r) {
+        store_sixteen<T>(call, r, block * 16, sums[r], false);
+      }
+    }
+  }
+
+ private:
+  // GROUPS: of a chunk.
+  template <int GROUPS, int ROWS>
+  static void block_of(const LinearCall& call, int32_t block, float (*sums)[16]) {
+    if constexpr (ROWS > 1) {
+      if (call.rows < ROWS) return block_of<GROUPS, ROWS - 1>(call, block, sums);
+    }
+    const PackedCodes& w = call.weight;
+    const size_t bytes = panel_bytes(w);
+    const uint8_t* codes = w.codes + block * block_bytes(w);
+    vf acc[ROWS];
+    for (vf& one : acc) one = zeros();
+    for (int32_t c = 0; c < w.chunks; ++c) {
+      vi quads[ROWS][GROUPS][4];
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q, codes += 4 * kCodeBytes) {
+        vi even[4], odd[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+          ask_for(codes + k * kCodeBytes);
+          const vi words = load_bytes(codes + k * kCodeBytes);
+          even[k] = both(words, all(0x0f0f0f0f));
+          odd[k] = both(shift_words<4>(words), all(0x0f0f0f0f));
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+          const char* row = call.packed + r * bytes + c * 128;
+#pragma GCC unroll 4
+          for (int g = 0; g < GROUPS; ++g) {
+            const vi first = of_group<GROUPS>(load_bytes(row), g);
+            const vi second = of_group<GROUPS>(load_bytes(row + 64), g);
+            vi dots[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+              dots[k] = all(0);
+              if (GROUPS < 4 || g % 2 == 0) dots[k] = _mm512_dpbusd_epi32(dots[k], even[k], first);
+              if (GROUPS < 4 || g % 2 == 1) dots[k] = _mm512_dpbusd_epi32(dots[k], odd[k], second);
+            }
+            quads[r][g][q] = sum_quarters(dots);
+          }
+        }
+      }
+      for (int g = 0; g < GROUPS; ++g) {
+        const int32_t at = c * GROUPS + g;
+        const Group group(w, block, at);
+        for (int r = 0; r < ROWS; ++r) {
+          const PackedRow<int8_t> row(call.packed + r * bytes, w, w.groups);
+          acc[r] = group.add(to_float(sum_quads(quads[r][g])), row.scales[at], row.offsets[at], acc[r]);
+        }
+      }
+    }
+    for (int r = 0; r < ROWS; ++r) store(sums[r], acc[r]);
+  }
+
+  // Of four vectors, sums of each one's four quarters: [quarter][vector].
+  static vi sum_quarters(const vi (&x)[4]) {
+    vi pairs[2];
+    for (int i = 0; i < 2; ++i) {
+      const vi &a = x[2 * i], &b = x[2 * i + 1];
+      pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    return _mm512_add_epi32(even_pairs(pairs[0], pairs[1]), odd_pairs(pairs[0], pairs[1]));
+  }
+  // Of four such, quarters added: [vector].
+  static vi sum_quads(const vi (&x)[4]) {
+    vi halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const vi &a = x[2 * i], &b = x[2 * i + 1];
+      halves[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
+    }
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(halves[0], halves[1], 0x88),
+                            _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd));
+  }
+
+  // Bytes of group `g` of a chunk. Inputs 0 to 63 are the even bytes.
+  template <int GROUPS>
+  static vi of_group(vi row, int g) {
+    if (GROUPS == 1) return row;
+    return both(row, all(g < GROUPS / 2 ? 0x00ff00ff : static_cast<int32_t>(0xff00ff00)));
+  }
+};
+
+// Of many rows: codes of a pair of blocks are turned first. A vector then holds four inputs of sixteen
+// outputs, and meets a row's four.
+struct ManyBytes4 : ByteRows4 {
+  static constexpr int kRows = 12;  // of a panel: 24 of the 32 registers hold its sums
+  static constexpr int32_t kStep = 2 * sizeof(vi);  // bytes of four inputs of a pair
+  static constexpr int64_t kTurnedFit = 512 << 10;  // a share of the second-level cache
+
+  static size_t panel_bytes(const PackedCodes& w) {
+    return kRows * (size_t{1} * w.depth + 2 * sizeof(float) * w.groups);
+  }
+  static int64_t turned_bytes(const PackedCodes& w) { return int64_t{w.depth} / 4 * kStep; }
+  static int32_t pairs(const LinearCall& call) {
+    if (call.rows <= kRows) return 1;
+    return clamp(static_cast<int32_t>(kTurnedFit / turned_bytes(call.weight)), 1, 8);
+  }
+  static size_t scratch_bytes(const LinearCall& call) {
+    return static_cast<size_t>(turned_bytes(call.weight)) * pairs(call);
+  }
+
+  template <class T>
+  static void pack(const LinearCall& call, int64_t begin, int64_t end, char* scratch) {
+    const PackedCodes& w = call.weight;
+    int8_t* codes = reinterpret_cast<int8_t*>(scratch);
+    for (int64_t p = begin; p < end; ++p) {
+      const Panel panel(call, p);
+      for (int32_t r = 0; r < panel.rows; ++r) {
+        const T* x = static_cast<const T*>(call.x) + (p * kRows + r) * call.in;
+        round(w, x, call.in, codes, panel.scales + r, panel.totals + r, panel.rows);
+        // Of four neighbours the first, the third, the second, the fourth, as `turn` has them.
+        for (int32_t d = 0; d < w.depth / 4; ++d) {
+          const int8_t* of = codes + 4 * d;
+          int8_t* to = panel.codes + 4 * (d * panel.rows + r);
+          to[0] = of[0], to[1] = of[2], to[2] = of[1], to[3] = of[3];
+        }
+      }
+    }
+  }
+
+  template <class T>
+  static void multiply(const LinearCall& call, int32_t begin, int32_t end, char* scratch) {
+    const PackedCodes& w = call.weight;
+    const int64_t turned = turned_bytes(w);
+    // Codes for one panel are turned as they are multiplied, while memory brings the next ones.
+    const int32_t step = call.rows <= kRows ? 1 : w.chunks;
+    float sums[kRows][32];
+    for (int32_t c = 0; c < w.chunks; c += step) {
+      for (int32_t pair = begin; pair < end; ++pair) {
+        for (int32_t b = 0; b < 2; ++b) {
+          turn(w, 2 * pair + b, c, step, scratch + (pair - begin) * turned + b * sizeof(vi));
+        }
+      }
+      for (int64_t p = 0; p * kRows < call.rows; ++p) {
+        const Panel panel(call, p);
+        for (int32_t pair = begin; pair < end; ++pair) {
+          if (c == 0) __builtin_memset(sums, 0, sizeof sums);
+          multiply_panel<kRows>(w, panel, pair, c, step, scratch + (pair - begin) * turned, sums);
+          if (c + step < w.chunks) continue;
+          for (int32_t r = 0; r < panel.rows; ++r) {
+            for (int32_t b = 0; b < 2; ++b) {
+              const int32_t out = (2 * pair + b) * 16;
+              store_sixteen<T>(call, p * kRows + r, out, sums[r] + b * 16, false);
+            }
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // Packed rows, side by side: four inputs of each, then the next four; a group's scales and totals.
+  struct Panel {
+    int32_t rows;
+    int8_t* codes;
+    float *scales, *totals;
+
+    Panel(const LinearCall& call, int64_t panel)
+        : rows(static_cast<int32_t>(
+              call.rows - panel * kRows < kRows ? call.rows - panel * kRows : kRows)),
+          codes(reinterpret_cast<int8_t*>(call.packed) + panel * panel_bytes(call.weight)),
+          scales(reinterpret_cast<float*>(codes + int64_t{rows} * call.weight.depth)),
+          totals(scales + int64_t{rows} * call.weight.groups) {}
+  };
+
+  // Four codes of sixteen outputs: the low nibbles of words of `even`, and of the bytes above of `odd`.
+  static void store_fours(char* to, vi even, vi odd) {
+    const vi fours = both(even, all(0x000f000f)) | both(odd, all(0x0f000f00));
+    _mm512_storeu_si512(to, fours);
+  }
+
+  // Words 0 to 15 of sixteen rows of codes: columns[j] has word j of each.
+  __attribute__((always_inline)) static void columns_of(const uint8_t* codes, vi (&columns)[16]) {
+    vi fours[4][4];  // [rows 4q..][word % 4]: a word of four rows in each quarter
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      const uint8_t* at = codes + 4 * q * kCodeBytes;
+      const vi a = load_bytes(at), b = load_bytes(at + kCodeBytes);
+      const vi c = load_bytes(at + 2 * kCodeBytes), d = load_bytes(at + 3 * kCodeBytes);
+      const vi low[] = {_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d)};
+      const vi high[] = {_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d)};
+      fours[q][0] = even_pairs(low[0], low[1]);
+      fours[q][1] = odd_pairs(low[0], low[1]);
+      fours[q][2] = even_pairs(high[0], high[1]);
+      fours[q][3] = odd_pairs(high[0], high[1]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const vi &a = fours[0][k], &b = fours[1][k], &c = fours[2][k], &d = fours[3][k];
+      const vi low[] = {_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(c, d, 0x44)};
+      const vi high[] = {_mm512_shuffle_i32x4(a, b, 0xee), _mm512_shuffle_i32x4(c, d, 0xee)};
+      columns[k] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
+      columns[4 + k] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
+      columns[8 + k] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
+      columns[12 + k] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
+    }
+  }
+
+  // The codes of `count` chunks of a block as bytes, at [inputs / 4][2 blocks][16][4 inputs].
+  static void turn(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
+    const uint8_t* codes =
+        w.codes + block * block_bytes(w) + int64_t{chunk} * 16 * kCodeBytes;
+    for (int32_t c = 0; c < count; ++c, codes += 16 * kCodeBytes, to += 32 * kStep) {
+      for (int i = 0; i < 16; ++i) ask_for(codes + i * kCodeBytes);
+      vi words[16];
+      columns_of(codes, words);
+#pragma GCC unroll 8
+      for (int d = 0; d < 8; ++d) {
+        const vi even = words[2 * d], odd = words[2 * d + 1];
+        char* at = to + d * kStep;
+        store_fours(at, even, _mm512_slli_epi32(odd, 8));
+        store_fours(at + 8 * kStep, shift_words<4>(even), _mm512_slli_epi32(odd, 4));
+        store_fours(at + 16 * kStep, shift_words<8>(even), odd);
+        store_fours(at + 24 * kStep, shift_words<12>(even), shift_words<4>(odd));
+      }
+    }
+  }
+
+  // Adds what `count` chunks give.
+  template <int ROWS>
+  static void multiply_panel(const PackedCodes& w, const Panel& panel, int32_t pair, int32_t chunk,
+                             int32_t count, const char* codes, float (*sums)[32]) {
+    if constexpr (ROWS > 1) {
+      if (panel.rows < ROWS) {
+        return multiply_panel<ROWS - 1>(w, panel, pair, chunk, count, codes, sums);
+      }
+    }
+    const int32_t groups = Codes<4>::kChunk / w.group, end = (chunk + count) * groups;
+    const char* rows = reinterpret_cast<const char*>(panel.codes);
+    rows += int64_t{chunk} * Codes<4>::kChunk * ROWS;
+    for (int32_t g = chunk * groups; g < end; ++g) {
+      int32_t dots[ROWS][32];
+      multiply_group<ROWS>(codes, rows, w.group / 4, dots);
+      codes += w.group / 4 * kStep, rows += w.group * ROWS;
+      for (int b = 0; b < 2; ++b) {
+        const Group group(w, 2 * pair + b, g);
+        for (int r = 0; r < ROWS; ++r) {
+          const int32_t at = g * ROWS + r;
+          float* to = sums[r] + b * 16;
+          store(to, group.add(to_float(load(dots[r] + b * 16)), panel.scales[at],
+                              panel.totals[at], load(to)));
+        }
+      }
+    }
+  }
+
+  // A function of its own, so that the compiler keeps all sums in registers.
+  template <int ROWS>
+  __attribute__((noinline)) static void multiply_group(const char* codes, const char* rows,
+                                                       int32_t steps, int32_t (*dots)[32]) {
+    vi acc[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = all(0);
+    for (int32_t s = 0; s < steps; ++s, codes += kStep, rows += 4 * ROWS) {
+      const vi first = load_bytes(codes), second = load_bytes(codes + sizeof(vi));
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t four;
+        __builtin_memcpy(&four, rows + 4 * r, 4);
+        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], first, all(four));
+        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], second, all(four));
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+      store(dots[r], acc[r][0]);
+      store(dots[r] + 16, acc[r][1]);
+    }
+  }
+};
+
+constexpr LinearWays bytes4() {
+  return {path<FewBytes4>(1), path<ManyBytes4>(ManyBytes4::kRows), FewBytes4::kMost};
+}
 
 }  // namespace onestem::ONESTEM_ISA

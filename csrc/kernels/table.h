@@ -45,8 +45,8 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   kernels.count_before = count_before;
   kernels.group_tops = group_tops;
   kernels.tokens_from = tokens_from;
-  kernels.linear8 = one_way<Linear8<WordDots8>>();
-  kernels.linear4 = one_way<Linear4>();
+  kernels.linear8 = any_type<Linear8<WordDots8>>();
+  kernels.linear4 = any_type<Linear4>();
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;

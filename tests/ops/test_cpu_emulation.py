@@ -172,6 +172,19 @@ def test_integers():
 
 
 @needs_emulation
+def test_shuffles():
+    module, a, b = emulated(), np.arange(16), np.arange(16) + 100
+    quarters = np.stack([a, b]).reshape(2, 4, 4)
+    for name, at in (("unpacklo_epi32", 0), ("unpackhi_epi32", 2)):
+        want = quarters[:, :, at : at + 2].transpose(1, 2, 0).reshape(16)
+        assert getattr(module, name)(a.tolist(), b.tolist()) == want.tolist()
+    for control in (0x44, 0xEE, 0x1B):
+        chosen = [quarters[i // 2][control >> 2 * i & 3] for i in range(4)]
+        got = module.shuffle_i32x4(a.tolist(), b.tolist(), control)
+        assert got == np.concatenate(chosen).tolist()
+
+
+@needs_emulation
 def test_conversions_to_bfloat16():
     """To the nearest, ties to even; denormals become zeros, NaN quiet."""
     given = [1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -INFINITY, 1e-40, -1e-40, -0.0, 0.1]

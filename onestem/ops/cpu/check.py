@@ -131,7 +131,9 @@ def _codes_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bo
     for weight, rows in product(weights, (1, 3, 21)):
         x = torch.randn(rows, 192, generator=generator).to(dtype)
         got, want = (replace(weight, isa=name).product(x, None) for name in (isa, TRUSTED))
-        if not _close(got, want):
+        # A set may round rows to 8 bits, or weights to bfloat16.
+        rounds = weight.bits == 4 and dtype.itemsize == 2
+        if not _close(got, want, torch.bfloat16 if rounds else None):
             return False
     return True
 

@@ -28,8 +28,9 @@ class CpuCodes:
     """A weight of integers, as the C++ products take it.
 
     With 8 bits, each row of the input is rounded to int8 by its own maximum, and sums are exact.
-    With 4 bits, rows are not rounded below 16 bits. The weight is then multiplied as bfloat16 if
-    the rows are bfloat16, there are many, and the processor has AMX.
+    With 4 bits it depends on the instruction set. AMX multiplies bfloat16 rows as they are, and
+    many of them with the weight's values in bfloat16. AVX-512 with VNNI rounds rows of 16 bits to
+    int8 by the maximum of each group, as AMX does those of float16. All else keeps 16 bits.
 
     Attributes:
         codes: uint8, `[out / 16][chunk][16][64]`.
