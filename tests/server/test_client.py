@@ -11,7 +11,7 @@ import pytest
 from onestem.request import Request
 from onestem.server.errors import ApiError, NoAnswerError
 from onestem.server.link.client import EngineClient
-from onestem.server.link.messages import Add, Begun, Delta
+from onestem.server.link.messages import Add, Begun, Delta, frame, read_message
 from onestem.server.link.process import connect
 
 
@@ -40,6 +40,22 @@ def test_what_cannot_be_written_down_is_an_error_at_once():
             client._link.writer.close()
 
     asyncio.run(ask())
+
+
+def test_what_a_dead_engine_said_is_heard():
+    async def listen() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await connect(ours, "hello")
+        with theirs:  # "hello" stays unread, which is an error for who reads here
+            for name in "ab":
+                theirs.sendall(frame(Begun([name])))
+        writer.write(frame("to nobody"))
+        assert [(await read_message(reader)).request_ids for _ in range(2)] == [["a"], ["b"]]
+        with pytest.raises(EOFError, match="has closed the channel"):
+            await read_message(reader)
+        writer.close()
+
+    asyncio.run(listen())
 
 
 def test_a_question_without_an_answer():

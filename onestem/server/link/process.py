@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -20,9 +21,32 @@ async def connect(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """The server's end of a channel, as streams; sends the first message."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-    reader, writer = await asyncio.open_connection(sock=end, limit=BUFFER_BYTES)
+    loop, reader = asyncio.get_running_loop(), _Reader(end)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.create_connection(lambda: protocol, sock=end)
+    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     writer.write(frame(first))
     return reader, writer
+
+
+class _Reader(asyncio.StreamReader):
+    """Reads to the end of what was sent, also where writing to the dead process failed first: then
+    asyncio would drop what has not been read, such as the last request that was begun."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(BUFFER_BYTES)
+        self._rest = end.dup()
+        self._rest.setblocking(False)
+
+    def set_exception(self, exc: Exception) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._rest.recv(BUFFER_BYTES):
+                self.feed_data(data)
+        self.feed_eof()
+
+    def feed_eof(self) -> None:
+        self._rest.close()
+        super().feed_eof()
 
 
 class EngineProcess:
