@@ -36,9 +36,9 @@ struct LinearCall {
   char* packed;  // panels of rows as `LinearPath::pack` writes them
 };
 
-// A way to multiply: rows are packed first, in panels of `panel` rows, then pairs of blocks multiplied.
+// A way to multiply: rows are packed first, in panels, then pairs of blocks multiplied.
 struct LinearPath {
-  int32_t panel;
+  int32_t panel;  // rows
   size_t (*panel_bytes)(const PackedCodes&);
   size_t (*scratch_bytes)(const LinearCall&);  // of either function
   int32_t (*pairs)(const LinearCall&);  // that one call had better multiply

@@ -18,8 +18,8 @@ struct ByteDots8 {
   }
 };
 
-// 4-bit weights and rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact in
-// float32 too. What the two ways below share: a row has the same bits in both.
+// 4-bit weights and rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact
+// in float32 too. What the two ways below share: a row has the same bits in both.
 struct ByteRows4 {
   // Whole numbers of a row, one after the other; of group g the scale and minus what its codes add up
   // to, at g * stride.
@@ -117,7 +117,7 @@ struct FewBytes4 : ByteRows4 {
           even[k] = both(words, all(0x0f0f0f0f));
           odd[k] = both(shift_words<4>(words), all(0x0f0f0f0f));
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
           const char* row = call.packed + r * bytes + c * 128;
 #pragma GCC unroll 4
@@ -140,7 +140,8 @@ struct FewBytes4 : ByteRows4 {
         const Group group(w, block, at);
         for (int r = 0; r < ROWS; ++r) {
           const PackedRow<int8_t> row(call.packed + r * bytes, w, w.groups);
-          acc[r] = group.add(to_float(sum_quads(quads[r][g])), row.scales[at], row.offsets[at], acc[r]);
+          const vf dots = to_float(sum_quads(quads[r][g]));
+          acc[r] = group.add(dots, row.scales[at], row.offsets[at], acc[r]);
         }
       }
     }
@@ -161,7 +162,8 @@ struct FewBytes4 : ByteRows4 {
     vi halves[2];
     for (int i = 0; i < 2; ++i) {
       const vi &a = x[2 * i], &b = x[2 * i + 1];
-      halves[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
+      halves[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44),
+                                   _mm512_shuffle_i32x4(a, b, 0xee));
     }
     return _mm512_add_epi32(_mm512_shuffle_i32x4(halves[0], halves[1], 0x88),
                             _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd));
@@ -175,8 +177,8 @@ struct FewBytes4 : ByteRows4 {
   }
 };
 
-// Of many rows: codes of a pair of blocks are turned first. A vector then holds four inputs of sixteen
-// outputs, and meets a row's four.
+// Of many rows: codes of a pair of blocks are turned first. A vector then holds four inputs of
+// sixteen outputs, and meets a row's four.
 struct ManyBytes4 : ByteRows4 {
   static constexpr int kRows = 12;  // of a panel: 24 of the 32 registers hold its sums
   static constexpr int32_t kStep = 2 * sizeof(vi);  // bytes of four inputs of a pair
@@ -244,7 +246,7 @@ struct ManyBytes4 : ByteRows4 {
   }
 
  private:
-  // Packed rows, side by side: four inputs of each, then the next four; a group's scales and totals.
+  // Packed rows, side by side: four inputs of each, then the next four; groups' scales and totals.
   struct Panel {
     int32_t rows;
     int8_t* codes;
@@ -258,7 +260,7 @@ struct ManyBytes4 : ByteRows4 {
           totals(scales + int64_t{rows} * call.weight.groups) {}
   };
 
-  // Four codes of sixteen outputs: the low nibbles of words of `even`, and of the bytes above of `odd`.
+  // Four codes of sixteen outputs: low nibbles of words of `even`, and of the bytes above of `odd`.
   static void store_fours(char* to, vi even, vi odd) {
     const vi fours = both(even, all(0x000f000f)) | both(odd, all(0x0f000f00));
     _mm512_storeu_si512(to, fours);
