@@ -175,8 +175,13 @@ def reading(layers: Sequence[Layer]) -> float:
     for layer in layers:
         assert isinstance(layer.mlp, Mlp)
         products = (layer.qkv, layer.output, layer.mlp.up, layer.mlp.down)
-        weights.append([product.tensors()[0] for product in products])
+        weights.append([torch.cat(words(product.tensors())) for product in products])
     return reading_us(weights)
+
+
+def words(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of 32 bits, flat."""
+    return [tensor.reshape(-1).view(torch.int32) for tensor in tensors]
 
 
 def num_launches(call: Callable[[], object]) -> int:

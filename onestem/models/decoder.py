@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypedDict, overload
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
 from onestem.models.cuts import Cut
-from onestem.models.linear import Head, Projection, padded_rows, step_rows
-from onestem.models.mlp import Activation, ExpertLayer, ExpertsBeside, Mlp
+from onestem.models.linear import Activation, Head, Projection, padded_rows, step_rows
+from onestem.models.mlp import ExpertLayer, ExpertsBeside, Mlp
 from onestem.models.part import part_of
 from onestem.models.places import Place
 from onestem.models.ranks import ALONE, Ranks
@@ -392,11 +393,11 @@ def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tenso
 
 def _activation(config: ModelConfig, ops: LayerOps) -> Activation:
     if config.mlp == "silu_gated":
-        return ops.silu_mul
+        return Activation(config.mlp, ops.silu_mul)
     if config.mlp == "gelu_tanh_gated":
-        return ops.gelu_mul
+        return Activation(config.mlp, ops.gelu_mul)
     kind = "tanh" if config.mlp == "gelu_tanh" else "none"
-    return lambda up: F.gelu(up, approximate=kind)
+    return Activation(config.mlp, partial(F.gelu, approximate=kind))
 
 
 def _alibi_slopes(config: ModelConfig, device: torch.device) -> Tensor | None:

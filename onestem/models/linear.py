@@ -52,8 +52,9 @@ import enum
 import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,6 +163,22 @@ def step_rows(layout: Layout, dtype: torch.dtype) -> int:
     return AMX_STEP_ROWS if _is_amx_product(layout, dtype) else STEP_ROWS
 
 
+@dataclass(frozen=True)
+class Activation:
+    """An MLP's activation: up's result -> down's input, `[n, 2 * size]` (gate, up) or `[n, size]`
+    -> `[n, size]`.
+
+    Attributes:
+        name: as of `Description.mlp`, where it is one of those.
+    """
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, up: Tensor) -> Tensor:
+        return self.function(up)
+
+
 class Projection(Protocol):
     """y = x W^T + b, with W in any format.
 
@@ -185,6 +202,10 @@ class Projection(Protocol):
     def pieces(self, x: Any) -> tuple[Any, ...]:
         """x in pieces, as is best for results that are used up at once."""
         ...
+
+    def activated(self, x: Any, activation: Activation) -> Tensor:
+        """activation(self(x)); formats that can do both at once override it."""
+        return activation(self(x))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held, to count bytes by."""
@@ -227,7 +248,7 @@ class _Weight:
         self.packed = None
 
 
-class Linear(_Weight):
+class Linear(_Weight, Projection):
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
 
     scratch_bytes = 0

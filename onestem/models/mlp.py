@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.description import Experts
-from onestem.models.linear import Head, Layout, Projection, padded_rows
+from onestem.models.linear import Activation, Head, Layout, Projection, padded_rows
 from onestem.models.ranks import Ranks
 from onestem.ops.rounding import RoundedRows, Rows
 
 __all__ = [
-    "Activation",
     "ExpertLayer",
     "ExpertProducts",
     "ExpertsBeside",
@@ -28,9 +27,7 @@ __all__ = [
     "route_on_gpu",
 ]
 
-# up's result -> down's input: [n, 2 * size] (gate, up) or [n, size] -> [n, size].
-Activation = Callable[[Tensor], Tensor]
-# The same, rounded to a dtype that `down` takes.
+# An activation whose result is rounded to a dtype that `down` takes.
 RoundedActivation = Callable[[Tensor, torch.dtype], RoundedRows]
 
 
@@ -55,7 +52,7 @@ class Mlp:
     ) -> Tensor:
         if rounded is not None and self.down.rounds is not None:
             return self.down(rounded(self.up(x), self.down.rounds))
-        pieces = [activation(self.up(piece)) for piece in self.up.pieces(x)]
+        pieces = [self.up.activated(piece, activation) for piece in self.up.pieces(x)]
         return self.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     def tensors(self) -> list[Tensor]:

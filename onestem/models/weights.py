@@ -38,9 +38,8 @@ from onestem.models.formats.held import Weight
 from onestem.models.formats.products import RoundedHead, Target, projection, row_bytes
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.formats.stored import Expected
-from onestem.models.linear import Head, Layout, Linear, Projection, choose_layout
+from onestem.models.linear import Activation, Head, Layout, Linear, Projection, choose_layout
 from onestem.models.mlp import (
-    Activation,
     ExpertLayer,
     ExpertProducts,
     ExpertsBeside,
@@ -761,9 +760,10 @@ class _Builder:
                 return TiledExperts.of(up, down, clamp)
             return GroupedExperts(up, down, clamp, gelu=gelu)
         ops = resolve_layers(self.target.device)
-        activation: Activation = ops.gelu_mul if gelu else ops.silu_mul
+        activation = Activation(self.config.mlp, ops.gelu_mul if gelu else ops.silu_mul)
         if clamp is not None:
-            activation = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
+            clamped = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
+            activation = Activation("clamped_swiglu", clamped)
         return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
 
     def grouped(self, name: str, *, halves: bool = False) -> GroupedWeight:

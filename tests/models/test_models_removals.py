@@ -15,6 +15,7 @@ import torch
 
 from onestem.models.config import LayerRotary, ModelConfig, Rotary
 from onestem.models.decoder import Decoder, Layer
+from onestem.models.linear import Activation
 from onestem.models.mlp import ExpertLayer, SortedBlocks, clamped_swiglu
 from onestem.models.weights import load_decoder
 from tests.models.dense import log_probabilities, prompt
@@ -200,7 +201,7 @@ def _experts(**changes: Any) -> Callable[[Layer], Layer]:
 def _without_clamp(layer: Layer) -> Layer:
     assert isinstance(layer.mlp, ExpertLayer)
     assert isinstance(layer.mlp.products, SortedBlocks)
-    loose = partial(clamped_swiglu, alpha=1.702, limit=1e9)
+    loose = Activation("loose", partial(clamped_swiglu, alpha=1.702, limit=1e9))
     return replace(
         layer, mlp=replace(layer.mlp, products=replace(layer.mlp.products, activation=loose))
     )

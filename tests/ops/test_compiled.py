@@ -48,13 +48,19 @@ PAGES = (
     "tensordesc<bf16[1, 1, 16, 64],"
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 )
+ONE_ROW = {"ZERO": 8, "HALVES": 2, "GROUPS": 2, "HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8}
+ONE_ROW |= {"GELU": False}
 KERNELS = {
     "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": 8}, 4),
     "zeros": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": -1}, 4),
     "one row": (
         *("one_row", "_one_row", 90, {**GROUPS, "x": "*i32", "codes": "*i32"}),
-        {"ZERO": 8, "CHUNKS": 56, "HALVES": 2, "GROUPS": 2}
-        | {"HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8},
+        {**ONE_ROW, "CHUNKS": 56, "APART": 0},
+        8,
+    ),
+    "gated row": (
+        *("one_row", "_one_row", 90, {**GROUPS, "x": "*i32", "codes": "*i32"}),
+        {**ONE_ROW, "CHUNKS": 16, "APART": 224},
         8,
     ),
     "Hopper": (
@@ -95,9 +101,10 @@ INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
     "one row": (
-        *("mma.sync.aligned.m16n8k16", "ld.global.cg.v4.b32", "cp.async.cg.shared.global"),
+        *("mma.sync.aligned.m16n8k16", "ld.global.cg.v4.b32", "lop3.b32"),
         *("griddepcontrol.launch_dependents", "griddepcontrol.wait"),
     ),
+    "gated row": ("mma.sync.aligned.m16n8k16", "shfl.sync.bfly.b32", "griddepcontrol.wait"),
     "Hopper": (
         *("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "setmaxnreg.inc"),
         *("cp.async.bulk.tensor.4d", "griddepcontrol.launch_dependents"),

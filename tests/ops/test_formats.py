@@ -9,6 +9,7 @@ from torch import Tensor
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import LARGEST, RoundedRows, rounded_rows
 from onestem.ops.triton import tiled
+from onestem.ops.triton.layers import TritonLayers
 from onestem.ops.triton.rounding import rounded_rows as by_kernel
 from onestem.ops.triton.tiled import TiledChannels, TiledGroups, divided
 
@@ -90,6 +91,7 @@ def test_tiled_groups_take_odd_widths(bits: int, group: int, size: int) -> None:
         (32, 1032, 13000),  # a chunk that is not full; more tiles than programs
         (4096, 4096, 1024),  # a scale per output
         (64, 264, 40),
+        (64, 128, 34_000),  # more than 8 tiles for a program
     ],
 )
 def test_one_row(group: int, size: int, out: int, zeros: bool, dtype: torch.dtype) -> None:
@@ -104,6 +106,20 @@ def test_one_row(group: int, size: int, out: int, zeros: bool, dtype: torch.dtyp
         y = packed.product(x, added)
         assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + sums).all()
         assert torch.equal(y, packed.product(x, added))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="Gluon needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("size", "out"), [(14336, 128), (520, 384), (128, 34_048)])
+def test_gated_row(size: int, out: int, zeros: bool, dtype: torch.dtype) -> None:
+    packed, _ = _weight(4, 128, size, out, zeros)
+    x, bias = _random(1, size, seed=2).to(DEVICE, dtype), _random(out, seed=1).to(DEVICE, dtype)
+    assert packed.takes_gated_row(x)
+    for added in (bias, None):
+        both = packed.product(x, added)
+        assert torch.equal(packed.gated_row(x, added, "silu"), TritonLayers().silu_mul(both))
+        assert torch.equal(packed.gated_row(x, added, "gelu"), TritonLayers().gelu_mul(both))
 
 
 def test_float8_in_groups() -> None:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import (
+    Activation,
     Head,
     Layout,
     Linear,
@@ -140,7 +141,7 @@ def _kind(weight: Channels | Groups) -> str:
     return f"{'fp8' if floats else f'int{weight.bits}'} in groups of {weight.group}"
 
 
-class _Quantized(ABC):
+class _Quantized(Projection, ABC):
     """What these products have in common."""
 
     scratch_bytes = 0
@@ -215,6 +216,10 @@ class _ChannelsGpu(_Quantized):
         return [self.packed.codes, self.packed.scales]
 
 
+# Activations that one row takes in one launch with `up`.
+_GATES: dict[str, Literal["silu", "gelu"]] = {"silu_gated": "silu", "gelu_tanh_gated": "gelu"}
+
+
 class _GroupsGpu(_Quantized):
     """Weights in groups through Triton; rows are not rounded."""
 
@@ -242,10 +247,19 @@ class _GroupsGpu(_Quantized):
         return new and TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous() if self.order is None else x[:, self.order]
+        x = self._ordered(x)
         if len(x) <= self.most:
             return self.packed.product(x, self.bias)
         return torch.nn.functional.linear(x, self.packed.dense(x.dtype), self.bias)
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        gate = _GATES.get(activation.name)
+        if gate is None or not self.packed.takes_gated_row(x):
+            return activation(self(x))
+        return self.packed.gated_row(self._ordered(x), self.bias, gate)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x.contiguous() if self.order is None else x[:, self.order]
 
     def held(self) -> list[Tensor]:
         return self.packed.tensors() + ([] if self.order is None else [self.order])
@@ -311,7 +325,7 @@ class RoundedHead(Head):
         return self.rounded.tensors() + ([] if self.bias is None else [self.bias])
 
 
-class _Parts:
+class _Parts(Projection):
     """Projections of the same input whose formats differ, one product each."""
 
     rounds: torch.dtype | None = None

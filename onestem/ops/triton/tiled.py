@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -622,6 +622,19 @@ class TiledGroups:
             return False
         fits = self.size % 8 == 0 and self.size <= _LARGEST_ROW
         return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+    def takes_gated_row(self, x: Tensor) -> bool:
+        """Whether `gated_row` takes `x`: a tile has as many outputs of the gate as of `up`."""
+        return self.num_out % 128 == 0 and self.takes_one_row(x)
+
+    def gated_row(self, x: Tensor, bias: Tensor | None, gate: Literal["silu", "gelu"]) -> Tensor:
+        """gate(first half) * second half of what `product` gives for one row, rounded as it is:
+        x `[1, size]`, contiguous -> `[1, num_out / 2]`. `gelu` is the approximation by tanh."""
+        from onestem.ops.triton.one_row import one_row_product
+
+        out = torch.empty(1, self.num_out // 2, dtype=x.dtype, device=x.device)
+        one_row_product(x, self, bias, out, num_sms(x.device), gate)
+        return out
 
     def columns(self, tiles: Tiles | None = None) -> int:
         """Columns of a chunk."""

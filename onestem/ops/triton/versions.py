@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["copy_async", "copy_box", "viewed"]
+__all__ = ["barrier", "copy_box", "viewed"]
 
-# Begins to copy from addresses to shared memory: (memory, addresses, mask); zeros where it is not.
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-# The same by the copy engine: (descriptor, coordinates, barrier, memory).
+# Begins to copy to shared memory by the copy engine: (descriptor, coordinates, barrier, memory).
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# Of all threads of a program.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # Its name until Triton 3.6, and after.
 IS_PRIVATE: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
