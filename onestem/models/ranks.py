@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
 )
+
+if TYPE_CHECKING:
+    from onestem.ops.triton.peers import PeerMemory
 
 __all__ = ["ALONE", "Ranks"]
 
@@ -32,23 +36,31 @@ class Ranks:
     Attributes:
         rank: 0 to size - 1.
         group: of their processes (NCCL; gloo on CPUs); None where size is 1.
+        peers: of GPUs that write to each other's memory: collectives but large sums go by it.
     """
 
     rank: int
     size: int
     group: ProcessGroup | None
+    peers: PeerMemory | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, in place: of one shape and dtype on each, contiguous."""
-        if self.size > 1:
-            assert self.group is not None
-            _ended(self.group.allreduce([x], _SUM))
+        if self.size == 1:
+            return x
+        if self.peers is not None and self.peers.takes(x):
+            self.peers.sum(x)
+            return x
+        assert self.group is not None
+        _ended(self.group.allreduce([x], _SUM))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """x `[n, part]`, of one shape on each rank -> `[n, size * part]`, in the order of ranks."""
         if self.size == 1:
             return x
+        if self.peers is not None:
+            return self.peers.gather(x.contiguous())
         parts = x.new_empty(self.size * len(x), x.shape[1])
         assert self.group is not None
         _ended(self.group._allgather_base(parts, x.contiguous(), _GATHER))
@@ -56,9 +68,13 @@ class Ranks:
 
     def take_first(self, x: Tensor) -> None:
         """Copy rank 0's x to all ranks, in place: of one shape and dtype, contiguous."""
-        if self.size > 1:
-            assert self.group is not None
-            _ended(self.group.broadcast([x], _FIRST))
+        if self.size == 1:
+            return
+        if self.peers is not None and self.peers.takes(x):
+            self.peers.take_first(x)
+            return
+        assert self.group is not None
+        _ended(self.group.broadcast([x], _FIRST))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows `ids` (int64 `[n]`) of a table, `[n, width]`. Each rank holds `[part, width]` of the

@@ -68,8 +68,7 @@ class Follower:
     def _step(self, told: ToldStep) -> None:
         runner, ids = self._runner, None
         if told.num_device_ids:
-            ids = torch.empty(told.num_device_ids, dtype=torch.int64, device=self._device)
-            self._ranks.take_first(ids)
+            ids = torch.zeros(told.num_device_ids, dtype=torch.int64, device=self._device)
         logits = runner.run(told.inputs, runner.prepare(told.inputs, told.change), ids)
         for blocks in (logits.samples, logits.scored):
             for _ in blocks:  # each rank has a part of every logit

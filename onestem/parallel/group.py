@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import FileStore, ProcessGroup, ProcessGroupGloo
 
 from onestem.models.ranks import Ranks
+from onestem.parallel.mapped import MappedMemory
+
+if TYPE_CHECKING:
+    from onestem.ops.triton.peers import PeerMemory
 
 __all__ = ["join"]
+
+log = logging.getLogger(__name__)
 
 # All ranks are up when they join: only one that dies in that moment is waited for.
 JOIN_SECONDS = 8
@@ -35,11 +43,44 @@ def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
         kind, backend = ProcessGroup.BackendType.GLOO, _gloo(store, rank, size)
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
-    if device.type == "cuda":  # communicators are made by the first call
+    peers = None
+    if device.type == "cuda":
+        # Communicators are made by the first call.
         group.allreduce([torch.zeros(1, device=device)]).wait()
+        peers = _peers(group, store, device)
         torch.cuda.synchronize(device)
     backend._set_default_timeout(NEVER)
-    return Ranks(rank, size, group)
+    return Ranks(rank, size, group, peers)
+
+
+def _peers(group: ProcessGroup, store: FileStore, device: torch.device) -> PeerMemory | None:
+    """Memory of each GPU that all of them write to; None: one of them cannot."""
+    found, rank, size = None, group.rank(), group.size()
+    first = (device.index or 0) - rank
+    others = [first + other for other in range(size) if other != rank]
+    if all(torch.cuda.can_device_access_peer(first + rank, other) for other in others):
+        try:
+            found = _peer_memory(store, rank, size, device)
+        except (ImportError, OSError, RuntimeError) as error:
+            log.warning("collectives of GPUs go by NCCL alone, which is slower: %s", error)
+    # What one of them does not have is used by none.
+    absent = torch.tensor([found is None], dtype=torch.int32, device=device)
+    group.allreduce([absent]).wait()
+    return None if absent.item() else found
+
+
+def _peer_memory(store: FileStore, rank: int, size: int, device: torch.device) -> PeerMemory:
+    from onestem.ops.triton.peers import PeerMemory
+
+    memory = MappedMemory(PeerMemory.num_bytes(size), device)
+    store.set(f"memory of {rank}", memory.handle.hex())
+    addresses = [
+        memory.address
+        if other == rank
+        else memory.map(bytes.fromhex(store.get(f"memory of {other}").decode()))
+        for other in range(size)
+    ]
+    return PeerMemory(addresses, rank, device, memory)
 
 
 # `Any`: torch's types lack members that both backends have.
@@ -57,4 +98,15 @@ def _nccl(store: FileStore, rank: int, size: int) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
-    return ProcessGroupNCCL(store, rank, size, options)
+    # Its monitor would read the store for ever, whose files are gone when the ranks have met.
+    quiet = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    before = {name: os.environ.get(name) for name in quiet}
+    os.environ.update(quiet)
+    try:
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -53,15 +53,12 @@ class LeadRunner:
         if self._blocks:
             self._finish()
         runner = self._runner
-        on_host = ids is None or ids.device.type == "cpu"
-        if ids is not None and on_host:
+        if ids is not None and ids.device.type == "cpu":
             inputs.token_ids[: len(ids)] = ids.numpy()
-        there = None if on_host else ids
-        told = whole(inputs, there) if prepared is None else advance(inputs, prepared, there)
+            ids = None
+        told = whole(inputs, ids) if prepared is None else advance(inputs, prepared, ids)
         try:
             self._team.tell(told)
-            if there is not None:
-                self._team.ranks.take_first(there)
             logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
         except Exception as error:
             raise self._team.failed(error) from error

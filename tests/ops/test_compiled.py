@@ -48,6 +48,12 @@ PAGES = (
     "tensordesc<bf16[1, 1, 16, 64],"
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 )
+EXCHANGE = {
+    **dict.fromkeys(("x", "out"), "*bf16"),
+    **dict.fromkeys(("addresses", "counters"), "*i64"),
+    **dict.fromkeys(("width", "chunk", "slot_bytes"), "i32"),
+    "stop": "*i32",
+}
 ONE_ROW = {"ZERO": 8, "HALVES": 2, "GROUPS": 2, "HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8}
 ONE_ROW |= {"GELU": False}
 KERNELS = {
@@ -90,6 +96,21 @@ KERNELS = {
         },
         4,
     ),
+    "sum over ranks": (
+        *("peers", "_exchange", 90, EXCHANGE),
+        {"KIND": "sum", "RANK": 1, "RANKS": 2, "BLOCK": 2048},
+        8,
+    ),
+    "all of rank 0's": (
+        *("peers", "_exchange", 90, {**EXCHANGE, "x": "*i64", "out": "*i64"}),
+        {"KIND": "first", "RANK": 0, "RANKS": 4, "BLOCK": 2048},
+        8,
+    ),
+    "gathered": (
+        *("peers", "_exchange", 90, {**EXCHANGE, "x": "*fp32", "out": "*fp32"}),
+        {"KIND": "gather", "RANK": 0, "RANKS": 2, "BLOCK": 2048},
+        8,
+    ),
     "heads of 512": (
         *("kernels", "attend_kernel", 90, ATTEND),
         {"DEPENDENT": False, **WIDE_HEADS, **TILES, **PLAIN, "WIDE": 1},
@@ -112,6 +133,11 @@ INSTRUCTIONS = {
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),
+    "sum over ranks": (
+        *("st.global.v4.b32", "ld.global.cg.v4.b32", "atom.global.sys.release.exch.b64"),
+    ),
+    "all of rank 0's": ("st.global.v2.b64", "atom.global.sys.release.exch.b64"),
+    "gathered": ("ld.global.cg.v4.b32", "atom.global.sys.release.exch.b64"),
     "heads of 512": ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async"),
 }
 COMPILE = """
@@ -128,7 +154,7 @@ for name, (module, kernel, target, types, constants, warps) in kernels.items():
     types = {**dict.fromkeys(ints, "i32"), **types}
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-             if signature[n].startswith("*") or n in ("num_out", "size")}
+             if signature[n].startswith("*") or n in ("num_out", "size", "chunk", "slot_bytes")}
     values = {(names.index(n),): v for n, v in constants.items() if n in names}
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(kernel, signature, values, whole)

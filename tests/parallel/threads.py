@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -39,7 +39,7 @@ class _Table:
 class _Thread(Ranks):
     """The collectives of `Ranks`, written out."""
 
-    table: _Table
+    table: _Table = field(kw_only=True)
 
     def sum(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -55,7 +55,7 @@ def on_ranks(size: int, work: Callable[[Ranks], T]) -> list[T]:
 
     def one(rank: int) -> T:
         try:
-            return work(_Thread(rank, size, None, table))
+            return work(_Thread(rank, size, None, table=table))
         except BaseException:
             table.barrier.abort()
             raise

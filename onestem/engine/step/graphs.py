@@ -228,6 +228,7 @@ class GraphRunner(Runner):
 
     def _fixed_forward(self, size: int) -> Tensor:
         ids, positions, slots = self._inputs[:, :size]
+        self.decoder.ranks.take_first(ids)
         return self.decoder.forward(ids, positions, self._fixed_attend(slots))
 
     def _fixed_attend(self, slots: Tensor) -> Attend:

@@ -166,7 +166,10 @@ class Runner:
 
     def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
         """Logits of the rows that want them. `ids` int64 `[num_decodes]`: the first rows' tokens
-        where they are on the device already, instead of `inputs.token_ids`."""
+        where they are on the device already, instead of `inputs.token_ids`. Of several ranks all
+        have `ids`, and rank 0's are taken."""
+        if ids is not None:
+            self.decoder.ranks.take_first(ids)
         if ids is None:
             ids = self.on_device(inputs.token_ids)
         elif len(ids) < len(inputs.token_ids):
