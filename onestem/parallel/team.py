@@ -31,6 +31,7 @@ from onestem.engine.step.launch import make_runner
 from onestem.errors import ConfigError, OnestemError, RankError
 from onestem.interrupts import uninterrupted
 from onestem.models.decoder import Decoder
+from onestem.models.ranks import Ranks
 from onestem.models.weights import load_decoder
 from onestem.ops import AttentionImpl
 from onestem.parallel.group import join
@@ -43,7 +44,7 @@ __all__ = ["Team", "check_size"]
 # After this time it is known which came first.
 GRACE_SECONDS = 0.3
 VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
-END_SECONDS = 5.0  # for a process to end by itself
+END_SECONDS = 5.0  # for a process to end by itself, and for NCCL to let go
 
 
 def check_size(size: int, device: torch.device) -> None:
@@ -78,6 +79,8 @@ class _Crew:
         death: why the team is of no use any more; None: it works.
         on_death: called with `death`, once, by the watcher.
         changed: notified of changes of `reports` and `death`.
+        ranks: rank 0's, on GPUs.
+        closes: the model is freed. Else the process itself ends.
     """
 
     size: int
@@ -91,7 +94,8 @@ class _Crew:
     changed: threading.Condition = field(default_factory=threading.Condition)
     watcher: threading.Thread | None = None
     owner: int = field(default_factory=os.getpid)
-    group: Any = None
+    ranks: Ranks | None = None
+    closes: bool = False
 
     def __post_init__(self) -> None:
         self.wake, self.sleeper = socket.socketpair()
@@ -105,13 +109,33 @@ class _Crew:
             self.changed.notify_all()
         for member in self.members:
             member.process.kill()
-        if self.group is not None:
-            with contextlib.suppress(RuntimeError):
-                self.group.abort()
+        abort = self.leave()
         self.on_death(line)
         for member in self.members:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 member.process.wait(END_SECONDS)
+        abort.join(END_SECONDS)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether no graph holds a collective of NCCL, which could not end then."""
+        return self.closes or (self.ranks is not None and self.ranks.peers is not None)
+
+    def leave(self) -> threading.Thread:
+        """Free what waits for other ranks on a GPU, and end the group; returns who does that.
+        NCCL may not come back: it waits until no CUDA graph holds a collective of its own."""
+
+        def abort() -> None:
+            if self.ranks is None or self.ranks.group is None:
+                return
+            with contextlib.suppress(RuntimeError):
+                self.ranks.group.abort()
+
+        if self.ranks is not None and self.ranks.peers is not None:
+            self.ranks.peers.stop()
+        thread = threading.Thread(target=abort, name="onestem-abort", daemon=True)
+        thread.start()
+        return thread
 
 
 class Team:
@@ -145,7 +169,7 @@ class Team:
             self.tell(call("join", str(crew.folder), size, str(device), torch.get_num_threads()))
             self.ranks = self._meanwhile(lambda: join(crew.folder, 0, size, device))
             self._wait("joined")
-            crew.group = self.ranks.group if device.type == "cuda" else None
+            crew.ranks = self.ranks if device.type == "cuda" else None
         except BaseException:
             self.close()
             raise
@@ -260,6 +284,7 @@ class Team:
 
     def close(self) -> None:
         """End the other processes. Closing twice is fine."""
+        self._crew.closes = True
         self._end()
 
 
@@ -352,9 +377,8 @@ def _end(crew: _Crew) -> None:
         except subprocess.TimeoutExpired:
             member.process.kill()
             member.process.wait()
-    if crew.group is not None:
-        with contextlib.suppress(RuntimeError):
-            crew.group.abort()
+    if crew.death is None and crew.may_leave:
+        crew.leave().join(END_SECONDS)
     with crew.changed:
         crew.death = crew.death or "the ranks were ended: make another LLM"
     shutil.rmtree(crew.folder, ignore_errors=True)
