@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine_gpu --out benchmarks/results/engine-gpu.json [--repeats 3]
     python -m benchmarks.engine_gpu --parts row,jobs --jobs 40x16 --quantization fp8
+    python -m benchmarks.engine_gpu --parts jobs --shape llama3.1-70b --tensor-parallel-size 2
 
 Jobs: requests per second, beside the sum of what their FLOPs and bytes take at the rates measured
 in the same run, through `LLM.generate`. Decode: a step at prefixes of 1K to 16K tokens against the
@@ -15,6 +16,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ import onestem
 from benchmarks.decode import all_decode, make_engine, measure_decode, steps
 from onestem.llm import LLM, planned
 from onestem.models.decoder import Decoder
-from onestem.options import Quantize
+from onestem.options import Quantize, ShareMode
 from onestem.planner import RunningOrder
 from onestem.request import Request, SamplingParams
 
@@ -57,6 +59,7 @@ class Job:
         return f"{self.groups}x{self.degree} {self.prefix}/{self.distinct}/{self.output}"
 
 
+TINY_JOBS = (Job(2, 3, 40, 10, 4, 0.0), Job(1, 4, 60, 8, 4, 0.0))
 JOBS = (
     Job(40, 16, 2000, 200, 100, 47.5),
     Job(10, 16, 16000, 200, 100, 9.7),
@@ -84,22 +87,28 @@ def main() -> None:
     parser.add_argument("--max-step-tokens", type=int, help="default: the engine's")
     parser.add_argument("--parts", default="jobs,decode", help="some of jobs, row, decode")
     parser.add_argument("--quantization", choices=get_args(Quantize), help="of the weights")
-    parser.add_argument("--jobs", default="", help="only those whose names begin so")
+    parser.add_argument("--jobs", default="", help="only those whose names begin so (a comma list)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs")
+    parser.add_argument("--share", choices=get_args(ShareMode), default="full")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a trial: tiny jobs, no figures")
     options = parser.parse_args()
-    rates = measure_rates()
+    rates = measure_rates(options.device)
     llm = LLM(
         f"shape:{options.shape}",
-        device="cuda",
+        device=options.device,
         max_step_tokens=options.max_step_tokens,
         quantization=options.quantization,
+        tensor_parallel_size=options.tensor_parallel_size,
+        share=options.share,
     )
     result: dict[str, object] = {
-        "command": f"python -m benchmarks.engine_gpu --parts {options.parts} "
-        f"--repeats {options.repeats}"
-        + (f" --quantization {options.quantization}" if options.quantization else ""),
+        "command": " ".join(["python -m benchmarks.engine_gpu", *sys.argv[1:]]),
         "weights": llm.decoder.layers[0].qkv.kind,
         "date": str(date.today()),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if llm.device.type == "cuda" else "none",
+        "devices": options.tensor_parallel_size,
+        "share": options.share,
         "versions": {
             "onestem": onestem.__version__,
             "torch": torch.__version__,
@@ -113,8 +122,8 @@ def main() -> None:
     if "jobs" in options.parts:
         result["jobs"] = [
             run_job(llm, job, rates, options.repeats)
-            for job in JOBS
-            if job.name.startswith(options.jobs)
+            for job in (TINY_JOBS if options.tiny else JOBS)
+            if job.name.startswith(tuple(options.jobs.split(",")))
         ]
     if "row" in options.parts:
         result["row_ms"] = row_ms(llm, options.repeats)
@@ -144,9 +153,17 @@ def row_ms(llm: LLM, repeats: int) -> float:
     return 1e3 * statistics.median(times[1:]) / 256
 
 
-def measure_rates() -> Rates:
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    big = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
+def measure_rates(device: str = "cuda") -> Rates:
+    if device == "cpu":
+        return Rates(1e12, 1e10)  # of a trial
+    rates = _measured_rates(device)
+    torch.cuda.empty_cache()  # for KV memory
+    return rates
+
+
+def _measured_rates(device: str) -> Rates:
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    big = torch.randn(1 << 30, dtype=torch.bfloat16, device=device)
     other = torch.empty_like(big)
     product = median_seconds(lambda: a @ b)
     copy = median_seconds(lambda: other.copy_(big))
@@ -187,10 +204,12 @@ def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]
         assert all(len(output.outputs[0].token_ids) == job.output for output in outputs)
         hosts.append(llm.engine.stats.host_seconds)
         steps = llm.engine.stats.steps
-        if job.groups == 1:  # where prompts have the most tokens for each second
+        # Where prompts have the most tokens for each second.
+        if job.groups == 1 and llm.options.tensor_parallel_size == 1:
             inner.append(inner_seconds(llm, prompts, params))
     seconds = statistics.median(times[1:])
     floor = job_floor(llm, job, rates)
+    measured = products_floor(llm, job, rates)
     result = {
         "job": job.name,
         "requests": len(prompts),
@@ -200,6 +219,7 @@ def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]
         "all_seconds": times[1:],
         "floor_seconds": floor,
         "share_of_floor": floor / seconds,
+        "floor_with_measured_products_seconds": measured,
         "steps": steps,
         "host_seconds": statistics.median(hosts[1:]),
         "processed_prompt_tokens": llm.engine.stats.processed_prompt_tokens,
@@ -233,13 +253,16 @@ def inner_seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) ->
 def job_floor(llm: LLM, job: Job, rates: Rates) -> float:
     """Seconds of the products and of attention alone, each at the slower of its FLOPs and bytes.
 
-    Prefill runs as one product; all requests decode together, step by step.
+    Prefill runs as one product; all requests decode together, step by step. Devices have equal
+    parts, and sums over them cost nothing.
     """
     config, requests = llm.config, job.groups * job.degree
+    devices = llm.options.tensor_parallel_size
     head = config.vocab_size * config.hidden_size
-    layers = llm.decoder.num_parameters - 2 * head
+    layers = (llm.decoder.num_parameters - 2 * head) / devices
+    head /= devices
     token_bytes = llm.decoder.kv_bytes_per_token
-    pair_flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim
+    pair_flops = 4.0 * config.num_layers * config.num_q_heads * config.head_dim / devices
     prefill = job.groups * job.prefix + requests * job.distinct
     pairs = job.groups * job.prefix**2 / 2
     pairs += requests * job.distinct * (job.prefix + job.distinct / 2)
@@ -252,6 +275,40 @@ def job_floor(llm: LLM, job: Job, rates: Rates) -> float:
             token_bytes * (job.groups * job.prefix + requests * own),
         )
     return seconds
+
+
+def products_floor(llm: LLM, job: Job, rates: Rates) -> float | None:
+    """`job_floor` with the products of decodes as they take alone, at their number of rows."""
+    if llm.device.type != "cuda":
+        return None
+    rows = job.groups * job.degree
+    parameters = (llm.decoder.num_parameters - llm.config.vocab_size * llm.config.hidden_size) / (
+        llm.options.tensor_parallel_size
+    )
+    ideal = rates.seconds(2.0 * parameters * rows, 2.0 * parameters)
+    return job_floor(llm, job, rates) + job.output * (products_seconds(llm, rows) - ideal)
+
+
+@torch.inference_mode()
+def products_seconds(llm: LLM, rows: int) -> float:
+    """Of all products of a step on this rank, and nothing else."""
+    decoder = llm.decoder
+    linears = [linear for layer in decoder.layers for linear in layer.linears]
+    x = {
+        width: torch.randn(rows, width, dtype=llm.dtype, device=llm.device)
+        for width in {one.in_features for one in (*linears, decoder.head)}
+    }
+
+    def run() -> None:
+        for one in linears:
+            one(x[one.in_features])
+        decoder.head(x[decoder.head.in_features])
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return median_seconds(graph.replay, repeats=5)
 
 
 # --- decode ------------------------------------------------------------------------------------
