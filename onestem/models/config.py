@@ -69,10 +69,11 @@ class ModelConfig(Description):
         """Read `config.json` (and `generation_config.json`, where there) of a model directory."""
         directory = Path(path)
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
-        architecture = _architecture(fields)
+        architecture, common = _architecture(fields), _with_text_fields(fields)
+        common.refuse_others(is_causal=True)  # of any family, in transformers
         description = FAMILIES[architecture].read(fields, architecture)
         four_bits = description.experts is not None and description.experts.mxfp4
-        generation, common = _generation_fields(directory), _with_text_fields(fields)
+        generation = _generation_fields(directory)
         return ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
             torch_dtype=_dtype(common),

@@ -176,6 +176,8 @@ def test_dtype_under_both_names(tmp_path: Path, name: str) -> None:
             ["rope_scaling", "linear", "rope_parameters: put it in there"],
         ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"is_causal": False}, ["is_causal", "False", "True"]),
+        ({"text_config": {"is_causal": False}}, ["is_causal", "False", "True"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quant_method", "hqq", "gptq"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
         ({"layer_types": ["sliding_attention"] * 3}, ["layer_types", "full_attention"]),

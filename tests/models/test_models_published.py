@@ -294,7 +294,19 @@ PUBLISHED = {
     "gemma-4-26b-a4b": (GEMMA4_26B, Gemma4TextRotaryEmbedding),
     "gemma-2-2b": (GEMMA2_2B, LlamaRotaryEmbedding),
     "phi-3-mini-128k": (PHI3_MINI_128K, Phi3RotaryEmbedding),
+    "phi-3 by defaults": (
+        {
+            name: value
+            for name, value in {**PHI3_MINI_128K, "max_position_embeddings": 8192}.items()
+            if name != "original_max_position_embeddings"
+        },
+        Phi3RotaryEmbedding,
+    ),
     "qwen2.5-7b with YaRN": (QWEN25_YARN, LlamaRotaryEmbedding),
+    "YaRN without truncation": (
+        {**QWEN25_YARN, "rope_scaling": {**QWEN25_YARN["rope_scaling"], "truncate": None}},
+        LlamaRotaryEmbedding,
+    ),
     "olmo-3-7b": (OLMO3_7B, Olmo3RotaryEmbedding),
     "smollm3-3b": (SMOLLM3_3B, LlamaRotaryEmbedding),
     "mistral-small-3.1": (MISTRAL_SMALL_31, LlamaRotaryEmbedding),
@@ -322,6 +334,21 @@ def test_files_are_read_as_transformers_reads_them(name: str, tmp_path: Path) ->
     assert found.tie_embeddings == outer.tie_word_embeddings
     assert list(found.sliding_windows) == _windows(want)
     _compare_angles(found, want, rotary)
+
+
+@pytest.mark.parametrize("layers", [None, 3, 60])
+def test_gemma_4_needs_a_kind_for_each_layer(layers: int | None, tmp_path: Path) -> None:
+    text = {**GEMMA4_E2B["text_config"], "num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4_E2B, "text_config": text}))
+    with pytest.raises(ConfigError, match=f"layer_types is .*expected a list of {layers or 30}"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_gemma_3_with_images_has_no_softcap(tmp_path: Path) -> None:
+    text = {**GEMMA3_4B["text_config"], "final_logit_softcapping": 30.0}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA3_4B, "text_config": text}))
+    with pytest.raises(UnsupportedError, match=r"final_logit_softcapping is 30\.0"):
+        ModelConfig.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("values", [GEMMA4_E2B, GEMMA4_26B], ids=["e2b", "26b-a4b"])

@@ -40,6 +40,8 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
     if fields.values.get("attn_logit_softcapping") is not None:
         # transformers reads this field and does not apply it.
         raise fields.unsupported("attn_logit_softcapping", "None, as in all of Gemma 3")
+    if architecture == "Gemma3ForConditionalGeneration":  # nor this one in models that read images
+        fields.refuse_others(final_logit_softcapping=None)
     every = fields.positive("sliding_window_pattern", 6)
     common = _read(
         fields, architecture, vocab_size=262208, max_position_embeddings=131072, every=every

@@ -122,7 +122,10 @@ def names(description: Description) -> TensorNames:
 def _windows(fields: Fields, num_layers: int, window: int) -> tuple[int | None, ...]:
     """Windows by layer. The last layer sees all, whatever the file says."""
     window = fields.positive("sliding_window", window)
-    return (*layer_windows(fields, window, windowed_kinds(num_layers, 6))[:-1], None)
+    windows = layer_windows(fields, window, windowed_kinds(num_layers, 6))
+    if len(windows) != num_layers:
+        raise fields.wrong("layer_types", f"a list of {num_layers}, one for each layer")
+    return (*windows[:-1], None)
 
 
 def _heads(fields: Fields, windows: tuple[int | None, ...]) -> tuple[LayerHeads, ...]:

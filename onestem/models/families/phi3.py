@@ -12,8 +12,14 @@ from onestem.models.fields import Fields
 __all__ = ["names", "read"]
 
 
+TRAINED_POSITIONS = 4096  # before scaling, where the file does not say
+
+
 def read(fields: Fields, architecture: str) -> Description:
     fields.refuse_others(attention_bias=False)
+    if fields.values.get("original_max_position_embeddings") is None:
+        given = {**fields.values, "original_max_position_embeddings": TRAINED_POSITIONS}
+        fields = Fields(given, fields.source)
     common = llama.plain(fields, architecture, turned=1.0, norm_eps=1e-5)
     assert isinstance(common.positions, Rotary)
     if not isinstance(common.positions.scaling, LongRope | None):

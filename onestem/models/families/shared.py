@@ -192,7 +192,7 @@ def _yarn(rope: Fields, trained_positions: int, stretch: float) -> Yarn:
         attention_factor=rope.number("attention_factor", inferred),
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.boolean("truncate", True),
+        truncate=rope.boolean("truncate", "truncate" not in rope.values),
     )
     if yarn.beta_fast <= yarn.beta_slow:
         raise rope.wrong("beta_fast", f"more than beta_slow ({yarn.beta_slow})")
