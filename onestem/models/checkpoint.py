@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from onestem.errors import UnsupportedError, WeightsError
+from onestem.errors import ConfigError, UnsupportedError, WeightsError
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
+from onestem.models.fields import read_json
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.stored import (
     FLOATS,
@@ -24,6 +24,7 @@ from onestem.models.formats.stored import (
     main_tensor,
     stored_tensors,
     stored_weight,
+    wrong_values,
 )
 from onestem.models.quantization import Scheme
 
@@ -57,6 +58,10 @@ COMPARED_ROWS = 1024  # at a time, of head and embedding
 STAGING_BYTES = 64 << 20  # of each buffer
 
 PACKED = ("_blocks", "_scales")  # suffixes of the names of byte tensors
+
+NOT_A_POWER = 255  # among scales of mxfp4
+
+DAMAGED = "the file is damaged, or of another model: get it again"
 
 
 class Source(Protocol):
@@ -145,8 +150,26 @@ class Checkpoint:
             return stored.to(self._device) if self._copy is None else self._copy(stored)
 
         cut = self._cuts.get(f"{module}.weight")
-        weight = stored_weight(scheme, module, get, out, size, cut)
+        weight = stored_weight(scheme, get, out, size, cut)
         return weight.to(self._dtype) if isinstance(weight, Tensor) else weight
+
+    def check_values(self) -> None:
+        """Raise `WeightsError` for numbers that make no sense in what says how weights are stored,
+        such as scales that are not finite."""
+        for name, held in self._held.items():
+            is_powers = held.dtype == "U8" and name.endswith("_scales")
+            if is_powers and int(self._stored(name, None).max()) == NOT_A_POWER:
+                raise WeightsError(f"{held.file}: {held.name} has NaN: {DAMAGED}")
+        for module, scheme in self.schemes.items():
+
+            def get(name: str, module: str = module) -> Tensor | None:
+                name = f"{module}.{name}"
+                return self._stored(name, None) if name in self._held else None
+
+            wrong = wrong_values(*scheme, get)
+            if wrong is not None:
+                held = self._held[f"{module}.{wrong[0]}"]
+                raise WeightsError(f"{held.file}: {held.name} {wrong[1]}: {DAMAGED}")
 
     def _stored(self, name: str, cut: Cut | None) -> Tensor:
         held = self._held[name]
@@ -212,10 +235,12 @@ def checkpoint_source(
     schemes = _schemes(config, shapes, held)
     if schemes and config.tensor_names.transposed:
         raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
-    expected = _expected(shapes, schemes)
+    expected = _expected(shapes, schemes, held)
     _check_names(directory, config, expected, held)
     check_shapes(directory, config, expected, held)
-    return Checkpoint(held, schemes, parts, dtype, device, cuts)
+    checkpoint = Checkpoint(held, schemes, parts, dtype, device, cuts)
+    checkpoint.check_values()
+    return checkpoint
 
 
 def _schemes(
@@ -237,15 +262,20 @@ def _schemes(
 
 
 def _expected(
-    shapes: Shapes, schemes: Mapping[str, tuple[Scheme, int, int]]
+    shapes: Shapes, schemes: Mapping[str, tuple[Scheme, int, int]], held: Iterable[str]
 ) -> dict[str, Expected]:
     expected = {
         name: Expected(shape, ("U8",) if name.endswith(PACKED) else FLOATS)
         for name, shape in shapes.items()
         if name.removesuffix(".weight") not in schemes
     }
+    names: dict[str, list[str]] = {module: [] for module in schemes}
+    for name in held:
+        module, _, part = name.rpartition(".")
+        if module in names:
+            names[module].append(part)
     for module, scheme in schemes.items():
-        stored = stored_tensors(*scheme)
+        stored = stored_tensors(*scheme, names[module])
         expected |= {f"{module}.{part}": one for part, one in stored.items()}
     return expected
 
@@ -285,6 +315,8 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
         shape = head.get_shape()
         if shape != embedding.get_shape() or len(shape) != 2:
             return False
+        if head.get_dtype() not in FLOATS or embedding.get_dtype() not in FLOATS:
+            return True
         # A different head differs in its first rows; the tensors are compared in blocks.
         starts = range(0, shape[0], COMPARED_ROWS)
         blocks = (slice(start, start + COMPARED_ROWS) for start in starts)
@@ -294,7 +326,14 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
 def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
     """Name of each tensor of the decoder -> what the directory calls it."""
     names = config.tensor_names
-    found = {ours: name for name in stored if (ours := our_name(config, name)) is not None}
+    found: dict[str, str] = {}
+    for name in stored:
+        ours = our_name(config, name)
+        if ours is None:
+            continue
+        if ours in found:
+            raise WeightsError(f"{found[ours]} and {name} are one tensor: leave one out")
+        found[ours] = name
     # A file of the model without its head leaves the prefix out of all names.
     if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
         return {names.prefix + name: at for name, at in found.items()}
@@ -326,22 +365,26 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _no_weights(directory: Path) -> str:
-    others = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".gguf"))
+    kinds = (".bin", ".pt", ".gguf", ".safetensors")
+    others = sorted(file.name for file in directory.iterdir() if file.suffix in kinds)
     found = f" (found {listed(others)})" if others else ""
     return (
         f"{directory} has neither model.safetensors nor model.safetensors.index.json{found}: "
-        "convert the weights to safetensors, or ask for random weights"
+        "convert the weights to these, or ask for random weights"
     )
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = read_json(index)["weight_map"]
         files = {name: index.parent / str(file) for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} has no readable weight_map: {error!r}") from None
     shards = set(files.values())
-    absent = sorted(file.name for file in shards if not file.exists())
+    outside = sorted({str(file) for file in names.values() if not _is_name(file)})
+    if outside:
+        raise WeightsError(f"{index} names what is no file beside it: {listed(outside)}")
+    absent = sorted(file.name for file in shards if not _is_file(file))
     if absent:
         raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
     held = {file: set(_names_in(file)) for file in shards}
@@ -349,6 +392,17 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     if lost:
         raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
     return files
+
+
+def _is_name(file: object) -> bool:
+    return isinstance(file, str) and file not in ("", "..") and Path(file).name == file
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _names_in(file: Path) -> list[str]:
@@ -424,7 +478,7 @@ def check_shapes(
     wrong = [
         f"{name} is {list(one.shape)}, expected {list(wanted.shape)}"
         for name, (one, wanted) in there.items()
-        if wanted.shape is not None and one.shape != wanted.shape
+        if wanted.shape is not None and one.shape not in (wanted.shape, *wanted.shorter)
     ]
     if wrong:
         raise WeightsError(f"{holder} holds tensors of other shapes: {listed(wrong)}")

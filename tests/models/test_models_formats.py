@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,10 @@ from onestem.models.weights import (
     random_decoder,
     weight_bytes,
 )
+from onestem.needs import needs_of
 from onestem.ops.cpu import is_built
 from onestem.ops.rounding import RoundedRows, RoundRows, rounded_rows
+from onestem.options import EngineOptions
 from onestem.shapes import find_shape
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
 from tests.models.dense import log_probabilities, prompt
@@ -164,10 +167,55 @@ WRONG = {
     "unknown": ("awq", {f"{AT}.g_idx": torch.zeros(64)}, rf"no place for: {AT}\.g_idx$"),
     "shape": ("awq", {f"{AT}.scales": torch.zeros(3, 32)}, r"\[3, 32\], expected \[2, 32\]"),
     "dtype": ("awq", {f"{AT}.qweight": torch.zeros(64, 4).long()}, r"qweight is I64, expected I32"),
-    "scales": ("fp8 in blocks", {f"{AT}.weight_scale_inv": torch.zeros(2, 3)}, "are .2, 3."),
-    "no scale": ("int8", {f"{AT}.weight_scale": None}, rf"{AT} lacks weight_scale"),
+    "scales": (
+        "fp8 in blocks",
+        {f"{AT}.weight_scale_inv": torch.zeros(2, 3)},
+        rf"{AT}\.weight_scale_inv is \[2, 3\], expected",
+    ),
+    "flat scales": (
+        "fp8 in blocks",
+        {f"{AT}.weight_scale_inv": torch.zeros(4)},
+        rf"{AT}\.weight_scale_inv is \[4\], expected",
+    ),
+    "no scale": ("int8", {f"{AT}.weight_scale": None}, rf"lacks tensors .*{AT}\.weight_scale$"),
+    "no scales of blocks": (
+        "fp8 in blocks",
+        {f"{AT}.weight_scale_inv": None},
+        rf"lacks tensors .*{AT}\.weight_scale_inv$",
+    ),
+    "two scales": (
+        "fp8 in blocks",
+        {f"{AT}.weight_scale": torch.ones(1)},
+        rf"no place for: {AT}\.weight_scale$",
+    ),
     "zeros": ("int8", {f"{AT}.weight_zero_point": torch.ones(32, 1)}, "is not 0, expected"),
-    "groups": ("gptq", {f"{AT}.g_idx": torch.zeros(64, dtype=torch.int32)}, "are not of 32 each"),
+    "shape of codes": (
+        "packed int4",
+        {f"{AT}.weight_shape": torch.tensor([7, 9])},
+        rf"{AT}\.weight_shape is \[7, 9\], expected \[32, 64\]",
+    ),
+    "groups": (
+        "gptq",
+        {f"{AT}.g_idx": torch.zeros(64, dtype=torch.int32)},
+        rf"{AT}\.g_idx does not name 32 inputs for each group: the file is damaged",
+    ),
+    "no groups": (
+        "gptq",
+        {f"{AT}.g_idx": torch.full((64,), -1, dtype=torch.int32)},
+        "g_idx does not name 32",
+    ),
+    **{
+        f"{value} in {form}": (
+            form,
+            {f"{AT}.{name}": torch.full(shape, float(value))},
+            rf"model\.safetensors: {AT}\.{name} has numbers that are not finite: the file",
+        )
+        for form, name, shape, value in (
+            ("int8", "weight_scale", (32, 1), "nan"),
+            ("awq", "scales", (2, 32), "inf"),
+            ("gptq", "scales", (2, 32), "-inf"),
+        )
+    },
 }  # fmt: skip
 
 
@@ -178,6 +226,7 @@ def test_what_does_not_fit_is_named(llama: Path, tmp_path: Path, case: str) -> N
     _edited(path, **tensors)
     with pytest.raises(WeightsError, match=words):
         load_decoder(path, dtype=torch.float32, device="cpu")
+    assert re.search(words, needs_of(EngineOptions(path, kv_memory="4MiB")).problem or "")
 
 
 def test_families_with_turned_weights_are_refused(tmp_path: Path) -> None:

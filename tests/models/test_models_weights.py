@@ -113,6 +113,10 @@ def test_a_tied_model_may_carry_a_head_of_the_right_shape(tmp_path: Path) -> Non
     other = _edited(tied, tmp_path / "other", **{"lm_head.weight": torch.zeros(288, 32)})
     with pytest.raises(WeightsError, match=r"lm_head\.weight is"):
         _answers(other)
+    codes = embedding.to(torch.float8_e4m3fn)
+    rounded = _edited(tied, tmp_path / "rounded", **{"lm_head.weight": codes})
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is F8_E4M3, expected BF16"):
+        _answers(rounded)
 
 
 @pytest.mark.parametrize(("row", "blocks"), [(0, 1), (287, 3), (None, 3)])
@@ -246,6 +250,10 @@ def test_mxfp4_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         _answers(_edited(path, tmp_path / "signed", **{name: scales.to(torch.int8)}))
     with pytest.raises(WeightsError, match=f"lacks .*{name}"):
         _answers(_edited(path, tmp_path / "lacking", **{name: None}))
+    holes = scales.clone()
+    holes[0, 0, 0] = 255
+    with pytest.raises(WeightsError, match=rf"model\.safetensors: {name} has NaN: the file"):
+        _answers(_edited(path, tmp_path / "holes", **{name: holes}))
     large = _edited(path, tmp_path / "large", **{name: torch.full_like(scales, 129)})
     assert bool(_answers(large).isfinite().all())
     with monkeypatch.context() as patched:
@@ -282,9 +290,38 @@ def test_indexes_that_do_not_hold(tmp_path: Path) -> None:
     (path / first).unlink()
     with pytest.raises(WeightsError, match=f"lacks files .* {first}"):
         _answers(path)
-    index.write_text("{}")
+    for text in ("{}", "[" * 10**5):
+        index.write_text(text)
+        with pytest.raises(WeightsError, match="no readable weight_map"):
+            _answers(path)
+    for file in ("../outside.safetensors", str(path / second), "", ".", "..", 5, [5]):
+        index.write_text(json.dumps({"weight_map": {**content["weight_map"], name: file}}))
+        with pytest.raises(WeightsError, match="names what is no file beside it"):
+            _answers(path)
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], name: "x" * 5000}}))
+    with pytest.raises(WeightsError, match="lacks files that its index names"):
+        _answers(path)
+    index.unlink()
+    index.mkdir()
     with pytest.raises(WeightsError, match="no readable weight_map"):
         _answers(path)
+
+
+def test_one_tensor_by_two_names_is_refused(tmp_path: Path) -> None:
+    path = make_tiny("gemma3_image", tmp_path / "gemma")
+    tensors = load_file(path / "model.safetensors")
+    old = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))
+    new = "model.language_model." + old[old.index("layers.") :]
+    new = new if new != old else "language_model.model." + old[old.index("layers.") :]
+    with pytest.raises(WeightsError, match="are one tensor: leave one out"):
+        _answers(_edited(path, tmp_path / "two", **{new: tensors[old]}))
+
+
+def test_control_characters_in_names_are_escaped(llama: Path, tmp_path: Path) -> None:
+    path = _edited(llama, tmp_path / "x", **{"ju\nnk\x1b[31m": torch.zeros(1)})
+    with pytest.raises(WeightsError) as error:
+        _answers(path)
+    assert r"no place for: ju\nnk\x1b[31m" in str(error.value)
 
 
 def test_random_weights_need_only_a_config(llama: Path, tmp_path: Path) -> None:

@@ -12,19 +12,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onestem.errors import WeightsError
 from onestem.models.cuts import Cut, covering
 from onestem.models.formats.held import Channels, Groups, Weight
 from onestem.models.quantization import Scheme
 
-__all__ = ["Expected", "main_tensor", "stored_tensors", "stored_weight"]
+__all__ = ["Expected", "main_tensor", "stored_tensors", "stored_weight", "wrong_values"]
 
 # Dtypes of tensors that are not quantised, by safetensors' names.
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -41,12 +40,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Expected:
-    """Shape and possible dtypes (by safetensors' names) of a tensor of a checkpoint. Shape None is
-    for scales: any shape with the right number of elements, checked when it is read."""
+    """Shape and possible dtypes (by safetensors' names) of a tensor of a checkpoint.
+
+    Attributes:
+        shape: None: any, of a tensor that is not used.
+        shorter: other shapes of the same numbers.
+    """
 
     shape: Shape | None
     dtypes: tuple[str, ...] = FLOATS
     optional: bool = False
+    shorter: tuple[Shape, ...] = ()
 
 
 def main_tensor(scheme: Scheme) -> str:
@@ -56,8 +60,11 @@ def main_tensor(scheme: Scheme) -> str:
     )
 
 
-def stored_tensors(scheme: Scheme, out: int, size: int) -> dict[str, Expected]:
-    """Tensors of a module `[out, size]`: name within the module -> what is expected there."""
+def stored_tensors(
+    scheme: Scheme, out: int, size: int, names: Collection[str]
+) -> dict[str, Expected]:
+    """Tensors of a module `[out, size]`: name within the module -> what is expected there. `names`:
+    of those that the files hold."""
     per_word = 32 // scheme.bits
     groups = _parts(size, scheme.columns)
     words = ("I32", "U32")
@@ -85,14 +92,46 @@ def stored_tensors(scheme: Scheme, out: int, size: int) -> dict[str, Expected]:
             "scales": Expected((groups, out)),
         }
     code = ("F8_E4M3",) if scheme.storage == "float8" else ("I8",)
+    scales = (_parts(out, scheme.rows), groups)
+    shorter: tuple[Shape, ...] = () if groups > 1 else ((scales[0],),)
+    shorter += ((),) if scales == (1, 1) else ()
+    # Models' authors call the scales of blocks so.
+    inverse = "weight_scale_inv" in names or (
+        scheme.storage == "float8" and scheme.rows not in (1, None) and "weight_scale" not in names
+    )
     return {
         "weight": Expected((out, size), code),
-        "weight_scale": Expected(None, SCALES, optional=True),
-        "weight_scale_inv": Expected(None, SCALES, optional=True),
+        "weight_scale" + "_inv" * inverse: Expected(scales, SCALES, shorter=shorter),
         # Scales of calibrated activations are not used: each row is rounded by its own maximum.
         "input_scale": Expected(None, SCALES, optional=True),
         "weight_zero_point": Expected(None, ("I8", "F8_E4M3", *FLOATS), optional=True),
     }
+
+
+def wrong_values(
+    scheme: Scheme, out: int, size: int, get: Callable[[str], Tensor | None]
+) -> tuple[str, str] | None:
+    """(the first stored tensor whose numbers make no sense, what is wrong with it); None: all do.
+    Codes are not read.
+
+    Args:
+        get: returns a module's tensor by its name within the module; None: it is not there.
+    """
+    for name in ("weight_scale", "weight_scale_inv", "scales"):
+        scales = get(name)
+        if scales is not None and not scales.float().isfinite().all():
+            return name, "has numbers that are not finite"
+    zero = get("weight_zero_point")
+    if scheme.storage in ("float8", "int8") and zero is not None and zero.float().any():
+        return "weight_zero_point", "is not 0, expected symmetric"
+    shape = get("weight_shape")
+    if shape is not None and shape.tolist() != [out, size]:
+        return "weight_shape", f"is {shape.tolist()}, expected {[out, size]}"
+    for name in ("g_idx", "weight_g_idx"):
+        at, group = get(name), scheme.columns or size
+        if at is not None and not torch.equal(at.long().sort()[0], torch.arange(size) // group):
+            return name, f"does not name {group} inputs for each group"
+    return None
 
 
 class Get(Protocol):
@@ -103,9 +142,7 @@ class Get(Protocol):
         ...
 
 
-def stored_weight(
-    scheme: Scheme, module: str, get: Get, out: int, size: int, cut: Cut | None = None
-) -> Weight:
+def stored_weight(scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None = None) -> Weight:
     """The weight of a module from its tensors.
 
     Args:
@@ -113,18 +150,14 @@ def stored_weight(
             Only its words of codes are read; scales and zero points, which are few, are read whole.
             A cut through groups makes smaller groups. Where the columns of a group stand apart
             ("act-order"), these are also filled up.
-
-    Raises:
-        WeightsError: names the module and what is wrong.
+    The tensors must be those of `stored_tensors`, with no `wrong_values`.
     """
-    return _Reader(scheme, module, get, out, size, cut).weight()
+    return _Reader(scheme, get, out, size, cut).weight()
 
 
 class _Reader:
-    def __init__(
-        self, scheme: Scheme, module: str, get: Get, out: int, size: int, cut: Cut | None
-    ) -> None:
-        self.scheme, self.module, self.get = scheme, module, get
+    def __init__(self, scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None) -> None:
+        self.scheme, self.get = scheme, get
         self.out, self.size = out, size
         self.cut = None if cut is None else cut.within((out, size)[cut.dim])
 
@@ -139,8 +172,7 @@ class _Reader:
 
     def needed(self, name: str, cut: Cut | None = None) -> Tensor:
         tensor = self.get(name, cut)
-        if tensor is None:
-            raise WeightsError(f"{self.module} lacks {name}")
+        assert tensor is not None
         return tensor
 
     def codes(
@@ -161,9 +193,6 @@ class _Reader:
         return codes.index_select(packed, torch.tensor(places, device=codes.device))
 
     def eight_bits(self) -> Weight:
-        zero = self.get("weight_zero_point")
-        if zero is not None and zero.float().any():
-            raise WeightsError(f"{self.module}.weight_zero_point is not 0, expected symmetric")
         codes = self.needed("weight", self.cut)
         scales = self.get("weight_scale_inv")
         scales = self.needed("weight_scale") if scales is None else scales
@@ -210,10 +239,6 @@ class _Reader:
     def by_row(self, scales: Tensor) -> Tensor:
         """float32 `[out, groups]` of scales per tensor, row, group or block."""
         shape = (_parts(self.out, self.scheme.rows), _parts(self.size, self.scheme.columns))
-        if scales.numel() != shape[0] * shape[1]:
-            raise WeightsError(
-                f"scales of {self.module} are {list(scales.shape)}, expected {list(shape)}"
-            )
         by_part = scales.float().reshape(shape)
         rows = by_part.repeat_interleave(self.scheme.rows or self.out, dim=0)
         return rows[: self.out].contiguous()
@@ -235,8 +260,6 @@ class _Reader:
         if at is None or torch.equal(at.long(), places):
             return self.of_columns(Groups(codes.contiguous(), scales, zeros, group, bits))
         order = at.long().argsort(stable=True)
-        if not torch.equal(at.long()[order], places):
-            raise WeightsError(f"{self.module}: groups of inputs are not of {group} each")
         if self.cut is not None and self.cut.dim == 1:
             assert zeros is not None
             return self.some_of_each(codes, scales, zeros, self.cut.of(at.long()[None])[0])
