@@ -17,7 +17,19 @@ __all__ = [
 
 
 class OnestemError(Exception):
-    """Base of every error that a caller can cause. Its text is one line for a person."""
+    """Base of every error that a caller can cause. Its text is one line for a person: names of
+    others may have control characters, which are escaped."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(_visible(one) if isinstance(one, str) else one for one in arguments))
+
+
+def _visible(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 class RequestError(OnestemError, ValueError):

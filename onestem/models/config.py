@@ -49,6 +49,17 @@ ARCHITECTURES = tuple(FAMILIES)
 
 DTYPES = ("bfloat16", "float16", "float32")
 
+# Layers and experts, by the names that families give them.
+COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+)
+MAX_COUNT = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Description):
@@ -71,6 +82,7 @@ class ModelConfig(Description):
         fields = Fields(read_json(directory / "config.json"), directory / "config.json")
         architecture, common = _architecture(fields), _with_text_fields(fields)
         common.refuse_others(is_causal=True)  # of any family, in transformers
+        _check_counts(fields)
         description = FAMILIES[architecture].read(fields, architecture)
         four_bits = description.experts is not None and description.experts.mxfp4
         generation = _generation_fields(directory)
@@ -131,6 +143,16 @@ class GenerationDefaults:
 def _generation_fields(directory: Path) -> Fields:
     file = directory / "generation_config.json"
     return Fields(read_json(file) if file.exists() else {}, file)
+
+
+def _check_counts(fields: Fields) -> None:
+    """Refuse numbers of layers and experts that no model has: to describe them would take minutes
+    and all memory."""
+    for part in (fields, Fields(fields.mapping("text_config"), f"{fields.source}: text_config")):
+        for name in COUNTS:
+            value = part.values.get(name)
+            if isinstance(value, int) and value > MAX_COUNT:
+                raise ConfigError(f"{part.source}: {name} is {value}, limit is {MAX_COUNT}")
 
 
 def _max_positions(description: Description) -> int:

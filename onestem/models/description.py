@@ -30,7 +30,7 @@ __all__ = [
     "Yarn",
 ]
 
-MAX_LAYERS = 4096  # a file with more is damaged, and would take minutes to describe
+MAX_WINDOW = 2**31 - 1  # plans of attention have it in 32 bits
 
 
 @dataclass(frozen=True)
@@ -310,8 +310,9 @@ class Description:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"num_hidden_layers is {self.num_layers}, limit is {MAX_LAYERS}")
+        longest = max((window or 0 for window in self.sliding_windows), default=0)
+        if longest > MAX_WINDOW:
+            raise ConfigError(f"sliding_window is {longest}, limit is {MAX_WINDOW}")
         for layers in (self.sliding_windows, self.rotaries, self.heads):
             if len(layers) != self.num_layers:
                 raise ConfigError(

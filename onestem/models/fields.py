@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 from onestem.errors import ConfigError, UnsupportedError
 
 __all__ = ["Fields", "is_integer", "read_json"]
+
+LARGEST = 3.4e38  # float32, in which everything is computed
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Fields:
             return None
         if (is_integer(value) and abs(value) < 2**63) or isinstance(value, float):
             number = float(value)
-            if math.isfinite(number):
+            if abs(number) <= LARGEST:
                 return number
-        raise self.wrong(name, "a finite number")
+        raise self.wrong(name, "a finite number of float32")
 
     def positive(self, name: str, default: int | None = None) -> int:
         value: Any = self.values.get(name)

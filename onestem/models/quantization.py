@@ -156,14 +156,22 @@ def _compressed_tensors(fields: Fields) -> Schemes:
         raise fields.wrong("config_groups", "an object of groups")
     schemes = []
     for name in groups:
-        source = f"{fields.source}: config_groups.{name}"
-        group = Fields(fields.mapping("config_groups")[name], source)
+        within = Fields(groups, f"{fields.source}: config_groups")
+        group = Fields(within.mapping(name), f"{within.source}.{name}")
         targets = group.values.get("targets")
-        if not isinstance(targets, list) or not targets:
-            raise group.wrong("targets", "a list of names")
+        if not isinstance(targets, list) or not targets or not all(map(_is_target, targets)):
+            raise group.wrong("targets", "a list of names, or of re: and a regular expression")
         stored = group if group.values.get("format") is not None else fields
         schemes.append((tuple(map(str, targets)), _group_scheme(group, stored)))
     return tuple(schemes)
+
+
+def _is_target(target: object) -> bool:
+    try:
+        re.compile(str(target).removeprefix("re:"))
+    except re.error:
+        return not str(target).startswith("re:")
+    return True
 
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")

@@ -229,6 +229,11 @@ def test_what_is_not_computed_is_refused(
         ({"rope_parameters": {"rope_theta": 1.0}}, ["rope_theta", "1.0", "more than 1"]),
         ({"rope_theta": -math.inf}, ["rope_theta", "-inf", "finite"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "finite"]),
+        ({"rope_theta": 1e300}, ["rope_theta", "1e+300", "float32"]),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 2**31},
+            ["sliding_window", "2147483648", "2147483647"],
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -257,9 +262,27 @@ def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
         ModelConfig.from_directory(_directory(tmp_path, config))
 
 
-def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000, limit is 4096"):
-        ModelConfig.from_directory(_directory(tmp_path, {**LLAMA, "num_hidden_layers": 10**6}))
+@pytest.mark.parametrize("count", [4097, 2**31, 10**30])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("LlamaForCausalLM", "num_hidden_layers"),
+        ("GPT2LMHeadModel", "n_layer"),
+        ("MptForCausalLM", "n_layers"),
+        ("MixtralForCausalLM", "num_local_experts"),
+        ("Qwen3MoeForCausalLM", "num_experts"),
+        ("Glm4MoeForCausalLM", "n_routed_experts"),
+    ],
+)
+def test_more_than_any_model_has_is_refused_at_once(
+    tmp_path: Path, architecture: str, name: str, count: int
+) -> None:
+    config = {**LLAMA, "architectures": [architecture], name: count}
+    with pytest.raises(ConfigError, match=f"json: {name} is {count}, limit is 4096"):
+        ModelConfig.from_directory(_directory(tmp_path, config))
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {name: count}}
+    with pytest.raises(ConfigError, match=f"text_config: {name} is {count}, limit is 4096"):
+        ModelConfig.from_directory(_directory(tmp_path, outer))
 
 
 def test_no_directory_no_json_no_object(tmp_path: Path) -> None:

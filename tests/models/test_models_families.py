@@ -175,6 +175,7 @@ def test_experts(tmp_path: Path) -> None:
         ),
         (PHI, {"qk_layernorm": True}, ["qk_layernorm", "True", "False"]),
         (PHI, {"hidden_act": "silu"}, ["hidden_act", "silu", "gelu_new"]),
+        (PHI, {"hidden_act": ["gelu"]}, ["hidden_act", "['gelu']", "gelu_new"]),
         (GPT2, {"scale_attn_weights": False}, ["scale_attn_weights", "False", "True"]),
         (
             GPT2,
@@ -210,6 +211,7 @@ def test_what_is_not_computed_is_refused(
         (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 4}, ["6", "(4)"]),
         (FALCON, {"alibi": "yes"}, ["alibi", "'yes'", "true or false"]),
         (MPT, {"d_model": 66}, ["d_model", "66", "n_heads (4)"]),
+        (MPT, {"attn_config": {"clip_qkv": 1e300}}, ["clip_qkv", "1e+300", "float32"]),
         (MPT, {"n_heads": None}, ["n_heads", "None", "positive integer"]),
         (MPT, {"attn_config": [1]}, ["attn_config", "[1]", "object"]),
         (MPT, {"attn_config": {"clip_qkv": -1}}, ["clip_qkv", "-1", "positive"]),

@@ -121,6 +121,8 @@ def test_others_are_refused_by_name(case: str) -> None:
         ({**GPTQ, "group_size": 0}, "group_size is 0, expected a positive integer"),
         ({**INT4, "config_groups": {}}, "config_groups is {}, expected an object of groups"),
         (_with(INT4, *GROUP, "targets", value="Linear"), "targets is 'Linear', expected a list"),
+        (_with(INT4, *GROUP, "targets", value=["re:("]), "targets is .'re:.'., expected a list"),
+        (_with(INT4, *GROUP, value=5), "config_groups: group_0 is 5, expected an object"),
     ],
 )
 def test_what_makes_no_sense_is_named(config: dict[str, Any], words: str) -> None:

@@ -40,7 +40,7 @@ def gelu(fields: Fields, name: str, default: str) -> Literal["gelu", "gelu_tanh"
     """The activation of an MLP without a gate."""
     value = fields.values.get(name)
     value = default if value is None else value
-    if value not in _GELU:
+    if not isinstance(value, str) or value not in _GELU:
         raise fields.unsupported(name, ", ".join(_GELU))
     return _GELU[value]
 
@@ -80,6 +80,9 @@ def window_rotaries(
     older files; None: the same.
     """
     _refuse_both(fields)
+    new = fields.mapping("rope_parameters")
+    if new and not any(isinstance(value, dict) for value in new.values()):
+        raise fields.unsupported("rope_parameters", "an object for each kind of layers")
     full = nested_rotary(fields, "full_attention", head_dim, max_position_embeddings)
     windowed = nested_rotary(fields, "sliding_attention", head_dim, max_position_embeddings)
     if full is not None and windowed is not None:
