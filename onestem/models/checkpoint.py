@@ -387,11 +387,12 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     absent = sorted(file.name for file in shards if not _is_file(file))
     if absent:
         raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
-    held = {file: set(_names_in(file)) for file in shards}
+    held = {file: set(_names_in(file)) for file in sorted(shards)}
     lost = sorted(name for name, file in files.items() if name not in held[file])
     if lost:
         raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
-    return files
+    # What its files hold beside is read as well, as by transformers: nothing is ignored silently.
+    return {name: file for file, names in held.items() for name in names} | files
 
 
 def _is_name(file: object) -> bool:

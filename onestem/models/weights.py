@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from importlib.util import find_spec
@@ -60,6 +60,7 @@ from onestem.ops.experts import MAX_POWER, MX_BLOCK, GroupedWeight
 from onestem.options import Quantize
 
 __all__ = [
+    "ExpertWeights",
     "checked_config",
     "checked_tensors",
     "expected_shapes",
@@ -69,7 +70,9 @@ __all__ = [
     "num_parameters",
     "open_checkpoint",
     "quantised_as",
+    "quantised_experts",
     "random_decoder",
+    "read_experts",
     "read_weight",
     "refuse_rounding_twice",
     "rounds_head",
@@ -80,6 +83,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+# Of all experts of a layer: gate and up, and down.
+ExpertWeights = tuple[GroupedWeight, GroupedWeight]
 
 # Dtypes of tensors in updates.
 FLOATING = ("bfloat16", "float16", "float32", "float64")
@@ -244,6 +250,18 @@ def linear_modules(config: ModelConfig) -> list[str]:
     return [
         module for module in modules if f"{module}.weight" in shapes and not module.endswith(others)
     ]
+
+
+def quantised_experts(
+    config: ModelConfig, schemes: Mapping[str, Scheme]
+) -> Iterator[tuple[int, str]]:
+    """(layer, name of the module) of all experts that files hold in a format of fewer bits."""
+    for layer in range(config.num_layers):
+        if config.has_experts(layer):
+            experts, names = _experts_of(config)
+            module = (config.tensor_names.layer.format(layer) + names.each).partition(".{}")[0]
+            if experts.mxfp4 or any(name.startswith(f"{module}.") for name in schemes):
+                yield layer, module
 
 
 def _itemsize(
@@ -734,17 +752,20 @@ class _Builder:
             experts=experts,
             router=self.head(at + names.router, self.target.layout, experts.bias),
             correction=correction,
-            products=self.products(at),
+            products=self.products(at, *self.expert_weights(at)),
             shared=shared,
             shared_gate=shared_gate,
             route=route_on_gpu if self.on_gpu else route,
             expert_scales=scales,
         )
 
-    def products(self, at: str) -> ExpertProducts:
+    def expert_weights(self, at: str) -> ExpertWeights:
+        names = _experts_of(self.config)[1]
+        return self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
+
+    def products(self, at: str, up: GroupedWeight, down: GroupedWeight) -> ExpertProducts:
         """Products of all experts of a layer, the fastest for the device."""
-        experts, names = _experts_of(self.config)
-        up, down = self.grouped(at + names.up, halves=True), self.grouped(at + names.down)
+        experts = _experts_of(self.config)[0]
         clamp = None if experts.clamp is None else astuple(experts.clamp)
         gelu = self.config.mlp == "gelu_tanh_gated"
         # On a GPU these are views for rewriting; with mxfp4 they would be copies.
@@ -884,6 +905,16 @@ def read_weight(
         return weight
     weight = weight.t().contiguous() if config.tensor_names.transposed else weight
     return weight if quantization is None else rounded_weight(weight, quantization, ranks)
+
+
+def read_experts(
+    config: ModelConfig, source: Source, layer: int, target: Target
+) -> tuple[ExpertWeights, ExpertProducts]:
+    """Weights of a layer's experts as they are held, and their products."""
+    builder = _Builder(config, source, target, None, ALONE, {})
+    at = config.tensor_names.layer.format(layer)
+    weights = builder.expert_weights(at)
+    return weights, builder.products(at, *weights)
 
 
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:

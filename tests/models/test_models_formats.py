@@ -36,7 +36,7 @@ from onestem.options import EngineOptions
 from onestem.shapes import find_shape
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
 from tests.models.dense import log_probabilities, prompt
-from tests.models.quantised import FORMATS, dequantised, quantised, unchanged
+from tests.models.quantised import FORMATS, dequantised, mxfp4, quantised, unchanged
 from tests.models.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -523,6 +523,19 @@ def test_errors_of_formats_are_told(llama: Path, tmp_path: Path) -> None:
     assert all(1e-4 < one.weights < 1e-2 and one.products > 1e-4 for one in against)
 
 
+def test_errors_of_mxfp4_are_told(tmp_path: Path) -> None:
+    original = make_tiny("gpt_oss", tmp_path / "gpt_oss")
+    path, modules = mxfp4(original, tmp_path / "mxfp4"), []
+    for one in format_errors(path, dtype=torch.float32, device=CPU):
+        assert one.weights is None
+        assert one.products < 1e-5
+        modules.append(one.module)
+    assert modules == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    # The bytes are random: weights against the original are as far off as two random ones are.
+    against = list(format_errors(path, dtype=torch.float32, device=CPU, original=original))
+    assert all(one.weights > 0.9 and one.products > 0.9 for one in against)
+
+
 def test_quantised_experts_are_widened(tmp_path: Path) -> None:
     """Experts of a quantised checkpoint are read one by one, in the model's dtype; what stands
     beside them has its format."""
@@ -535,9 +548,17 @@ def test_quantised_experts_are_widened(tmp_path: Path) -> None:
     assert sum("experts" in module for module in checked_config(path)[1]) == 2 * 4 * 3
     off = (log_probabilities(first, IDS) - log_probabilities(second, IDS)).abs().max()
     assert off < 1e-4
-    assert [one.module for one in format_errors(path, dtype=torch.float32, device=CPU)] == [
-        f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"
-    ]
+    alone, against = (
+        list(format_errors(path, dtype=torch.float32, device=CPU, original=one))
+        for one in (None, original)
+    )
+    modules = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"]
+    modules += [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert [one.module for one in alone] == [one.module for one in against] == modules
+    assert all(one.weights is None and one.products < 1e-5 for one in alone[8:])
+    # The same rounding as of the other modules; three products of it.
+    assert all(0.5 < one.weights / against[0].weights < 2 for one in against[8:])
+    assert all(one.weights < one.products < 4 * one.weights for one in against[8:])
     rounded = load_decoder(original, dtype=torch.bfloat16, device="cpu", quantization="int8")
     config = rounded.config
     expected = weight_bytes(

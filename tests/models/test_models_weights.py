@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -281,12 +282,23 @@ def test_indexes_that_do_not_hold(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path, max_shard_size="60KB")
     index = path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    first, second = sorted(set(content["weight_map"].values()))[:2]
+    files = Counter(content["weight_map"].values())
+    (first, count), (second, _) = files.most_common(2)
+    assert count > 1
     name = next(n for n, file in content["weight_map"].items() if file == first)
     index.write_text(json.dumps({"weight_map": {**content["weight_map"], name: second}}))
     with pytest.raises(WeightsError, match=f"do not hold: {name}"):
         _answers(path)
     index.write_text(json.dumps(content))
+    # A tensor that is in a file alone counts as one that is in the index.
+    whole = load_file(path / first)
+    answers = _answers(path)
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
+    assert torch.equal(_answers(path), answers)
+    save_file({**whole, "model.more": whole[name].clone()}, path / first, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"model\.more"):
+        _answers(path)
     (path / first).unlink()
     with pytest.raises(WeightsError, match=f"lacks files .* {first}"):
         _answers(path)

@@ -77,8 +77,8 @@ def test_the_file_is_that_of_one_engine(replicas, job, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == whole
     stats = replicas.stats()
     assert stats.output_tokens == summary.num_output_tokens > 0
-    # A group is on one replica, but for what was stolen.
-    assert computed <= stats.processed_prompt_tokens < 2 * computed
+    # How much is stolen, and so computed twice, depends on the replicas' speeds.
+    assert computed <= stats.processed_prompt_tokens < stats.logical_prompt_tokens / 4
 
 
 def test_replicas_of_two_processes_each(cluster, replicas):

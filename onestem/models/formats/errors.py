@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from onestem.errors import ConfigError
 from onestem.models.checkpoint import Checkpoint
+from onestem.models.config import ModelConfig
 from onestem.models.formats.held import Weight, dense
-from onestem.models.formats.products import projection
+from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
+from onestem.models.mlp import clamped_swiglu
 from onestem.models.weights import (
     checked_config,
     expected_shapes,
     linear_modules,
     open_checkpoint,
+    quantised_experts,
+    read_experts,
     read_weight,
     rounds_head,
     target_of,
 )
+from onestem.ops.experts import GroupedWeight
 from onestem.options import Quantize
 
 __all__ = ["FormatError", "format_errors"]
@@ -31,14 +37,16 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class FormatError:
-    """Errors of one linear module, or of the head. Each is a ratio of norms: 0.01 is one percent.
+    """Errors of one linear module, of a layer's experts, or of the head. Each is a ratio of norms:
+    0.01 is one percent.
 
     Attributes:
         module: its name in the checkpoint.
         kind: its format, and its product on this device.
         weights: error of the weights against the original ones; None: these are not known.
-        products: error of products with normal random rows. The reference is float64 products with
-            the original weights, or with the dequantised ones: then rounding of rows and sums.
+        products: error of products with normal random rows (of experts: of what they add to rows).
+            The reference is float64 products with the original weights, or with the dequantised
+            ones: then rounding of rows and sums.
     """
 
     module: str
@@ -67,16 +75,23 @@ def format_errors(
         WeightsError: a directory does not hold the model.
     """
     config, schemes = checked_config(path)
-    if not schemes and quantization is None:
+    stored = config.experts is not None and config.experts.mxfp4
+    if not schemes and not stored and quantization is None:
         raise ConfigError(f"the weights of {path} are not quantised: give --quantization")
     shapes = expected_shapes(config)
     source = open_checkpoint(path, config, dtype, device)
     target = target_of(shapes, dtype, device)
-    truth = source if schemes == {} else None
+    truth, unrounded = (None if schemes else source), None
     if original is not None:
         theirs = checked_config(original)[0]
         truth = open_checkpoint(original, theirs, dtype, device)
+        unrounded = (theirs, truth)
     generator = torch.Generator(device).manual_seed(0)
+
+    def rows(size: int) -> torch.Tensor:
+        x = torch.empty(ROWS, size, dtype=dtype, device=device)
+        return x.normal_(generator=generator)
+
     forms: dict[str, Quantize | None] = dict.fromkeys(linear_modules(config), quantization)
     head = config.tensor_names.embedding if config.tie_embeddings else config.tensor_names.head
     if rounds_head(config, quantization, target):
@@ -99,8 +114,7 @@ def format_errors(
         exact = meant
         if truth is not None:
             exact = dense(read(truth, module, None), torch.float64)
-        x = torch.empty(ROWS, product.in_features, dtype=dtype, device=device)
-        x.normal_(generator=generator)
+        x = rows(product.in_features)
         right = x.double() @ exact.t()
         yield FormatError(
             module,
@@ -108,6 +122,59 @@ def format_errors(
             None if truth is None else _by_norm(meant - exact, exact),
             _by_norm(product(x).double() - right, right),
         )
+    for layer, module in quantised_experts(config, schemes):
+        x = rows(config.hidden_size)
+        yield _of_experts((config, source), unrounded, layer, module, x, target)
+
+
+# A model's description, and its tensors.
+_Model = tuple[ModelConfig, Checkpoint]
+
+
+def _of_experts(
+    held: _Model,
+    original: _Model | None,
+    layer: int,
+    module: str,
+    x: torch.Tensor,
+    target: Target,
+) -> FormatError:
+    """Errors of all experts of a layer, each of which takes the same number of rows of x."""
+    weights, products = read_experts(*held, layer, target)
+    exact = weights if original is None else read_experts(*original, layer, target)[0]
+    experts = held[0].experts
+    assert experts is not None
+    size = (len(x), experts.top_k)
+    chosen = torch.arange(len(x) * experts.top_k, device=x.device).view(size) % experts.num
+    scores = torch.full(size, 1 / experts.top_k, device=x.device)
+    right = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    off, whole = 0.0, 0.0
+    for index in range(experts.num):
+        up, down = (_exact(weight, index) for weight in exact)
+        for weight, (truth, _) in zip(weights, (up, down), strict=True):
+            off += float((weight.dense(index, torch.float64) - truth).square().sum())
+            whole += float(truth.square().sum())
+        result = F.linear(_activated(held[0], F.linear(x.double(), *up)), *down)
+        right += result * (scores * (chosen == index)).sum(-1, keepdim=True)
+    return FormatError(
+        module,
+        f"{experts.num} experts",
+        None if original is None else (off / whole) ** 0.5,
+        _by_norm(products(x, scores, chosen).double() - right, right),
+    )
+
+
+def _exact(weight: GroupedWeight, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    bias = None if weight.bias is None else weight.bias[index].double()
+    return weight.dense(index, torch.float64), bias
+
+
+def _activated(config: ModelConfig, gate_up: torch.Tensor) -> torch.Tensor:
+    assert config.experts is not None
+    if config.experts.clamp is not None:
+        return clamped_swiglu(gate_up, *astuple(config.experts.clamp))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * (F.silu(gate) if config.mlp == "silu_gated" else F.gelu(gate, approximate="tanh"))
 
 
 def _by_norm(error: torch.Tensor, whole: torch.Tensor) -> float:
