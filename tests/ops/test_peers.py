@@ -6,16 +6,23 @@ import multiprocessing
 
 import pytest
 import torch
+import triton.language as tl
 
 from onestem.ops.triton import peers
 from onestem.ops.triton.peers import PeerMemory
 
 SECONDS = 60
+PROGRAMS = 8  # of a GPU's 128
 # One program, several, more than there are at once, and one again.
-SHAPES = [(1, 7), (3, 1500), (129, 2048), (1, 1), (2, 2048), (0, 4)]
+SHAPES = [(1, 7), (3, 1500), (PROGRAMS + 1, 2048), (1, 1), (2, 2048), (0, 4)]
 _context = multiprocessing.get_context("fork")
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a GPU for each rank")
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    monkeypatch.setattr(peers, "_PROGRAMS", tl.constexpr(PROGRAMS))
 
 
 def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -84,8 +91,8 @@ def test_all_get_what_the_first_has_between_sums():
 @pytest.mark.parametrize("size", [2, 3])
 def test_gathered_parts_stand_in_the_ranks_order(size, monkeypatch):
     """Also where they take several rounds."""
-    shapes = [(3, 5), (129, 2048), (1, 3), (100, 6144)]
-    monkeypatch.setattr(peers, "_PARTS_BYTES", (size - 1) * 128 * 2048 * 4)
+    shapes = [(3, 5), (PROGRAMS + 1, 2048), (1, 3), (PROGRAMS, 5120)]
+    monkeypatch.setattr(peers, "_PARTS_BYTES", (size - 1) * PROGRAMS * 2048 * 4)
 
     def work(rank, memory):
         total = torch.ones(2)
