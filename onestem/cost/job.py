@@ -219,7 +219,8 @@ class _Run:
         self.rows = 0  # that decode
         self.sequences = 0  # admitted and not ended
         self.shapes: set[float] = set()  # numbers of rows that steps had
-        self.own_tokens = 0  # that one row alone sees
+        self.own_tokens = 0  # that belong to one row alone
+        self.hidden = 0.0  # of these, outside of windows in the middle of each answer
         self.fixed = 0.0  # seconds of shared runs, and of rows' states, in each step
 
     def _members(self) -> array[int]:
@@ -295,12 +296,14 @@ class _Run:
         for prompt, take, context in taken:
             chunks.tokens += take
             home, own = self.home[prompt.request], max(1.0, take / self.stride)
-            before = context * take / own * cost.walk(own)
+            # A chunk's row has half of the chunk below what is computed already, on average.
+            seen = cost.shape.seen(context, take / 2)
+            before = seen * take / own * cost.walk(own)
             if home > 0 and cost.shared:
                 rows = max(1.0, together[home] / self.stride)
                 merged = cost.passes(FIRST_MERGED * take)
-                before = min(before, context * take / rows * cost.walk(rows) + merged)
-            seconds = before + take / own * (take / 2) * cost.walk(own)
+                before = min(before, seen * take / rows * cost.walk(rows) + merged)
+            seconds = before + take / own * cost.shape.seen(take / 2) * cost.walk(own)
             seconds += cost.passes(UNMERGED * take)
             chunks.attention_seconds += seconds
         return chunks
@@ -310,7 +313,7 @@ class _Run:
         cost, done, tokens = self.cost, self.done, chunks.tokens / steps
         sampled = self.rows + sum(self.answers[one.request] for one in chunks.ended) / steps
         # Own runs grow by a token in each step.
-        alone = self.own_tokens + self.rows * (steps + 1) / 2
+        alone = max(0.0, self.own_tokens - self.hidden + self.rows * (steps + 1) / 2)
         linear = cost.linear(self.rows + cost.shape.prompt_share * tokens)
         if self.rows + tokens not in self.shapes:
             self.shapes.add(self.rows + tokens)
@@ -384,17 +387,21 @@ class _Run:
         n, node, own = self.answers[request], self.home[request], self.own[request]
         self.rows += sign * n
         self.fixed += sign * n * self.cost.own_walk_seconds
+        below = self.outputs[request] / 2
+        alone = below if n > 1 else below + own
+        self.hidden += sign * n * (alone - self.cost.shape.seen(alone))
         if n > 1:
-            self.fixed += sign * self.cost.run(own, n, first=node == 0)
+            self.fixed += sign * self.cost.run(own, n, first=node == 0, below=below)
         else:
             self.own_tokens += sign * own
+        below += own
         while node:
-            above = self.parent[node]
+            above, edge = self.parent[node], self.edge[node]
             self.seeing[node] += sign * n
-            seconds = self.cost.run(self.edge[node], self.seeing[node], first=above == 0)
+            seconds = self.cost.run(edge, self.seeing[node], first=above == 0, below=below)
             self.fixed += seconds - self.walking[node]
             self.walking[node] = seconds
-            node = above
+            node, below = above, below + edge
 
     def _sampled(self, request: int) -> int:
         """Tokens of each of a request's answers in memory; the last one sampled is not."""

@@ -7,7 +7,8 @@ A step has a row for each sequence that decodes, and the rows of prompts' chunks
                     without the last layer's end
     attention       for each run, its keys and values walked once for all rows that see it:
                     max(FLOPs / rate(rows * query heads per KV head), bytes / bandwidth);
-                    for each row, its queries, outputs and states that are merged: bytes / bandwidth
+                    for each row, its queries, outputs and merged states: bytes / bandwidth.
+                    A layer with a window walks what that leaves
     sampling        the head's product with its draws, over rows that sample, as linear layers
     host            a constant each for a step, a row that decodes, a prompt's token, a request
 
@@ -77,6 +78,7 @@ class ModelShape:
         experts: None: there are none.
         layer_heads: each layer's KV heads, head size, and whether it has keys and values of its
             own; None: all layers are alike.
+        windows: each layer's sliding window in tokens (None: it has none), or None: no layer has.
         prompt_share: share of the layers' products that a prompt's row goes through. After the last
             layer's attention only rows whose results are read go on.
     """
@@ -91,11 +93,12 @@ class ModelShape:
     itemsize: int
     experts: ExpertShape | None = None
     layer_heads: tuple[tuple[int, int, bool], ...] | None = None
+    windows: tuple[int | None, ...] | None = None
     prompt_share: float = 1.0
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, *, on_gpu: bool = True) -> ModelShape:
-        """The shape of a config, without biases, norms and windows: each layer sees all tokens.
+        """The shape of a config, without biases and norms.
 
         Args:
             on_gpu: weights of four bits keep their format.
@@ -137,6 +140,7 @@ class ModelShape:
             itemsize=itemsize,
             experts=shape,
             layer_heads=None if config.layer_heads is None else tuple(of_layers),
+            windows=config.sliding_windows if any(config.sliding_windows) else None,
             prompt_share=1 - after / taken,
         )
 
@@ -154,6 +158,27 @@ class ModelShape:
     def group(self) -> float:
         """Query heads that share a KV head; if layers differ, the mean weighted by bytes read."""
         return self.num_q_heads * sum(size for _, size, _ in self._heads) / self._read_values
+
+    @cached_property
+    def _shares(self) -> dict[int | None, float]:
+        """Share of what layers read that those with each window do, as if there were none."""
+        shares: dict[int | None, float] = {}
+        for window, (count, size, _) in zip(self.windows or (), self._heads, strict=True):
+            shares[window] = shares.get(window, 0.0) + count * size / self._read_values
+        return shares
+
+    def seen(self, tokens: float, below: float = 0.0) -> float:
+        """How many of a run's tokens a row sees in a layer: the mean, weighted by bytes read.
+
+        Args:
+            below: tokens between the run and the row.
+        """
+        if self.windows is None:
+            return tokens
+        return sum(
+            share * (tokens if window is None else min(tokens, max(0.0, window - below)))
+            for window, share in self._shares.items()
+        )
 
     @property
     def weight_bytes(self) -> float:
@@ -245,14 +270,16 @@ class StepCost:
         """Seconds of `count` passes."""
         return count * self.pass_seconds
 
-    def run(self, tokens: float, rows: int, *, first: bool = True) -> float:
+    def run(self, tokens: float, rows: int, *, first: bool = True, below: float = 0.0) -> float:
         """Seconds of a run that `rows` decodes see above their own tokens. It is walked once, and a
         state of each row is merged; if reading it for each row is faster, an implementation does
         that (`ops/work`).
 
         Args:
             first: no run is above it.
+            below: tokens of a row that stand below the run.
         """
+        tokens = self.shape.seen(tokens, below)
         apart = rows * tokens * self.walk(1)
         if rows <= 1 or not self.shared:
             return apart
@@ -262,8 +289,11 @@ class StepCost:
     def attention(self, runs: list[tuple[int, int]], own: float, rows: int) -> float:
         """Seconds of `rows` decodes with `own` tokens each, below `runs`: (tokens, rows) of each
         run, the first on top."""
-        above = sum(self.run(*run, first=i == 0) for i, run in enumerate(runs))
-        return above + rows * (own * self.walk(1) + self.own_walk_seconds)
+        seconds, below = 0.0, float(own)
+        for i, (tokens, seeing) in reversed(list(enumerate(runs))):
+            seconds += self.run(tokens, seeing, first=i == 0, below=below)
+            below += tokens
+        return seconds + rows * (self.shape.seen(own) * self.walk(1) + self.own_walk_seconds)
 
     def host(self, decodes: float, tokens: float, requests: float) -> float:
         """Host seconds of a step: rows that decode, prompt tokens, and requests that end."""

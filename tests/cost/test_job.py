@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from onestem.cost import (
     Curve,
+    Forecast,
     Limits,
     ModelShape,
     Rates,
@@ -111,6 +113,29 @@ def test_seconds_are_the_sum_over_steps():
     assert found.seconds == pytest.approx(seconds, rel=1e-12)
     parts = found.linear_seconds + found.attention_seconds + found.sampling_seconds
     assert found.seconds == pytest.approx(parts + found.host_seconds, rel=1e-12)
+
+
+def test_windows_change_nothing_but_attention():
+    """Two requests behind 30 tokens, in layers that see 12."""
+    prompts = [[*range(3, 33), *range(40, 50)], [*range(3, 33), *range(50, 60)]]
+    work, limits = work_of(prompts, np.array([4, 4]), np.array([1, 1])), Limits(1000, AMPLE)
+    plain = forecast(COST, work, limits)
+
+    def seen(window: int) -> Forecast:
+        shape = dataclasses.replace(SHAPE, windows=(window,) * SHAPE.num_layers)
+        return forecast(StepCost(shape, RATES), work, limits)
+
+    assert seen(1000) == plain
+    found = seen(12)
+    # The first prompt's 40 rows see 12 of 20, on average. The second's 10 see 5, and 7 of the 30.
+    attention = 12 * COST.walk(40) + 5 * COST.walk(10) + COST.passes(50 * 2)
+    attention += min(7 * COST.walk(10), 7 / 5 * COST.walk(50) + COST.passes(10 * 5))
+    # A decode sees nothing of the 30: in the middle of an answer it has 12 of its own.
+    attention += sum(COST.attention([], own, 2) for own in (11, 12, 13))
+    assert found.attention_seconds == pytest.approx(attention, rel=1e-12)
+    assert found.seconds - found.attention_seconds == pytest.approx(
+        plain.seconds - plain.attention_seconds, rel=1e-12
+    )
 
 
 def test_a_mode_that_shares_less_is_never_faster():

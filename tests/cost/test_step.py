@@ -54,6 +54,22 @@ def test_rows_may_move_slower_than_keys_and_values():
     assert StepCost(PAPER, slow).attention([], 100, 5) == 5 * (row * (100 + 2 * 4) + 9.0)
 
 
+def test_layers_with_windows_walk_what_these_leave():
+    """A layer of another head size counts by its bytes."""
+    heads = ((1, 8, True), (1, 24, True))
+    shape = dataclasses.replace(PAPER, num_layers=2, layer_heads=heads)
+    rates = Rates("", "", "", BYTES_ALONE, BYTES_ALONE, BYTES_ALONE, row_bytes=1e300)
+    for windows, seen in (
+        ((200, None), (100, 20, 10)),
+        ((64, 64), (34, 20, 10)),  # a row sees 10 of its own, 20 above them, 34 above those
+        ((None, 64), (100 / 4 + 34 * 3 / 4, 20, 10)),
+        ((16, 8), (0, 6 / 4, 10 / 4 + 8 * 3 / 4)),
+    ):
+        cost = StepCost(dataclasses.replace(shape, windows=windows), rates)
+        found = cost.attention([(100, 3), (20, 2)], 10, 3)
+        assert found == cost.walk(1) * (seen[0] + seen[1] + 3 * seen[2])
+
+
 def test_a_curve_is_linear_between_its_points_and_goes_on_at_its_last_rate():
     curve = Curve((2, 4, 8), (2.0, 8.0, 8.0), 10.0)
     assert [curve.seconds(1.0, 0, rows) for rows in (1, 2, 3, 4, 6, 8, 16)] == [
