@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -44,7 +45,9 @@ __all__ = ["keep_rates", "known_rates", "measure", "rates_here"]
 
 CACHE_BYTES = 192 << 20  # more than most processors' caches hold
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-SLOW_SECONDS = 0.3  # a step that takes longer is the last measured: the rate stays from there
+# A step that takes longer, and at least so much longer than the one of fewer rows, is the last
+# measured: the rate stays from there.
+SLOW_SECONDS, GROWTH = 0.3, 1.5
 ENOUGH_SECONDS, MOST_REPEATS = 0.1, 5  # of a measurement
 SLOW_CALL_SECONDS, WARM_SECONDS = 2e-3, 1.0  # slower GPU calls are timed for the latter
 # Rows that see a run together, number of runs, and tokens of each.
@@ -241,12 +244,13 @@ def _linear(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clo
     rows = [count for count in ROWS if count <= decoder.step_rows]
     pages = -(-rows[-1] // PAGE_SIZE)
     runner = make_runner(decoder, impl, num_pages=pages, page_size=PAGE_SIZE, share="no-attention")
-    measured: dict[int, float] = {}
+    measured, before = dict[int, float](), math.inf
     for count in rows:
         call = _runs(runner, count, sampled=0)
-        measured[count] = _seconds(call, decoder.device, clock)
-        if measured[count] > SLOW_SECONDS:
+        measured[count] = seconds = _seconds(call, decoder.device, clock)
+        if seconds > max(SLOW_SECONDS, GROWTH * before):
             break
+        before = seconds
     return _curve(measured, 2.0 * shape.layer_parameters, shape.layer_parameters * shape.itemsize)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 import onestem.cost.measure as measuring
+from onestem.cost import ModelShape
 from onestem.models.config import ModelConfig
+from onestem.models.weights import random_decoder
+from onestem.ops import resolve
 from tests.models.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -39,3 +44,15 @@ def test_rates_are_measured_once_for_a_model_of_any_family(family, few, tmp_path
     monkeypatch.setattr(measuring, "measure", None)  # would fail
     assert measuring.rates_here(config, torch.float32, CPU) == rates
     assert measuring.known_rates(config, torch.bfloat16, CPU) is None
+
+
+def test_a_rate_that_still_rises_is_not_taken_for_all_rows(tmp_path, monkeypatch):
+    """On a busy machine even a step of one row may take long, and says nothing of many."""
+    config = ModelConfig.from_directory(make_tiny("llama", tmp_path / "llama"))
+    decoder = random_decoder(config, dtype=torch.float32, device=CPU)
+    seconds = iter([0.4, 0.5, 0.6, 1.0, 4.0])
+    monkeypatch.setattr(measuring, "ROWS", (1, 4, 16, 64, 256))
+    monkeypatch.setattr(measuring, "_seconds", lambda *_, **__: next(seconds))
+    shape = ModelShape.of(config, 4)
+    curve = measuring._linear(decoder, shape, resolve("auto", CPU), time.perf_counter)
+    assert curve.rows == (1, 4, 16, 64)  # 64 take 1.7 times as long as 16
