@@ -326,7 +326,8 @@ def _rows(
     apart = walked(shared, count) + count * walked(own, 1)
     rest = seconds(1, count, own, decodes=True) - apart - count * row_seconds
     walk_seconds = max(0.0, rest) / count / shape.num_layers
-    return passes * shape.query_bytes / row_seconds, walk_seconds
+    # The maximum is of seconds: its inverse may be off by a rounding.
+    return min(attention.bytes, passes * shape.query_bytes / row_seconds), walk_seconds
 
 
 def _shared(groups: int, each: int, shared: int, own: int, *, decodes: bool) -> AttentionPlan:
