@@ -241,6 +241,8 @@ class _Run:
     def _round(self) -> None:
         chunks = self._chunks()
         steps = self.stride if chunks.tokens else self._quiet_steps()
+        if not self.rows:  # memory may have held fewer prompts than the stride's steps take
+            steps = min(steps, max(1, -(-chunks.tokens // self.limits.step_tokens)))
         self._spend(chunks, steps)
         self.held += steps * self.rows
         self.own_tokens += steps * self.rows
@@ -358,7 +360,7 @@ class _Run:
         after, most = self.sequences + self.answers[prompt.request], self.limits.num_seqs
         if most is not None and after > most and self.sequences:
             return False
-        if kept + ahead > free and (self.running or self.prompts):
+        if kept + ahead > free and self.sequences:
             return False
         self.sequences = after
         if self.again:

@@ -96,6 +96,23 @@ def test_steps_and_rows_are_those_that_the_engine_takes(model, name, share, num_
     assert found.num_preempted == 0
 
 
+@pytest.mark.parametrize("outputs", [1, 16])
+def test_prompts_wait_for_memory(model, outputs):
+    """Also where nothing decodes: 8 groups of 4 in memory for two of them."""
+    prompts, lengths, n = job(
+        np.random.default_rng(5), groups=8, degree=4, prefix=80, own=20, outputs=1
+    )
+    lengths = np.full_like(lengths, outputs)
+    work = work_of(prompts, lengths, n)
+    ample, little = (forecast(COST, work, Limits(512, size)) for size in (AMPLE, 512))
+    off = forecast(COST, work.unshared(), Limits(512, 512))
+    assert ample.peak_kv_tokens > 512 >= little.peak_kv_tokens
+    assert little.computed_prompt_tokens == ample.computed_prompt_tokens
+    assert little.num_preempted == off.num_preempted == 0
+    assert ample.steps < little.steps < off.steps
+    assert ample.seconds < little.seconds < off.seconds
+
+
 def test_seconds_are_the_sum_over_steps():
     """Two requests behind 30 tokens, steps of 1000 rows: all prompts, then decodes."""
     prompts = [[*range(3, 33), 40, 41], [*range(3, 33), 50, 51, 52]]
