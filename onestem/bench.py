@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import resource
 import time
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from onestem.planner import JobPlan
 
 __all__ = ["BatchCase", "run_batch"]
+
+
+MOST_REQUESTS = 10**7
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ class BatchCase:
         for name, value, least in (("groups", groups, 1), ("seed", seed, 0)):
             if value < least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}")
+        count = groups * math.prod(degrees)
+        if count > MOST_REQUESTS:
+            raise ConfigError(
+                f"groups and degree make {count} requests, limit is {MOST_REQUESTS}: lower them"
+            )
         own = parse_lengths("distinct", distinct, "question")
         sampled = parse_lengths("output", output, "answer")
         return BatchCase(groups, degrees, prefixes, own, sampled, input_order, seed)
@@ -120,6 +129,11 @@ class BatchCase:
         return requests
 
     @property
+    def shortest(self) -> int:
+        """A lower bound of the tokens of a prompt with its answer."""
+        return sum(map(min, self._sizes()))
+
+    @property
     def longest(self) -> int:
         """An upper bound of the tokens of a prompt with its answer."""
         return sum(map(max, self._sizes()))
@@ -146,6 +160,11 @@ def _degrees(text: str) -> tuple[int, ...]:
 
 def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, Any]:
     """Run a case and give its figures (see `onestem bench batch --help`)."""
+    if case.shortest > llm.engine.max_model_len:  # before they are drawn
+        raise ConfigError(
+            f"a prompt with its answer has {case.shortest} tokens at least, max_model_len is "
+            f"{llm.engine.max_model_len}: shorten prefix, distinct or output"
+        )
     requests = case.requests(llm.config.vocab_size)
     prompts = [ids for ids, _ in requests]
     params = [_greedy(count) for _, count in requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -73,6 +74,18 @@ def test_help_names_every_verb():
         assert "--help" in onestem(*words, "--help").stdout
 
 
+def test_a_full_disk_behind_the_output_is_one_line(monkeypatch, capsys):
+    def fill():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("onestem.cli.app.app", fill)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err == (
+        "onestem: the output cannot be written: No space left on device\n"
+    )
+
+
 def test_generate(model):
     out = typed(
         "generate", "--model", model, "hello", "-n", 3, "--max-tokens", 4, "--seed", 1, "--json"
@@ -99,6 +112,19 @@ def test_errors_are_one_line_and_exit_2(model, tmp_path):
         (("plan", tmp_path / "none.jsonl", "--quantization", "int8"), "is no file"),
         (("plan", tmp_path / "none.jsonl", "--levels", "two"), "levels is 'two', expected"),
         (("bench", "batch", "--max-num-seqs", 0), "max_num_seqs is 0, expected"),
+        (("bench", "batch", "--groups", 10**9, "--degree", "1"), "limit is 10000000: lower"),
+        (("bench", "batch", "--model", model, "--prefix", 10**7), "max_model_len is"),
+        (("bench", "serve", "--rate", 0), "rate is 0.0, expected a number above 0"),
+        (("bench", "serve", "--rate", "nan"), "rate is nan, expected a number above 0"),
+        (("bench", "serve", "--requests", 0), "requests is 0, expected a number above 0"),
+        (("bench", "serve", "--duration", "inf"), "duration is inf, expected a number above 0"),
+        (("bench", "serve", "--timeout", -1), "timeout is -1.0, expected a number above 0"),
+        (("bench", "serve", "--limit", 0), "limit is 0.0, expected a number above 0"),
+        (("bench", "serve", "--scale", "nan"), "scale is nan, expected a number above 0"),
+        (("bench", "serve", "--resolution", "nan"), "resolution is nan, expected a number above 0"),
+        (("bench", "serve", "--vocab-size", 0), "vocab-size is 0, expected at least 302"),
+        (("bench", "serve", "--log", tmp_path), "expected a file in a folder that exists"),
+        (("bench", "paper", "cache-table2", "--out", __file__), "choose another folder"),
         (("bench", "batch", "--model", model, "--trace", tmp_path), "Is a directory"),
         (("bench", "batch", "--model", model, "--output", "x"), "output is 'x': expected a number"),
         (("generate", "--model", "shape:llama-7b", "x"), "did you mean llama2-7b?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -124,8 +125,14 @@ def test_price_and_places(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [completion("a")])
     with pytest.raises(JobError, match="does not exist: make it first"):
         plan_file(source, tmp_path, options=OPTIONS, html=tmp_path / "none" / "a.html")
-    with pytest.raises(JobError, match="is a folder or the input"):
-        plan_file(source, tmp_path, options=OPTIONS, html=source)
+    os.mkfifo(tmp_path / "pipe")
+    for no_file in (source, tmp_path, tmp_path / "pipe"):
+        with pytest.raises(JobError, match="is no regular file, or the input"):
+            plan_file(source, tmp_path, options=OPTIONS, html=no_file)
+    (tmp_path / "link.html").symlink_to("target.html")
+    plan_file(source, tmp_path, options=OPTIONS, html=tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "target.html").is_file()
     with pytest.raises(ConfigError, match="price_per_hour needs a prediction"):
         plan_file(source, tmp_path, options=OPTIONS, predicts=False, price=Price(1))
 

@@ -140,6 +140,8 @@ def _listed(columns: Collection[str]) -> str:
 
 def expected_columns(name: str, recipe: Recipe | None, there: Sequence[str]) -> None:
     """Raise `ConfigError` for a table without the columns that the options name."""
+    if not there:
+        raise ConfigError(f"{name} has no table with columns: name a file or a data set")
     if recipe is None:
         raise ConfigError(
             f"{name} is a table with the columns {_listed(there)}: say what a prompt is made of, "

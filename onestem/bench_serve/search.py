@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from onestem.errors import ConfigError
 
 __all__ = ["RateSearch"]
@@ -26,14 +28,15 @@ class RateSearch:
     ) -> None:
         if not least <= start <= most:
             raise ConfigError(f"start-rate is {start}, expected {least} to {most}")
-        if resolution <= 0:
+        if not 0 < resolution < math.inf:
             raise ConfigError(f"resolution is {resolution}, expected a number above 0")
         if factor <= 1:
             raise ConfigError(f"factor is {factor}, expected a number above 1")
         self._factor = factor
         self.best: float | None = None
         self.worst: float | None = None
-        self._start, self._resolution, self._least, self._most = start, resolution, least, most
+        self.resolution = resolution
+        self._start, self._least, self._most = start, least, most
 
     def next_rate(self) -> float | None:
         if self.best is None and self.worst is None:
@@ -43,7 +46,7 @@ class RateSearch:
             return max(self.worst / self._factor, self._least) if self.worst > self._least else None
         if self.worst is None:
             return min(self.best * self._factor, self._most) if self.best < self._most else None
-        if self.worst <= self.best * (1 + self._resolution):
+        if self.worst <= self.best * (1 + self.resolution):
             return None
         return float((self.best * self.worst) ** 0.5)
 

@@ -5,6 +5,7 @@ No data set of conversations is needed: a benchmark asks for as many tokens as i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -78,7 +79,7 @@ class Workload:
         ):
             if value < least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}")
-        if self.scale <= 0:
+        if not 0 < self.scale < math.inf:
             raise ConfigError(f"scale is {self.scale}, expected a number above 0")
 
     def arrivals(self, rate: float, count: int) -> np.ndarray:

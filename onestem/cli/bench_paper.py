@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -72,6 +74,8 @@ def paper(
     if name is None:
         _list(EXPERIMENTS.values(), as_json)
         return
+    if out is not None:
+        _check_folder(out)  # before anything is measured
     peers = [peer.strip() for peer in against.split(",") if peer.strip()]
     with Bench(engine, scale=scale, part=part, against=peers) as bench:
         run = partial(_run, bench=bench, out=out, as_json=as_json, quiet=quiet)
@@ -97,9 +101,32 @@ def _run_all(
         except OnestemError as error:
             print(f"onestem: {experiment.name}: {error}", file=sys.stderr)
             refused += 1
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "paper.html").write_text(html_of(results))
+    _write_text(out / "paper.html", html_of(results))
     return refused
+
+
+def _check_folder(out: Path) -> None:
+    """Make the folder of --out; raise `ConfigError` where results cannot be written."""
+    from onestem.errors import ConfigError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"out is {out}: {error.strerror}: choose another folder") from None
+
+
+def _write_text(path: Path, text: str) -> None:
+    from onestem.errors import ConfigError
+
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: {error.strerror}: choose another folder for --out") from None
 
 
 def _list(experiments: Iterable[Experiment], as_json: bool) -> None:
@@ -152,6 +179,5 @@ def _show(experiment: Experiment, result: dict[str, Any], as_json: bool) -> None
 def _write(experiment: Experiment, result: dict[str, Any], out: Path) -> None:
     from onestem.paper.report import picture_of
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{experiment.name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / f"{experiment.name}.svg").write_text(picture_of(experiment, result))
+    _write_text(out / f"{experiment.name}.json", json.dumps(result, indent=1) + "\n")
+    _write_text(out / f"{experiment.name}.svg", picture_of(experiment, result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,6 +22,7 @@ from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
     from onestem.bench_serve.run import Bench
+    from onestem.bench_serve.search import RateSearch
     from onestem.bench_serve.workload import Workload
 
 __all__ = ["serve"]
@@ -181,7 +183,20 @@ def serve(
     from onestem.bench_serve.client import Target
     from onestem.bench_serve.crowd import default_clients
     from onestem.bench_serve.run import Bench, model_name
+    from onestem.bench_serve.search import RateSearch
 
+    for what, value in (
+        *(("rate", one) for one in rate or ()),
+        ("duration", duration),
+        ("limit", limit),
+        ("timeout", timeout),
+        ("requests", requests),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{what} is {value}, expected a number above 0")
+    search = None if rate else RateSearch(start_rate, resolution=resolution)
+    if log is not None and (log.is_dir() or not log.parent.is_dir()):
+        raise ConfigError(f"log is {log}: expected a file in a folder that exists")
     if prompts not in ("ids", "text"):
         raise ConfigError(f"prompts is {prompts!r}, expected ids or text")
     if base_url is not None:
@@ -193,7 +208,9 @@ def serve(
         question=parse_lengths("question", question, "question"),
         answer=parse_lengths("answer", answer, "answer"),
         scale=scale,
-        vocab_size=vocab_size or _vocab_size(None if base_url else str(engine.model)),
+        vocab_size=_vocab_size(None if base_url else str(engine.model))
+        if vocab_size is None
+        else vocab_size,
         text=prompts == "text" or chat or bool(app),
         app=app or [],
     )
@@ -211,7 +228,7 @@ def serve(
             clients=clients or default_clients(),
         )
         with closing(bench):
-            result = _run(bench, rate or [], start_rate, resolution)
+            result = _run(bench, rate or [], search)
     result["server"] = {"base_url": base_url} if base_url else dict(engine)
     _print(result, as_json)
     if any(run["torn"] for run in result["runs"]):
@@ -277,18 +294,16 @@ def _server(
             yield url
 
 
-def _run(bench: Bench, rates: list[float], start: float, resolution: float) -> dict[str, Any]:
-    from onestem.bench_serve.search import RateSearch
-
+def _run(bench: Bench, rates: list[float], search: RateSearch | None) -> dict[str, Any]:
+    """Runs at the rates, or those of the search."""
     bench.warm_up()
     result: dict[str, Any] = {"case": bench.describe()}
-    if rates:
+    if search is None:
         return result | {"runs": [bench.measure(rate) for rate in rates]}
-    search = RateSearch(start, resolution=resolution)
     runs = list(iter(lambda: bench.step(search), None))
     return result | {
         "sustainable_rate": search.best,
-        "resolution": resolution,
+        "resolution": search.resolution,
         "runs": runs,
     }
 

@@ -148,7 +148,7 @@ def _show(report: dict[str, Any], levels: str, price: Price | None) -> None:
         )
     typer.echo(f"planned in {report['planning_seconds']:.2f} s")
     if report["forecast"] is not None:
-        _show_forecast(report["forecast"])
+        _show_forecast(report["forecast"], report["logical_prompt_tokens"])
     if price is not None:
         told = {"full": "sharing", "off": "without", "reordered": "with fields reordered"}
         costs = (
@@ -175,9 +175,11 @@ def _show_advice(report: dict[str, Any]) -> None:
     )
 
 
-def _show_forecast(found: dict[str, Any]) -> None:
+def _show_forecast(found: dict[str, Any], prompt_tokens: int) -> None:
     typer.echo(f"predicted on {found['device']} (rates {found['rates']}):")
     names = {"full": "sharing", "storage": "stored once, read by each", "off": "without sharing"}
+    if found["off"]["computed_prompt_tokens"] > prompt_tokens and not found["off"]["num_preempted"]:
+        names["off"] += ", a prompt for each answer"
     for share, name in names.items():
         one = found[share]
         again = f", {one['num_preempted']} preempted" if one["num_preempted"] else ""

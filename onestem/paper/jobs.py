@@ -47,7 +47,8 @@ def job(
 
 
 def scaled_job(case: BatchCase, bench: Bench) -> BatchCase:
-    """The job with fewer groups (smaller ones once a single group is left) and shorter lengths."""
+    """The job with fewer groups and shorter lengths. Once a single group is left it gets fewer
+    branches, from the outermost level on, so that jobs of equal size stay equal."""
 
     def shorter(lengths: Lengths) -> Lengths:
         if isinstance(lengths, int):
@@ -55,13 +56,17 @@ def scaled_job(case: BatchCase, bench: Bench) -> BatchCase:
         assert not isinstance(lengths, Scaled)
         return lengths if bench.scale == 1 else Scaled(lengths, bench.scale)
 
-    degrees, fewer = case.degrees, bench.scale * bench.part
-    if case.groups * fewer < 1:
-        degrees = tuple(max(2, round(degree * fewer)) for degree in degrees)
+    wanted, degrees = case.groups * bench.scale * bench.part, list[int]()
+    groups = max(1, round(wanted))
+    share = min(1.0, wanted)  # of the branches below, that are left
+    for degree in case.degrees:
+        wanted = degree * share
+        degrees.append(max(2, round(wanted)))
+        share = min(1.0, wanted / degrees[-1])
     return replace(
         case,
-        groups=max(1, round(case.groups * fewer)),
-        degrees=degrees,
+        groups=groups,
+        degrees=tuple(degrees),
         prefixes=tuple(map(shorter, case.prefixes)),
         distinct=shorter(case.distinct),
         output=shorter(case.output),

@@ -65,8 +65,8 @@ def check_page(path: Path, source: Path) -> None:
     """Raise `JobError` for a path where no page can be written, before anything is computed."""
     if not path.parent.is_dir():
         raise JobError(f"folder {path.parent} does not exist: make it first")
-    if path.is_dir() or (path.exists() and os.path.samefile(path, source)):
-        raise JobError(f"{path} is a folder or the input: choose another file for --html")
+    if path.exists() and (not path.is_file() or os.path.samefile(path, source)):
+        raise JobError(f"{path} is no regular file, or the input: choose another file for --html")
 
 
 def write_page(
@@ -89,6 +89,7 @@ def write_page(
     most = MOST_NODES
     while len(page := _page(report, draw(most), title, model, price)) > MOST_BYTES and most > 1:
         most = most * 2 // 3
+    path = Path(os.path.realpath(path))  # a symbolic link stays
     draft = path.with_name(path.name + ".draft")
     try:
         draft.write_bytes(page)

@@ -19,7 +19,7 @@ from onestem.paper.accuracy import Accuracy
 from onestem.paper.attention import relay_speedup
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Experiment, points
-from onestem.paper.jobs import PlanSavings, planned_prompts
+from onestem.paper.jobs import PlanSavings, planned_prompts, scaled_job
 from onestem.paper.registry import EXPERIMENTS
 from onestem.paper.report import html_of, picture_of
 from onestem.paper.run import run_experiment
@@ -108,6 +108,16 @@ def test_shapes_of_the_papers_are_scaled(name, untold):
     result = run_experiment(EXPERIMENTS[name], untold, "command")
     assert result["model"] is None
     assert any(cell["value"] for cell in result["cells"])
+
+
+@pytest.mark.parametrize(("scale", "part"), [(1, 1), (0.5, 1), (0.1, 1), (1, 0.1), (0.01, 1)])
+def test_jobs_that_are_compared_have_the_same_size(scale, part):
+    with Bench(options("full"), scale=scale, part=part) as bench:
+        settings = EXPERIMENTS["hydragen-fig7"].measure.settings
+        jobs = [scaled_job(setting.job, bench) for setting in settings]
+    one, two = (made.groups * math.prod(made.degrees) for made in jobs)
+    assert one == pytest.approx(120 * 128 * scale * part, rel=0.01)
+    assert two == pytest.approx(one, rel=0.01)
 
 
 # One of each kind of measure.
