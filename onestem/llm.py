@@ -59,7 +59,7 @@ from onestem.scores import (
     rolling_windows,
     whole_ids,
 )
-from onestem.threads import usable_cores
+from onestem.threads import ram_bytes, usable_cores
 
 __all__ = [
     "GPU_SHARE",
@@ -70,6 +70,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "check_output_kind",
+    "check_ranks",
     "described",
     "kv_memory_bytes",
     "largest_decode",
@@ -157,9 +158,8 @@ class LLM:
         self.config = ModelConfig.from_directory(self.path)
         self.device = pick_device(options.device)
         self.dtype = pick_dtype(options.dtype, self.config, self.device)
+        check_ranks(options, self.config)
         if size > 1:
-            refuse_modules_kept(options)
-            part_of(self.config, Ranks(0, size, None))
             self.team = Team(size, self.device)
         load = load_decoder if self.team is None else self.team.load_decoder
         self.decoder = load(
@@ -1040,8 +1040,12 @@ def set_threads(threads: int | None, ranks: int = 1) -> None:
         torch.set_num_threads(share)
 
 
-def refuse_modules_kept(options: EngineOptions) -> None:
-    """Raise `ConfigError` for tiers of modules where each device has a part of every module."""
+def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers of
+    modules where each device has a part of every module."""
+    if options.tensor_parallel_size == 1:
+        return
+    part_of(config, Ranks(0, options.tensor_parallel_size, None))
     for name in ("module_host_memory", "module_disk"):
         if getattr(options, name):
             raise ConfigError(
@@ -1079,7 +1083,7 @@ def kv_memory_bytes(
     Raises:
         ConfigError: there is less than `size` asks for.
     """
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ram = ram_bytes()
     there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram // ranks
     there = there if most is None else min(there, most)
     if loading > there:

@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU, and how they wait for each other. Imports no torch.
+"""The machine's cores and memory, and how threads wait for each other. Imports no torch.
 
 A layer has some ten parallel regions, each with a barrier at its end. The OpenMP runtime of GCC,
 which PyTorch's CPU builds bring along, spins there for a millisecond before a thread sleeps. Where
@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["SPIN_ROUNDS", "spinning", "spin_shortly", "usable_cores"]
+__all__ = ["SPIN_ROUNDS", "ram_bytes", "spinning", "spin_shortly", "usable_cores"]
 
 SPIN_ROUNDS = 10_000  # some tens of microseconds; the runtime's own default is 300,000
 VARIABLE = "GOMP_SPINCOUNT"
@@ -30,6 +30,11 @@ def spin_shortly() -> None:
 
 def _is_given() -> bool:
     return VARIABLE in os.environ or "OMP_WAIT_POLICY" in os.environ
+
+
+def ram_bytes() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def spinning() -> str:

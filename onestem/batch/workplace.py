@@ -110,10 +110,13 @@ class Workplace:
         self.final = self.folder / "final"
 
     def check_output(self) -> None:
+        """Raise `JobError` where no output can be."""
         if self.output.exists() and not self.output.is_file():
             raise JobError(f"{self.output} is not a regular file: choose another output")
         if not self.output.parent.is_dir():
             raise JobError(f"folder {self.output.parent} does not exist: make it first")
+        if not os.access(self.output.parent, os.W_OK):
+            raise JobError(f"folder {self.output.parent} cannot be written: choose another output")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -154,7 +154,10 @@ def _run(
 ) -> None:
     """Run a job to its end and report it; raises `typer.Exit` with its exit code."""
     from onestem.batch import JobInterrupted
+    from onestem.batch.workplace import Workplace
     from onestem.jobs import run_file
+
+    Workplace(output).check_output()  # before a model is loaded
 
     # Ray prints deaths of its actors to stdout.
     with (
@@ -208,9 +211,11 @@ def _report(summary: JobSummary, watch: JobWatch) -> None:
     if summary.num_prompt_tokens == 0:
         return
     stats = watch.stats()
+    each = stats.logical_prompt_tokens > summary.num_prompt_tokens and not summary.resumed
+    prompts = "prompt tokens (a prompt for each answer)" if each else "prompt tokens"
     resumed = f", {summary.resumed} lines were done before" if summary.resumed else ""
     print(
-        f"{stats.logical_prompt_tokens} prompt tokens, {stats.processed_prompt_tokens} computed "
+        f"{stats.logical_prompt_tokens} {prompts}, {stats.processed_prompt_tokens} computed "
         f"({100 * stats.saving:.1f}% saved), {summary.num_output_tokens} sampled, "
         f"{summary.seconds:.1f} s"
         f" ({summary.read_seconds:.1f} reading, {summary.plan_seconds:.2f} planning){resumed}",

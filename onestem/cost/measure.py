@@ -40,6 +40,7 @@ from onestem.ops.bench.timing import events_ms, graph_ms
 from onestem.ops.sampling import IDLE, RowTable
 from onestem.options import Quantize
 from onestem.request import Request, SamplingParams
+from onestem.threads import ram_bytes
 
 __all__ = ["keep_rates", "known_rates", "measure", "rates_here"]
 
@@ -212,7 +213,7 @@ def measure(
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ram_bytes()
 
 
 def _seconds(

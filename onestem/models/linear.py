@@ -50,7 +50,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +60,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from onestem.threads import ram_bytes
 
 __all__ = [
     "Head",
@@ -140,7 +141,7 @@ def choose_layout(dtype: torch.dtype, device: torch.device, weight_bytes: int = 
 
 def has_room(num_bytes: int) -> bool:
     """Whether weights of `num_bytes`, with their second copies, fit a CPU's memory."""
-    return num_bytes <= COPY_MEMORY_SHARE * _memory_bytes()
+    return num_bytes <= COPY_MEMORY_SHARE * ram_bytes()
 
 
 def padded_rows(rows: int, layout: Layout, dtype: torch.dtype) -> int:
@@ -428,7 +429,3 @@ def _has_amx() -> bool:
     """Whether this processor and this build of torch multiply with AMX."""
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return supported is not None and bool(supported())
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,6 +36,7 @@ from onestem.ops import AttentionImpl
 from onestem.parallel.group import join
 from onestem.parallel.lead import LeadRunner
 from onestem.parallel.messages import call
+from onestem.processes import python_module
 
 __all__ = ["Team", "check_size"]
 
@@ -45,6 +45,7 @@ __all__ = ["Team", "check_size"]
 GRACE_SECONDS = 0.3
 VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
 END_SECONDS = 5.0  # for a process to end by itself, and for NCCL to let go
+FORKED = "this process is a fork of the one whose ranks these are: make another LLM here"
 
 
 def check_size(size: int, device: torch.device) -> None:
@@ -169,6 +170,8 @@ class Team:
             self.tell(call("join", str(crew.folder), size, str(device), torch.get_num_threads()))
             self.ranks = self._meanwhile(lambda: join(crew.folder, 0, size, device))
             self._wait("joined")
+            # All have met: where these files go, however the processes end, is settled now.
+            shutil.rmtree(crew.folder, ignore_errors=True)
             crew.ranks = self.ranks if device.type == "cuda" else None
         except BaseException:
             self.close()
@@ -224,9 +227,15 @@ class Team:
     # ----------------------------------------------------------------------------- telling
 
     def check(self) -> None:
-        """Raise `RankError` where a rank has ended."""
+        """Raise `RankError` where a rank has ended, or this process is a fork."""
+        if self._is_fork:
+            raise RankError(FORKED)
         if self._crew.death is not None:
             raise RankError(self._crew.death)
+
+    @property
+    def _is_fork(self) -> bool:
+        return self._crew.owner != os.getpid()
 
     def tell(self, message: bytes) -> None:
         """Send a message to all other ranks, which execute messages in order."""
@@ -250,6 +259,8 @@ class Team:
 
     def failed(self, error: BaseException) -> RankError:
         """Why a collective or a message has failed: mostly because a rank has ended."""
+        if self._is_fork:
+            return RankError(FORKED)
         crew = self._crew
         with crew.changed:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
@@ -291,9 +302,8 @@ class Team:
 def _start(rank: int) -> _Member:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "onestem.parallel.follower", str(theirs.fileno())]
         process = subprocess.Popen(
-            [*command, str(rank)],
+            python_module("onestem.parallel.follower", str(theirs.fileno()), str(rank)),
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],

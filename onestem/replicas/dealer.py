@@ -85,6 +85,7 @@ class _Replica:
     Attributes:
         facts: None: it is not running.
         is_gone: it will not be started again.
+        is_refused: nor would one that the same command starts.
         calls: number of requests in each open call.
         num_waiting: requests that it has not begun, as far as is known.
         ahead: requests that it should hold and not have begun.
@@ -98,6 +99,7 @@ class _Replica:
 
     facts: Facts | None = None
     is_gone: bool = False
+    is_refused: bool = False
     calls: deque[int] = field(default_factory=deque)
     num_waiting: int = 0
     ahead: int = LEAST_AHEAD
@@ -172,6 +174,8 @@ class Dealer:
 
     def _check(self) -> None:
         if all(one.is_gone for one in self._replicas):
+            if all(one.is_refused for one in self._replicas):
+                raise JobError("no replica can start, see above")
             raise JobError("no replica is left, see above: the same command goes on")
 
     def _wait(self) -> list[RequestOutput]:
@@ -213,6 +217,7 @@ class Dealer:
         where = f" ({one.facts.node})" if one.facts else ""
         before = one.facts is not None
         one.deaths += one.trial is None
+        one.is_refused = failure.is_final
         one.is_gone = failure.is_final or one.deaths >= MOST_DEATHS
         does = "died" if before else "cannot start"
         end = "it is not started again" if one.is_gone else "it is started again"

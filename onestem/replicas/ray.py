@@ -5,20 +5,30 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from onestem.errors import ConfigError
+from onestem.llm import GIB, kv_memory_bytes, pick_device
 from onestem.options import EngineOptions
 from onestem.replicas.worker import Facts, Failure, Report, Worker
 from onestem.request import Request
-from onestem.threads import usable_cores
+from onestem.threads import ram_bytes, usable_cores
 
 __all__ = ["RayCrew"]
 
 WAIT_SECONDS = 60.0
+ANSWER_SECONDS = 5.0
+# What a client of HTTP/2, and so of gRPC, begins with: the preface, and an empty frame of settings.
+# The server's first frame is one of settings too (RFC 9113, section 3.4).
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 MOST_REASON = 200
+HOST_PORT = re.compile(r"(\[[^\]]+\]|[^:/\[\]]+):(\d+)")
+PROCESS_BYTES = GIB // 2  # that any engine's process takes at least
 # The reason in the text of an actor's death; the rest is names and addresses.
 DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |$)|(The actor's node was terminated[^.]*)")
 
@@ -45,8 +55,12 @@ class RayCrew:
     """
 
     def __init__(self, options: EngineOptions, num_replicas: int, address: str | None) -> None:
+        _check(options)
         self._ray = ray = _import()
         self._began_ray = not ray.is_initialized()
+        local = self._began_ray and address is None
+        if local:
+            _check_here(options, num_replicas)
         if self._began_ray:
             _init(ray, address)
         share = _share(options, num_replicas, ray.cluster_resources(), local=address is None)
@@ -118,26 +132,66 @@ def _init(ray: Any, address: str | None) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
         settings |= {"num_cpus": usable_cores(), "include_dashboard": False}
+    if address is not None:
+        _check_reached(address)
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address or "local", **settings)
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's prints a stack trace
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         told = " ".join(str(error).split())[:MOST_REASON]
         raise ConfigError(
             f"Ray cannot be reached at {address or 'this machine'}: {told}"
         ) from error
 
 
+def _check_reached(address: str) -> None:
+    """Raise `ConfigError` where no server of gRPC is at HOST:PORT: Ray would try for ever, and
+    could not be interrupted."""
+    found = HOST_PORT.fullmatch(address)
+    if found is None:
+        return
+    host, port = found.groups()
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS) as server:
+            if os.environ.get("RAY_USE_TLS") == "1":
+                return
+            server.sendall(HTTP2_PREFACE)
+            answer = server.recv(9)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"Ray cannot be reached at {address}: {error}") from None
+    if answer[3:4] != b"\4":  # the frame's type
+        raise ConfigError(f"Ray cannot be reached at {address}: what answers there is not Ray")
+
+
+def _check(options: EngineOptions) -> None:
+    """Raise `ConfigError` for options that do not suit replicas."""
+    if options.trace is not None:
+        raise ConfigError("trace is a file of one engine: leave it out with replicas")
+    kind, _, index = options.device.partition(":")
+    if index:
+        raise ConfigError(
+            f"device is {options.device!r}: with replicas say {kind}, each has its own"
+        )
+
+
+def _check_here(options: EngineOptions, num_replicas: int) -> None:
+    """Raise `ConfigError` where this machine has no room for what is asked."""
+    pick_device(options.device)
+    processes, memory = num_replicas * options.tensor_parallel_size, ram_bytes()
+    if processes * PROCESS_BYTES > memory:
+        each = f" of {options.tensor_parallel_size} each" if processes > num_replicas else ""
+        raise ConfigError(
+            f"replicas is {num_replicas}{each}, and a process takes half a GiB at least: this "
+            f"machine has {memory / GIB:.1f} GiB, lower it"
+        )
+
+
 def _share(
     options: EngineOptions, num_replicas: int, resources: dict[str, float], *, local: bool
 ) -> _Share:
     """The share of a cluster (`resources`) for each replica."""
-    if options.trace is not None:
-        raise ConfigError("trace is a file of one engine: leave it out with replicas")
-    if ":" in options.device:
-        raise ConfigError(f"device is {options.device!r}: with replicas say cuda, each has its own")
     if os.path.isdir(options.model):
         options = options.replace(model=os.path.abspath(options.model))
     options = options.replace(random_weights=options.makes_weights_up)
@@ -150,6 +204,11 @@ def _share(
                 "--ray-address"
             )
         return _Share(float(ranks), ranks, options.replace(device="cuda"))
+    if local and options.kv_memory == "auto":
+        # Half of the memory at most for all replicas' keys and values.
+        most = ram_bytes() // (2 * num_replicas * ranks)
+        own = kv_memory_bytes("auto", torch.device("cpu"), ranks=ranks)
+        options = options.replace(kv_memory=min(own, most))
     cores = resources.get("CPU", 1.0) / num_replicas
     threads = options.threads or max(1, int(cores / ranks))
     # Ray takes whole cores, or a fraction of one with four digits.

@@ -16,7 +16,14 @@ from onestem.engine.schedule.admission import check_format, check_pml, check_req
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.forecasts import JobWatch
-from onestem.llm import Prompt, named_one, params_for_each, read_prompt, several_prompts
+from onestem.llm import (
+    Prompt,
+    check_ranks,
+    named_one,
+    params_for_each,
+    read_prompt,
+    several_prompts,
+)
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
@@ -69,6 +76,7 @@ class Replicas:
         self.path = find_model(self.name)
         self.config = ModelConfig.from_directory(self.path)
         self.tokenizer = Tokenizer.from_directory(self.path)
+        check_ranks(options, self.config)
         self._crew = RayCrew(options, num_replicas, address)
         try:
             self._dealer = Dealer(self._crew, num_replicas, tell)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from onestem.engine.outputs import EngineStats
-from onestem.errors import OnestemError
+from onestem.errors import OnestemError, RankError
 from onestem.forecasts import Target
 from onestem.llm import LLM
 from onestem.options import EngineOptions
@@ -19,6 +19,8 @@ from onestem.request import Request, RequestOutput
 __all__ = ["Facts", "Failure", "Report", "Worker"]
 
 log = logging.getLogger(__name__)
+
+AGAIN = ": make another LLM"  # of a `RankError`: replicas do that by themselves
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Worker:
         try:
             self._llm = llm = LLM.from_options(self._options)
             return Facts(platform.node(), os.getpid(), llm.options, Target.of_llm(llm).settled())
+        except RankError as error:
+            return Failure(_line(error))  # what ended one of its processes may not come again
         except Exception as error:
             return Failure(_line(error), is_final=True)
 
@@ -130,5 +134,5 @@ class Worker:
 
 def _line(error: Exception) -> str:
     """An error as one line."""
-    told = " ".join(str(error).split())
+    told = " ".join(str(error).split()).removesuffix(AGAIN)
     return told if isinstance(error, OnestemError) else f"{type(error).__name__}: {told}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.engine.engine import Engine
-from onestem.errors import ConfigError, WeightsError
+from onestem.errors import ConfigError, RankError, WeightsError
 from onestem.parallel import Team
 from onestem.pml import Module, Schema
 from tests.engine.harness import (
@@ -122,6 +123,23 @@ def test_all_kinds_of_requests(llm, alone):
         )
     assert llm.engine.stats.steps > 0
     llm.engine.check()
+
+
+def test_files_of_meeting_are_gone(two):
+    assert not two._crew.folder.exists()
+
+
+def test_a_fork_is_refused_and_harms_nobody(llm, alone):
+    greedy = SamplingParams(max_tokens=5, temperature=0)
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate(DOCUMENT, greedy)
+        except RankError as error:
+            os._exit(7 if "fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert told(llm.generate(DOCUMENT, greedy)) == told(alone.generate(DOCUMENT, greedy))
 
 
 def test_streams_and_aborts(llm, alone):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+import onestem.replicas.ray as actors
 from onestem import LLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, RequestError
 from onestem.jobs import run_file
@@ -26,6 +29,69 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'onestem\[ray\]'"):
         Replicas(2, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"trace": "steps.jsonl"}, "trace is a file of one engine"),
+        ({"device": "cuda:1"}, "with replicas say cuda,"),
+        ({"device": "cpu:0"}, "with replicas say cpu,"),
+        ({"tensor_parallel_size": 3}, r"does not divide over 3 .* can be 1, 2, 4"),
+        ({"tensor_parallel_size": 2, "module_disk": "x"}, "modules stay in KV memory"),
+    ],
+)
+def test_options_of_one_engine_are_refused_before_ray_starts(monkeypatch, fields, error):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=error):
+        Replicas(2, OPTIONS.replace(**fields))
+
+
+def test_more_processes_than_memory_holds_are_refused():
+    class Ray:
+        def is_initialized(self):
+            return False
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(actors, "_import", Ray)
+        patched.setattr(actors, "ram_bytes", lambda: 3 << 30)
+        with pytest.raises(ConfigError, match=r"is 4 of 2 each, .* has 3\.0 GiB, lower it"):
+            Replicas(4, OPTIONS.replace(tensor_parallel_size=2))
+
+
+def test_replicas_share_a_machines_memory(monkeypatch):
+    monkeypatch.setattr(actors, "ram_bytes", lambda: 16 << 30)
+    for replicas, gib in ((1, 4), (2, 4), (8, 1)):
+        share = actors._share(OPTIONS.replace(kv_memory="auto"), replicas, {"CPU": 8}, local=True)
+        assert share.options.kv_memory <= gib << 30
+        given = actors._share(OPTIONS, replicas, {"CPU": 8}, local=True)
+        assert given.options.kv_memory == OPTIONS.kv_memory
+
+
+def test_an_address_without_ray_is_told_at_once(monkeypatch):
+    """Ray itself would try for ever."""
+    monkeypatch.setattr(actors, "ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"Ray cannot be reached at {address}: timed out"):
+            actors._check_reached(address)
+
+        def answer():
+            with silent.accept()[0] as other:  # the one before
+                with silent.accept()[0] as end:
+                    end.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+                    end.recv(100)
+                other.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConfigError, match="what answers there is not Ray"):
+            actors._check_reached(address)
+        thread.join()
+    for nobody in (address, "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match=f"Ray cannot be reached at {nobody}: "):
+            actors._check_reached(nobody)
+    actors._check_reached("auto")
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +137,11 @@ def job(tmp_path_factory):
     return source, (folder / "whole.jsonl").read_bytes(), computed
 
 
-def test_the_file_is_that_of_one_engine(replicas, job, tmp_path):
+def test_the_file_is_that_of_one_engine(cluster, replicas, job, tmp_path):
     source, whole, computed = job
     summary = run_file(replicas, source, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == whole
+    actors._check_reached(cluster)
     stats = replicas.stats()
     assert stats.output_tokens == summary.num_output_tokens > 0
     # How much is stolen, and so computed twice, depends on the replicas' speeds.
@@ -147,15 +214,3 @@ def test_a_killed_driver_is_followed_by_another(replicas, cluster, job, tmp_path
     assert (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") == 20
     assert run_file(replicas, source, output).resumed == 20
     assert output.read_bytes() == whole
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"trace": "steps.jsonl"}, "trace is a file of one engine"),
-        ({"device": "cuda:1"}, "with replicas say cuda"),
-    ],
-)
-def test_options_of_one_engine_are_refused(cluster, options, error):
-    with pytest.raises(ConfigError, match=error):
-        Replicas(2, OPTIONS.replace(**options), address=cluster)

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from onestem import EngineOptions, SamplingParams
+from onestem import LLM, EngineOptions, SamplingParams
+from onestem.errors import RankError
 from onestem.replicas.worker import Facts, Failure, Worker
 from onestem.request import Request
 
@@ -45,12 +46,13 @@ def to_the_end(worker, run):
 
 
 def test_what_is_handed_while_it_computes_joins_in(worker):
+    before = work(worker, 1, []).stats.output_tokens
     first = work(worker, 1, requests("abc", 12), seconds=0.0)
     assert first.outputs == []
     second = work(worker, 1, requests("de", 2), seconds=0.0)
     assert second.num_waiting == 0
     assert sorted(to_the_end(worker, 1)) == [*"abcde"]
-    assert work(worker, 1, []).stats.output_tokens == 3 * 12 + 2 * 2
+    assert work(worker, 1, []).stats.output_tokens == before + 3 * 12 + 2 * 2
 
 
 def test_it_returns_for_more_when_nobody_waits(worker):
@@ -88,3 +90,12 @@ def test_what_cannot_be_loaded_says_why():
     assert isinstance(found, Failure)
     assert found.is_final
     assert found.reason.startswith("kv_memory is 900TiB")
+
+
+def test_a_rank_that_ends_while_it_loads_is_no_final_failure(monkeypatch):
+    def load(options):
+        raise RankError("rank 1 of 2 (process 7) ended by signal 9 (SIGKILL): make another LLM")
+
+    monkeypatch.setattr(LLM, "from_options", load)
+    told = "rank 1 of 2 (process 7) ended by signal 9 (SIGKILL)"
+    assert Worker(OPTIONS).load() == Failure(told, is_final=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ from onestem.ops.bench.timing import cpu_ms, graph_ms
 from onestem.ops.dispatch import resolve
 from onestem.ops.kv import laid_out, read_kv
 from onestem.ops.reference import visible
+from onestem.threads import ram_bytes
 
 __all__ = ["bench_attention", "device_facts", "measure_step", "memory_bytes", "summary"]
 
@@ -127,7 +127,7 @@ def memory_bytes(device: torch.device) -> int:
     """Bytes of memory of a GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ram_bytes()
 
 
 def measure_step(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from onestem.options import EngineOptions
+from onestem.processes import python_module
 from onestem.server.link.messages import BUFFER_BYTES, frame
 
 __all__ = ["EngineProcess", "connect"]
@@ -68,7 +69,7 @@ class EngineProcess:
         return _ProcessLink(process, reader, writer)
 
     def _start(self, end: socket.socket) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "onestem.server.link.worker", str(end.fileno())]
+        command = python_module("onestem.server.link.worker", str(end.fileno()))
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=[end.fileno()]
         )
