@@ -170,7 +170,7 @@ class Team:
             self.tell(call("join", str(crew.folder), size, str(device), torch.get_num_threads()))
             self.ranks = self._meanwhile(lambda: join(crew.folder, 0, size, device))
             self._wait("joined")
-            # All have met: where these files go, however the processes end, is settled now.
+            # All have met. A process that is killed later would leave these files behind.
             shutil.rmtree(crew.folder, ignore_errors=True)
             crew.ranks = self.ranks if device.type == "cuda" else None
         except BaseException:
