@@ -1,6 +1,7 @@
 """Predicted and measured seconds of ten mixed jobs (docs/cost-model.md).
 
     python -m benchmarks.cost_model                       # CPU: models of 0.1B and the embedded one
+    python -m benchmarks.cost_model --jobs window --out FILE      # CPU: layers with sliding windows
     python -m benchmarks.cost_model --device cuda         # a GPU: the shape of Llama-3.1-8B
     python -m benchmarks.cost_model --device cuda --store h200     # and name the rates
 
@@ -19,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,8 @@ class Job:
         own, outputs: tokens of each prompt's own and of each answer, drawn from these ranges.
         n: answers to each prompt.
         kv_tokens: what KV memory holds.
+        model: a shape, the embedded model, or a shape with a sliding window in each layer, as
+            `0.1b window 128`.
     """
 
     name: str
@@ -77,6 +82,14 @@ CPU_JOBS = (
 
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
+WINDOW_JOBS = tuple(
+    replace(job, model="0.1b window 128")
+    for job in (
+        Job("window, one prefix", 1, (32,), (3000,), (16, 16), (24, 24)),
+        Job("window, no sharing", 6, (1,), (0,), (1500, 1500), (60, 60)),
+        Job("window, long decodes", 1, (8,), (2000,), (200, 200), (200, 200)),
+    )
+)
 GPU_JOBS = (
     Job("40x16", 40, (16,), (2000,), (200, 200), (100, 100)),
     Job("long prefixes", 10, (16,), (16000,), (200, 200), (100, 100)),
@@ -106,7 +119,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gpu = options.device.startswith("cuda")
-    jobs = [job for job in (GPU_JOBS if gpu else CPU_JOBS) if job.name.startswith(options.jobs)]
+    there = GPU_JOBS if gpu else WINDOW_JOBS if options.jobs.startswith("window") else CPU_JOBS
+    jobs = [job for job in there if job.name.startswith(options.jobs)]
     out = options.out or HERE / "results" / f"cost-model-{'gpu' if gpu else 'cpu'}.json"
     result = measured(jobs, options.device, options.repeats, CLOCKS[options.clock])
     if options.store:
@@ -114,7 +128,8 @@ def main() -> None:
             (DEVICES / f"{options.store}.json").write_text(json.dumps(rates, indent=1) + "\n")
     result = {
         "command": f"python -m benchmarks.cost_model --device {options.device} "
-        f"--repeats {options.repeats} --clock {options.clock}",
+        f"--repeats {options.repeats} --clock {options.clock}"
+        + (f" --jobs {options.jobs}" if options.jobs else ""),
         "clock": options.clock,
         "threads": torch.get_num_threads(),
         "date": date.today().isoformat(),
@@ -156,8 +171,18 @@ def measured(
     }
 
 
+@cache
 def path_of(model: str) -> Path:
-    return find_model(EMBEDDED) if model == EMBEDDED else find_shape(model)
+    if model == EMBEDDED:
+        return find_model(EMBEDDED)
+    shape, _, window = model.partition(" window ")
+    if not window:
+        return find_shape(shape)
+    config = json.loads((find_shape(shape) / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    folder = Path(mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": int(window)}))
+    return folder
 
 
 def rates_of(model: str, dtype: str, device: str, clock: Callable[[], float]) -> Rates:
