@@ -17,6 +17,7 @@ LAYERS = [
         "errors",
         "garbage",
         "interrupts",
+        "processes",
         "progress",
         "seeds",
         "threads",

@@ -165,7 +165,7 @@ def test_layouts_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "_can_pack", lambda _: True)
         is_native = (lambda _: True) if native else (lambda dtype: dtype == torch.float32)
         monkeypatch.setattr(linear, "_has_native_products", is_native)
-        monkeypatch.setattr(linear, "_memory_bytes", lambda: memory)
+        monkeypatch.setattr(linear, "ram_bytes", lambda: memory)
 
     machine(native=True, memory=1 << 30)
     assert choose_layout(torch.bfloat16, CPU) is Layout.PACKED
