@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 LAYERS = [
     (
         "errors",
+        "files",
         "garbage",
         "interrupts",
         "processes",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onestem.cli import options
+from onestem.files import write_whole
 from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -120,12 +120,9 @@ def _check_folder(out: Path) -> None:
 def _write_text(path: Path, text: str) -> None:
     from onestem.errors import ConfigError
 
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text)
-        os.replace(draft, path)
+        write_whole(path, text.encode())
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}: choose another folder for --out") from None
 
 

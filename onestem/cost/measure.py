@@ -31,6 +31,7 @@ from onestem.engine.step.inputs import StepInputs
 from onestem.engine.step.launch import make_runner
 from onestem.engine.step.runner import Runner, StepRunner
 from onestem.errors import ConfigError
+from onestem.files import write_whole
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.description import Rotary
@@ -99,11 +100,9 @@ def keep_rates(
     """
     facts = _facts(config, dtype, device, quantization)
     file = _file(facts)
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(facts | {"rates": rates.to_dict()}))
-        fresh.replace(file)
+        write_whole(file, json.dumps(facts | {"rates": rates.to_dict()}).encode())
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}: set XDG_CACHE_HOME to a folder for measured "

@@ -15,6 +15,7 @@ from typing import Any
 
 from onestem import __version__
 from onestem.errors import ConfigError, JobError
+from onestem.files import write_whole
 from onestem.report.tree import DrawnTree
 
 __all__ = ["Price", "check_page", "write_page"]
@@ -90,12 +91,9 @@ def write_page(
     while len(page := _page(report, draw(most), title, model, price)) > MOST_BYTES and most > 1:
         most = most * 2 // 3
     path = Path(os.path.realpath(path))  # a symbolic link stays
-    draft = path.with_name(path.name + ".draft")
     try:
-        draft.write_bytes(page)
-        os.replace(draft, path)
+        write_whole(path, page)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise JobError(f"cannot write {path}: {error.strerror}") from error
 
 
