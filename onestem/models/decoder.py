@@ -27,7 +27,7 @@ from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
 from onestem.ops.rounding import Rows
 
-__all__ = ["Attend", "Decoder", "Layer", "Norm", "Scores"]
+__all__ = ["Attend", "Decoder", "Layer", "Norm", "Scores", "activation_of"]
 
 GPU_STEP_ROWS = 8192
 
@@ -177,7 +177,7 @@ class Decoder:
         # As transformers rounds it; a Python number would stay float32 inside the product.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self.normed = _add_norm(config, self.ops)
-        self._activation = _activation(config, self.ops)
+        self._activation = activation_of(config, self.ops)
         self._rounded_activation = self.ops.rounded_silu_mul if config.mlp == "silu_gated" else None
 
     @torch.inference_mode()
@@ -391,7 +391,8 @@ def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tenso
     return (1 + beta * torch.log(1 + spans.float())).to(dtype)[:, None]
 
 
-def _activation(config: ModelConfig, ops: LayerOps) -> Activation:
+def activation_of(config: ModelConfig, ops: LayerOps) -> Activation:
+    """The activation of a model's MLPs."""
     if config.mlp == "silu_gated":
         return Activation(config.mlp, ops.silu_mul)
     if config.mlp == "gelu_tanh_gated":

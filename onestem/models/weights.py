@@ -32,7 +32,7 @@ from onestem.models.checkpoint import (
 )
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
-from onestem.models.decoder import Decoder, Layer, Norm
+from onestem.models.decoder import Decoder, Layer, Norm, activation_of
 from onestem.models.description import ExpertNames, Experts
 from onestem.models.formats.held import Weight
 from onestem.models.formats.products import RoundedHead, Target, projection, row_bytes
@@ -55,7 +55,7 @@ from onestem.models.quantization import Scheme
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import rotary_order
 from onestem.models.vectors import LayerVectors, TokenVectors
-from onestem.ops import Heads, resolve_layers
+from onestem.ops import Heads, LayerOps, resolve_layers
 from onestem.ops.experts import MAX_POWER, MX_BLOCK, GroupedWeight
 from onestem.options import Quantize
 
@@ -63,6 +63,7 @@ __all__ = [
     "ExpertWeights",
     "checked_config",
     "checked_tensors",
+    "expert_activation",
     "expected_shapes",
     "formats_of",
     "linear_modules",
@@ -767,7 +768,6 @@ class _Builder:
         """Products of all experts of a layer, the fastest for the device."""
         experts = _experts_of(self.config)[0]
         clamp = None if experts.clamp is None else astuple(experts.clamp)
-        gelu = self.config.mlp == "gelu_tanh_gated"
         # On a GPU these are views for rewriting; with mxfp4 they would be copies.
         some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
         linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
@@ -779,12 +779,9 @@ class _Builder:
 
             if experts.mxfp4:
                 return TiledExperts.of(up, down, clamp)
+            gelu = self.config.mlp == "gelu_tanh_gated"
             return GroupedExperts(up, down, clamp, gelu=gelu)
-        ops = resolve_layers(self.target.device)
-        activation = Activation(self.config.mlp, ops.gelu_mul if gelu else ops.silu_mul)
-        if clamp is not None:
-            clamped = partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
-            activation = Activation("clamped_swiglu", clamped)
+        activation = expert_activation(self.config, resolve_layers(self.target.device))
         return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
 
     def grouped(self, name: str, *, halves: bool = False) -> GroupedWeight:
@@ -915,6 +912,14 @@ def read_experts(
     at = config.tensor_names.layer.format(layer)
     weights = builder.expert_weights(at)
     return weights, builder.products(at, *weights)
+
+
+def expert_activation(config: ModelConfig, ops: LayerOps) -> Activation:
+    """The activation of a model's experts."""
+    clamp = _experts_of(config)[0].clamp
+    if clamp is None:
+        return activation_of(config, ops)
+    return Activation("clamped_swiglu", partial(clamped_swiglu, **vars(clamp)))
 
 
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,10 +15,10 @@ from onestem.models.config import ModelConfig
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
-from onestem.models.mlp import clamped_swiglu
 from onestem.models.weights import (
     checked_config,
     expected_shapes,
+    expert_activation,
     linear_modules,
     open_checkpoint,
     quantised_experts,
@@ -28,6 +28,7 @@ from onestem.models.weights import (
     target_of,
 )
 from onestem.ops.experts import GroupedWeight
+from onestem.ops.layers import TorchLayers
 from onestem.options import Quantize
 
 __all__ = ["FormatError", "format_errors"]
@@ -148,13 +149,14 @@ def _of_experts(
     chosen = torch.arange(len(x) * experts.top_k, device=x.device).view(size) % experts.num
     scores = torch.full(size, 1 / experts.top_k, device=x.device)
     right = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    activate = expert_activation(held[0], TorchLayers()).function
     off, whole = 0.0, 0.0
     for index in range(experts.num):
         up, down = (_exact(weight, index) for weight in exact)
         for weight, (truth, _) in zip(weights, (up, down), strict=True):
             off += float((weight.dense(index, torch.float64) - truth).square().sum())
             whole += float(truth.square().sum())
-        result = F.linear(_activated(held[0], F.linear(x.double(), *up)), *down)
+        result = F.linear(activate(F.linear(x.double(), *up)), *down)
         right += result * (scores * (chosen == index)).sum(-1, keepdim=True)
     return FormatError(
         module,
@@ -167,14 +169,6 @@ def _of_experts(
 def _exact(weight: GroupedWeight, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     bias = None if weight.bias is None else weight.bias[index].double()
     return weight.dense(index, torch.float64), bias
-
-
-def _activated(config: ModelConfig, gate_up: torch.Tensor) -> torch.Tensor:
-    assert config.experts is not None
-    if config.experts.clamp is not None:
-        return clamped_swiglu(gate_up, *astuple(config.experts.clamp))
-    gate, up = gate_up.chunk(2, dim=-1)
-    return up * (F.silu(gate) if config.mlp == "silu_gated" else F.gelu(gate, approximate="tanh"))
 
 
 def _by_norm(error: torch.Tensor, whole: torch.Tensor) -> float:
