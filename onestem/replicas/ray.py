@@ -10,8 +10,6 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from onestem.errors import ConfigError
 from onestem.llm import GIB, kv_memory_bytes, pick_device
 from onestem.options import EngineOptions
@@ -58,10 +56,9 @@ class RayCrew:
         _check(options)
         self._ray = ray = _import()
         self._began_ray = not ray.is_initialized()
-        local = self._began_ray and address is None
-        if local:
-            _check_here(options, num_replicas)
         if self._began_ray:
+            if address is None:
+                options = _fitting_here(options, num_replicas)
             _init(ray, address)
         share = _share(options, num_replicas, ray.cluster_resources(), local=address is None)
         self._options = share.options
@@ -132,7 +129,7 @@ def _init(ray: Any, address: str | None) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
         settings |= {"num_cpus": usable_cores(), "include_dashboard": False}
-    if address is not None:
+    else:
         _check_reached(address)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -176,16 +173,25 @@ def _check(options: EngineOptions) -> None:
         )
 
 
-def _check_here(options: EngineOptions, num_replicas: int) -> None:
-    """Raise `ConfigError` where this machine has no room for what is asked."""
-    pick_device(options.device)
-    processes, memory = num_replicas * options.tensor_parallel_size, ram_bytes()
+def _fitting_here(options: EngineOptions, num_replicas: int) -> EngineOptions:
+    """The options with which all replicas fit this machine. On a CPU they have half of its memory
+    at most for keys and values.
+
+    Raises:
+        ConfigError: there is no room for what is asked.
+    """
+    device, ranks = pick_device(options.device), options.tensor_parallel_size
+    processes, memory = num_replicas * ranks, ram_bytes()
     if processes * PROCESS_BYTES > memory:
-        each = f" of {options.tensor_parallel_size} each" if processes > num_replicas else ""
+        each = f" of {ranks} each" if ranks > 1 else ""
         raise ConfigError(
             f"replicas is {num_replicas}{each}, and a process takes half a GiB at least: this "
             f"machine has {memory / GIB:.1f} GiB, lower it"
         )
+    if device.type != "cpu" or options.kv_memory != "auto":
+        return options
+    own = kv_memory_bytes("auto", device, ranks=ranks)
+    return options.replace(kv_memory=min(own, memory // (2 * processes)))
 
 
 def _share(
@@ -204,11 +210,6 @@ def _share(
                 "--ray-address"
             )
         return _Share(float(ranks), ranks, options.replace(device="cuda"))
-    if local and options.kv_memory == "auto":
-        # Half of the memory at most for all replicas' keys and values.
-        most = ram_bytes() // (2 * num_replicas * ranks)
-        own = kv_memory_bytes("auto", torch.device("cpu"), ranks=ranks)
-        options = options.replace(kv_memory=min(own, most))
     cores = resources.get("CPU", 1.0) / num_replicas
     threads = options.threads or max(1, int(cores / ranks))
     # Ray takes whole cores, or a fraction of one with four digits.

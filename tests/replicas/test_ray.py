@@ -62,10 +62,10 @@ def test_more_processes_than_memory_holds_are_refused():
 def test_replicas_share_a_machines_memory(monkeypatch):
     monkeypatch.setattr(actors, "ram_bytes", lambda: 16 << 30)
     for replicas, gib in ((1, 4), (2, 4), (8, 1)):
-        share = actors._share(OPTIONS.replace(kv_memory="auto"), replicas, {"CPU": 8}, local=True)
-        assert share.options.kv_memory <= gib << 30
-        given = actors._share(OPTIONS, replicas, {"CPU": 8}, local=True)
-        assert given.options.kv_memory == OPTIONS.kv_memory
+        options = actors._fitting_here(OPTIONS.replace(kv_memory="auto"), replicas)
+        assert options.kv_memory <= gib << 30
+        given = actors._fitting_here(OPTIONS, replicas)
+        assert given.kv_memory == OPTIONS.kv_memory
 
 
 def test_an_address_without_ray_is_told_at_once(monkeypatch):
