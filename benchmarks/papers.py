@@ -25,8 +25,8 @@ HEAD = """# The papers' tables and figures
 beside; `onestem bench paper` lists the names. Weights are random, of the papers' shapes; prompts
 are token ids of the published lengths. `--scale 0.1` makes all of it smaller, `--part 0.1` only the
 numbers of requests and of points. With `--share off` the gains are gone: every number of ours is
-measured or counted in the run. (`cache-fig6` keeps 1.3: cached modules do not see each other, and
-its 47 files attend to less.) `--against vllm` runs the jobs on vLLM too, as given and sorted, if
+measured or counted in the run. (`cache-fig6` keeps 1.3: cached modules do not see each other, so
+they attend to less.) `--against vllm` runs the jobs on vLLM too, as given and sorted, if
 it is installed or `ONESTEM_VLLM_PYTHON` names a Python that has it. This page is made of
 `benchmarks/results/paper/*.json` by `python -m benchmarks.papers`.
 
