@@ -193,6 +193,7 @@ def main() -> None:
             began = time.perf_counter()
             settings = peer_settings(options, longest)
             result["vllm"] = vllm.load(settings)
+            result["vllm"]["settings"]["model"] = options.model  # a path of this machine there
             result["vllm"]["load_seconds"] = time.perf_counter() - began
             for work in works:
                 run = partial(work.run_peer, vllm)

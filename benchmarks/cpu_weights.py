@@ -24,6 +24,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -174,7 +175,7 @@ def main() -> None:
                 f"--settings {options.settings}",
                 "date": str(date.today()),
                 "machine": machine(),
-                "extension": status(),
+                "extension": status().replace(f"{sys.prefix}/", ""),
                 "asked": asked(),
                 "entries": entries,
             }
