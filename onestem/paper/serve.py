@@ -26,7 +26,7 @@ __all__ = ["SustainableRates"]
 
 REQUESTS = 1000
 FEWEST_REQUESTS = 8
-START_RATE = 2.0
+BURST_RATE = 1e4  # all requests at once
 RESOLUTION = 0.05
 LONGEST_CHAT = sum(
     lengths.most for lengths in DATA_SETS["sharegpt"].values() if isinstance(lengths, LogNormal)
@@ -38,7 +38,8 @@ class SustainableRates:
     """Requests per second at which nine of ten requests stay below `limit` seconds per output
     token, for each length of the system prompt. Arrivals are a Poisson process.
 
-    At a scale below 1 the search is also coarser, and ends at eight times its first rate.
+    First all requests come at once. If these stay below the limit, no rate exceeds it, and what the
+    server completed per second counts. Else the search begins at that rate.
     """
 
     model: str
@@ -66,6 +67,8 @@ class SustainableRates:
                     ran = {"system": tokens, "requests": run["requests"]}
                     counts = {name: run[name] for name in ("prompt_tokens", "cached_tokens")}
                     note = "" if rate is not None else "even the lowest rate was too high"
+                    if run["rate"] == BURST_RATE:
+                        note = "all requests at once stay below the limit: completed per second"
                     yield Cell({"system prompt": system}, mode, rate, ran, counts, note)
 
     def _search(
@@ -77,16 +80,16 @@ class SustainableRates:
             target=Target(model_name(url)),
             workload=load,
             limit=self.limit,
-            requests=bench.size(REQUESTS, FEWEST_REQUESTS),
-        )
-        start = START_RATE / bench.scale
-        search = RateSearch(
-            start,
-            resolution=RESOLUTION / bench.scale,
-            least=start / 64,
-            most=1e4 if bench.scale == 1 else 8 * start,
+            requests=max(FEWEST_REQUESTS, round(REQUESTS * bench.scale * bench.part)),
         )
         with closing(made):
             made.warm_up()
+            burst = made.measure(BURST_RATE)
+            start = burst["requests_per_s"]
+            if burst["held"] or not start:
+                return (start if burst["held"] else None), burst
+            search = RateSearch(
+                start, resolution=RESOLUTION / bench.scale, least=start / 64, most=64 * start
+            )
             runs = list(iter(lambda: made.step(search), None))
         return search.best, runs[-1]

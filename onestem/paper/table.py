@@ -154,10 +154,13 @@ def _notes(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
         scale = "" if result["scale"] == 1 else f" at {result['scale']:g} of its sizes"
         if result.get("part", 1) < 1:
             scale += f", with {result['part']:g} of its requests and points"
+        if result.get("repeat", 1) > 1:
+            scale += f" (medians of {result['repeat']} turns)"
         notes.append(f"The paper ran it on {experiment.machine}; we on {result['device']}{scale}.")
     if experiment.assumed:
         notes.append(f"Ours to choose: {experiment.assumed}.")
-    missing = dict.fromkeys(cell["note"] for cell in result["cells"] if cell["note"])
-    notes += [f"No number: {note}." for note in missing]
+    noted = [cell for cell in result["cells"] if cell["note"]]
+    told = dict.fromkeys(("" if c["value"] is None else c["series"], c["note"]) for c in noted)
+    notes += [f"{series or 'No number'}: {note}." for series, note in told]
     notes += [f"Left out: {peer}: {why}." for peer, why in result["refused"].items()]
     return notes
