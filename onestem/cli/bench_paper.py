@@ -28,7 +28,17 @@ __all__ = ["paper"]
 def paper(
     engine: Annotated[
         EngineOptions,
-        options.Only("model", "device", "dtype", "kv_memory", "share", "impl", "threads", "seed"),
+        options.Only(
+            "model",
+            "device",
+            "dtype",
+            "kv_memory",
+            "share",
+            "impl",
+            "threads",
+            "seed",
+            "tensor_parallel_size",
+        ),
     ],
     name: Annotated[
         str | None,
@@ -45,6 +55,10 @@ def paper(
             "models keep their size."
         ),
     ] = 1.0,
+    repeat: Annotated[
+        int,
+        typer.Option(help="Times to run it, all series in turns; medians count, the file has all."),
+    ] = 1,
     against: Annotated[
         str,
         typer.Option(
@@ -77,7 +91,7 @@ def paper(
     if out is not None:
         _check_folder(out)  # before anything is measured
     peers = [peer.strip() for peer in against.split(",") if peer.strip()]
-    with Bench(engine, scale=scale, part=part, against=peers) as bench:
+    with Bench(engine, scale=scale, part=part, repeat=repeat, against=peers) as bench:
         run = partial(_run, bench=bench, out=out, as_json=as_json, quiet=quiet)
         if name != "all":
             run(find(name))

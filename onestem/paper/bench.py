@@ -35,6 +35,7 @@ class Bench(AbstractContextManager["Bench"]):
             for the series `full`.
         scale: factor of lengths, numbers of requests, batches and models; 1 is the paper's size.
         part: factor of the numbers of requests and of a sweep's points only.
+        repeat: times that an experiment runs: all its series in turns; medians count.
         against: peers, where an experiment knows them.
 
     Attributes:
@@ -48,16 +49,20 @@ class Bench(AbstractContextManager["Bench"]):
         *,
         scale: float = 1.0,
         part: float = 1.0,
+        repeat: int = 1,
         against: Sequence[str] = (),
     ) -> None:
         for name, value in (("scale", scale), ("part", part)):
             if not 0 < value <= 1:
                 raise ConfigError(f"{name} is {value}, expected above 0 and at most 1")
+        if repeat < 1:
+            raise ConfigError(f"repeat is {repeat}, expected at least 1")
         told = "model" in options.model_fields_set
         self.told_model = str(options.model) if told else None
         self.options = options if options.seed is not None else options.replace(seed=0)
         self.scale = scale
         self.part = part
+        self.repeat = repeat
         self.against = tuple(against)
         self.device = pick_device(options.device)
         self.refused: dict[str, str] = {}
@@ -164,6 +169,7 @@ class Bench(AbstractContextManager["Bench"]):
                 "model": str(find_model(model)),
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": positions,
+                "tensor_parallel_size": self.options.tensor_parallel_size,
             }
             vllm = Vllm()
             vllm.load(settings)
@@ -183,7 +189,8 @@ class Bench(AbstractContextManager["Bench"]):
         config = ModelConfig.from_directory(folder)
         dtype = pick_dtype(self.options.dtype, config, self.device)
         count = sum(math.prod(sizes) for sizes in expected_shapes(config).values())
-        needed, there = count * dtype.itemsize, memory_bytes(self.device)
+        on_gpus = self.options.tensor_parallel_size if self.device.type == "cuda" else 1
+        needed, there = count * dtype.itemsize, on_gpus * memory_bytes(self.device)
         if needed > 0.9 * there:
             raise ConfigError(
                 f"{shape} takes {needed / 2**30:.0f} GiB of weights, {self.device.type} has "

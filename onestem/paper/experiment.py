@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Cell:
         value: in the experiment's unit; None: there is none, and `note` says why.
         ran: the sizes that really ran.
         counts: counts of the run: tokens computed, keys read.
+        turns: the values whose median `value` is, if the experiment ran several times.
     """
 
     at: Mapping[str, Any]
@@ -40,6 +42,15 @@ class Cell:
     ran: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    turns: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def of_turns(cells: Sequence[Cell]) -> Cell:
+        """The first of the same cell's turns, with the median of their values."""
+        values = [cell.value for cell in cells if cell.value is not None]
+        if len(cells) == 1 or not values:
+            return cells[0]
+        return replace(cells[0], value=median(values), turns=values)
 
 
 THEORY = "eq. 10"

@@ -10,13 +10,17 @@ from dataclasses import asdict
 from datetime import date
 from typing import Any
 
+from onestem.errors import ConfigError
 from onestem.ops.bench.measure import device_facts
 from onestem.paper.attention import AttentionSweep
 from onestem.paper.bench import Bench
-from onestem.paper.experiment import Cell, Experiment, Step
-from onestem.paper.jobs import JobRuns
+from onestem.paper.experiment import Cell, Experiment, Step, place
+from onestem.paper.jobs import JobRuns, PlanSavings, WorkloadLengths
+from onestem.paper.memory import TokenMemories
 
 __all__ = ["Progress", "run_experiment"]
+
+WITHOUT_MODEL = AttentionSweep | PlanSavings | WorkloadLengths | TokenMemories
 
 Progress = Callable[[Sequence[Step]], Iterable[Step]]
 """Yields the steps one by one, and may show the progress."""
@@ -30,15 +34,25 @@ def run_experiment(
     Returns:
         content of the JSON file. `cells` are ours, `published` the paper's: lists of `Cell` as
         objects.
+
+    Raises:
+        ConfigError: several devices are to hold a model together, and nothing runs a model.
     """
+    ranks, facts = bench.options.tensor_parallel_size, device_facts(bench.device)
+    if ranks > 1:
+        if isinstance(experiment.measure, WITHOUT_MODEL):
+            raise ConfigError(f"{experiment.name} runs no model: leave tensor_parallel_size out")
+        facts["device"] = f"{ranks} x {facts['device']}"
     if isinstance(experiment.measure, AttentionSweep | JobRuns):
         bench.refused = {}
     else:
         bench.refused = dict.fromkeys(bench.against, "nothing is compared with peers here")
     began = time.perf_counter()
-    cells: list[Cell] = []
-    for step in progress(experiment.measure.steps(bench)):
-        cells += step()
+    turns: dict[Any, list[Cell]] = {}
+    for step in progress(experiment.measure.steps(bench) * bench.repeat):
+        for cell in step():
+            turns.setdefault((place(cell.at), cell.series), []).append(cell)
+    cells = list(map(Cell.of_turns, turns.values()))
     published = experiment.with_ratios(experiment.published, experiment.published_ratio)
     return {
         "name": experiment.name,
@@ -52,9 +66,10 @@ def run_experiment(
         "date": date.today().isoformat(),
         "scale": bench.scale,
         "part": bench.part,
+        "repeat": bench.repeat,
         "share": bench.share("full"),
         "model": bench.told_model,
-        **device_facts(bench.device),
+        **facts,
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
         "seconds": time.perf_counter() - began,

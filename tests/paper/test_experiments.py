@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from onestem.errors import ConfigError
 from onestem.options import EngineOptions
 from onestem.paper.accuracy import Accuracy
 from onestem.paper.attention import relay_speedup
@@ -93,7 +94,7 @@ def test_each_runs(name, bench, untold):
     experiment = cut(EXPERIMENTS[name])
     result = run_experiment(experiment, untold if name in OWN_MODEL else bench, "command")
     assert json.loads(json.dumps(result)) == result
-    values = [cell["value"] for cell in result["cells"] if not cell["note"]]
+    values = [cell["value"] for cell in result["cells"] if cell["value"] is not None]
     assert values
     assert all(math.isfinite(value) and value >= 0 for value in values)
     table = table_of(experiment, result)
@@ -101,6 +102,36 @@ def test_each_runs(name, bench, untold):
     assert {len(row) for row in table.rows} == {len(table.header)}
     ElementTree.fromstring(picture_of(experiment, result))
     assert name in html_of([(experiment, result)])
+
+
+def test_medians_of_turns_count(tiny):
+    told = options("full", model=tiny, random_weights=True)
+    with Bench(told, scale=SCALE, repeat=3) as bench:
+        result = run_experiment(EXPERIMENTS["batch-table1"], bench, "command")
+    cells = [cell for cell in result["cells"] if " : " not in cell["series"]]
+    assert {cell["series"] for cell in cells} == {"planned", "input order", "off"}
+    assert all(sorted(cell["turns"])[1] == cell["value"] for cell in cells)
+    assert result["repeat"] == 3
+
+
+def test_no_rate_holds_below_an_impossible_limit(bench):
+    experiment = EXPERIMENTS["relay-fig8"]
+    least = replace(experiment.measure, systems=(64,), modes=("full",), limit=1e-9)
+    result = run_experiment(replace(experiment, measure=least), bench, "command")
+    (cell,) = result["cells"]
+    assert cell["value"] is None
+    assert cell["note"] == "even the lowest rate was too high"
+
+
+def test_devices_hold_a_model_together(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_key_value_heads": 2}))
+    together = options("full", model=tmp_path, random_weights=True, tensor_parallel_size=2)
+    with Bench(together, scale=SCALE) as bench:
+        result = run_experiment(EXPERIMENTS["hydragen-fig4"], bench, "command")
+        with pytest.raises(ConfigError, match="relay-fig6 runs no model: leave tensor_parallel"):
+            run_experiment(EXPERIMENTS["relay-fig6"], bench, "command")
+    assert result["device"].startswith("2 x ")
+    assert {cell["series"] for cell in result["cells"] if cell["value"]} >= {"full", "storage"}
 
 
 @pytest.mark.parametrize("name", ["relay-table4", "hydragen-fig4"])

@@ -42,6 +42,7 @@ def test_one_writes_its_files(tmp_path):
         (["relay-fig66"], "did you mean relay-fig6"),
         (["all"], "--out"),
         (["relay-fig6", "--scale", "0"], "scale is 0"),
+        (["relay-fig6", "--repeat", "0"], "repeat is 0"),
     ],
 )
 def test_mistakes(arguments, line):
