@@ -14,6 +14,7 @@ package, where `onestem plan --device NAME` finds them.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import time
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,9 @@ def path_of(model: str) -> Path:
         return find_shape(shape)
     config = json.loads((find_shape(shape) / "config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    folder = Path(mkdtemp())
+    made = TemporaryDirectory()
+    atexit.register(made.cleanup)
+    folder = Path(made.name)
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": int(window)}))
     return folder
 

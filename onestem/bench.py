@@ -7,8 +7,8 @@ import math
 import re
 import resource
 import time
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from itertools import accumulate, product
 from operator import mul
 from typing import TYPE_CHECKING, Any
@@ -87,9 +87,9 @@ class BatchCase:
     def describe(self) -> dict[str, Any]:
         """Its fields for results, and the totals that were drawn: tokens of all prefixes (each
         counts once), of all requests' own parts, and of all answers."""
-        *prefixes, distinct, output = self._sizes()
+        *prefixes, distinct, output = self._sizes
         return {
-            **vars(self),
+            **{one.name: getattr(self, one.name) for one in fields(self)},
             "prefixes": [named(lengths) for lengths in self.prefixes],
             "distinct": named(self.distinct),
             "output": named(self.output),
@@ -111,7 +111,7 @@ class BatchCase:
         def draw(count: int) -> list[int]:
             return [int(token) for token in rng.integers(0, vocab_size, count)]
 
-        *levels, output = self._sizes()
+        *levels, output = self._sizes
         prompts: list[list[int]] = [[]]
         for sizes in levels:
             degree = len(sizes) // len(prompts)
@@ -131,13 +131,14 @@ class BatchCase:
     @property
     def shortest(self) -> int:
         """A lower bound of the tokens of a prompt with its answer."""
-        return sum(map(min, self._sizes()))
+        return sum(map(min, self._sizes))
 
     @property
     def longest(self) -> int:
         """An upper bound of the tokens of a prompt with its answer."""
-        return sum(map(max, self._sizes()))
+        return sum(map(max, self._sizes))
 
+    @cached_property
     def _sizes(self) -> list[list[int]]:
         """Tokens of each prefix, level by level, of each request's own part and of each answer; in
         the tree's order. Each list has its own random generator, and so have the token ids."""

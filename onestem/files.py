@@ -6,7 +6,23 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["write_whole"]
+from onestem.errors import JobError
+
+__all__ = ["check_place", "write_whole"]
+
+
+def check_place(path: Path, choose: str) -> None:
+    """Raise `JobError` where no file can be put, before anything is computed.
+
+    Args:
+        choose: what the user may choose instead.
+    """
+    if path.exists() and not path.is_file():
+        raise JobError(f"{path} is not a regular file: choose {choose}")
+    if not path.parent.is_dir():
+        raise JobError(f"folder {path.parent} does not exist: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise JobError(f"folder {path.parent} cannot be written: choose {choose}")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -15,7 +15,6 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 LAYERS = [
     (
         "errors",
-        "files",
         "garbage",
         "interrupts",
         "processes",
@@ -23,7 +22,7 @@ LAYERS = [
         "seeds",
         "threads",
     ),
-    ("checked", "lengths", "shapes"),
+    ("checked", "files", "lengths", "shapes"),
     ("options",),
     ("pml", "scores"),
     ("request",),

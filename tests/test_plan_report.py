@@ -127,7 +127,9 @@ def test_price_and_places(tmp_path):
         plan_file(source, tmp_path, options=OPTIONS, html=tmp_path / "none" / "a.html")
     os.mkfifo(tmp_path / "pipe")
     for no_file in (source, tmp_path, tmp_path / "pipe"):
-        with pytest.raises(JobError, match="is no regular file, or the input"):
+        with pytest.raises(
+            JobError, match=r"is (not a regular file|the input): choose another file for --html"
+        ):
             plan_file(source, tmp_path, options=OPTIONS, html=no_file)
     (tmp_path / "link.html").symlink_to("target.html")
     plan_file(source, tmp_path, options=OPTIONS, html=tmp_path / "link.html")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from onestem.errors import JobError
+from onestem.files import check_place
 from onestem.seeds import SAMPLER_VERSION
 
 __all__ = ["JobIdentity", "Workplace", "file_errors"]
@@ -111,12 +112,7 @@ class Workplace:
 
     def check_output(self) -> None:
         """Raise `JobError` where no output can be."""
-        if self.output.exists() and not self.output.is_file():
-            raise JobError(f"{self.output} is not a regular file: choose another output")
-        if not self.output.parent.is_dir():
-            raise JobError(f"folder {self.output.parent} does not exist: make it first")
-        if not os.access(self.output.parent, os.W_OK):
-            raise JobError(f"folder {self.output.parent} cannot be written: choose another output")
+        check_place(self.output, "another output")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ class Bench:
             20.
         timeout: maximum seconds without a byte of an answer.
         clients: processes that a run's requests are dealt out to; `close` ends them.
+        told: whether `step` prints a line for each run.
         runs: numbers of the runs; each run has its own questions.
     """
 
@@ -49,6 +50,7 @@ class Bench:
     timeout: float = 600.0
     api_key: str | None = None
     clients: int = 1
+    told: bool = True
     runs: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def warm_up(self) -> None:
@@ -88,7 +90,8 @@ class Bench:
             return None
         run = self.measure(rate, cut=True)
         search.record(rate, run["held"])
-        _tell(run)
+        if self.told:
+            _tell(run)
         if run["given_up"]:
             # An answer shows that the server is done with what was cut off.
             asyncio.run(self._warm_up(range(1)))

@@ -80,6 +80,7 @@ class SustainableRates:
             target=Target(model_name(url)),
             workload=load,
             limit=self.limit,
+            told=False,
             requests=max(FEWEST_REQUESTS, round(REQUESTS * bench.scale * bench.part)),
         )
         with closing(made):

@@ -15,7 +15,7 @@ from typing import Any
 
 from onestem import __version__
 from onestem.errors import ConfigError, JobError
-from onestem.files import write_whole
+from onestem.files import check_place, write_whole
 from onestem.report.tree import DrawnTree
 
 __all__ = ["Price", "check_page", "write_page"]
@@ -64,10 +64,10 @@ class Price:
 
 def check_page(path: Path, source: Path) -> None:
     """Raise `JobError` for a path where no page can be written, before anything is computed."""
-    if not path.parent.is_dir():
-        raise JobError(f"folder {path.parent} does not exist: make it first")
-    if path.exists() and (not path.is_file() or os.path.samefile(path, source)):
-        raise JobError(f"{path} is no regular file, or the input: choose another file for --html")
+    other = "another file for --html"
+    check_place(path, other)
+    if path.exists() and os.path.samefile(path, source):
+        raise JobError(f"{path} is the input: choose {other}")
 
 
 def write_page(
