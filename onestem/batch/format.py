@@ -20,16 +20,12 @@ from typing import Any
 from onestem.checked import show
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, JsonError, Prompt, read_line_body, read_object
-from onestem.openai.schema import Kind
+from onestem.openai.schema import URL_OF_KIND, Kind
 from onestem.request import MAX_DEPTH
 
 __all__ = ["KIND_OF_URL", "BatchRequest", "LineError", "parse_line", "url_of"]
 
-KIND_OF_URL: Mapping[str, Kind] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-    "/v1/score": "score",
-}
+KIND_OF_URL: Mapping[str, Kind] = {url: kind for kind, url in URL_OF_KIND.items()}
 TOP_FIELDS = ("custom_id", "method", "url", "body")
 MAX_MESSAGE = 500
 LINE_DEPTH = MAX_DEPTH + 1  # a line is a body with an object around it
@@ -110,7 +106,7 @@ def _custom_id(record: Mapping[str, Any]) -> str:
 
 def _what_a_line_is(record: Mapping[str, Any]) -> str:
     """The expected form of a batch line, for the error of a line that is a plain prompt or chat."""
-    for url, name in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+    for url, name in ((URL_OF_KIND["chat"], "messages"), (URL_OF_KIND["completion"], "prompt")):
         if name in record and "body" not in record:
             line = f'"custom_id": "1", "method": "POST", "url": "{url}", "body": {{"{name}": ...}}'
             return f", expected {{{line}}}"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from onestem.batch.format import KIND_OF_URL, LineError
+from onestem.batch.format import LineError
 from onestem.checked import read_json, show
 from onestem.errors import ConfigError
-from onestem.openai.schema import Kind
+from onestem.openai.schema import URL_OF_KIND, Kind
 from onestem.options import InputOptions
 
 __all__ = ["Field", "Recipe", "Template", "expected_columns"]
@@ -23,7 +23,6 @@ Row = Mapping[str, Any]
 
 MARK = re.compile(r"(\{\{|\}\})|\{([^{}]*)\}|([{}])")
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
-URL_OF_KIND = {kind: url for url, kind in KIND_OF_URL.items()}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from onestem.bench_serve.figures import Outcome
 from onestem.bench_serve.stream import Answer
 from onestem.bench_serve.workload import Ask
 from onestem.errors import ConfigError
+from onestem.openai.schema import URL_OF_KIND
 
 __all__ = ["Target", "open_client"]
 
@@ -35,7 +36,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
+        return URL_OF_KIND["chat" if self.chat else "completion"]
 
     def body(self, ask: Ask) -> dict[str, Any]:
         body = {

@@ -51,9 +51,15 @@ __all__ = [
     "ScoreBody",
     "TokenizeBody",
     "UploadBody",
+    "URL_OF_KIND",
 ]
 
 Kind = Literal["chat", "completion", "score"]
+URL_OF_KIND: Mapping[Kind, str] = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "score": "/v1/score",
+}
 
 MAX_MESSAGES = 4096  # also of parts of a message; a chat template takes 0.04 ms for each
 MAX_PROMPTS = 256

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from onestem.openai.schema import URL_OF_KIND
+
 __all__ = ["FORMATS", "LEVELS", "default_format", "line_of", "log", "set_up"]
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -97,8 +99,6 @@ def set_up(level: str, style: str = "json") -> None:
 
 Fields = Mapping[str, Any]
 
-PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-
 
 def line_of(event: str, fields: Fields) -> str:
     """An event's text. What cannot be printed is escaped: any client may choose a path."""
@@ -148,7 +148,7 @@ def _request(fields: Fields) -> str:
     who = f", key {fields['key']}" if fields["key"] else ""
     who += f", prefix {fields['app']}" if fields["app"] else ""
     return (
-        f"POST {PATHS[fields['endpoint']]} {fields['outcome']}: "
+        f"POST {URL_OF_KIND[fields['endpoint']]} {fields['outcome']}: "
         f"{fields['prompt_tokens']} prompt tokens ({fields['cached_tokens']} cached), "
         f"{fields['output_tokens']} answered, {fields['seconds']:.2f} s{who}"
     )

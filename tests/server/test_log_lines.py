@@ -33,6 +33,10 @@ REFUSED = {
             "POST /v1/completions stop: 1034 prompt tokens (1000 cached), 20 answered, 0.41 s, "
             "key alice, prefix support",
         ),
+        (
+            "request", {**REQUEST, "endpoint": "score", "output_tokens": 0},
+            "POST /v1/score stop: 1034 prompt tokens (1000 cached), 0 answered, 0.41 s",
+        ),
         ("refused", REFUSED, "POST /v1/completions 400: invalid_request, n"),
         ("refused", {**REFUSED, "code": None, "param": None}, "POST /v1/completions 400"),
         ("refused", {**REFUSED, "path": "/\n\x1b[31mä\x9b\ud800"},
