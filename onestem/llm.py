@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import os
+import weakref
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
@@ -137,6 +139,7 @@ class LLM:
     def _load(self, options: EngineOptions) -> None:
         trace = None if options.trace is None else StepTrace(options.trace)
         self.team: Team | None = None
+        self._running: weakref.ref[Generator[RequestOutput]] | None = None
         try:
             self._load_traced(options, trace)
         except BaseException:
@@ -240,6 +243,10 @@ class LLM:
         """End what runs, and free the model and KV memory. Closing twice is fine."""
         if self._engine is None:
             return
+        running = None if self._running is None else self._running()
+        if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
+            running.close()
+        del running
         self._engine.close()
         self._engine = None
         del self.decoder
@@ -735,20 +742,24 @@ class LLM:
     ) -> Iterator[Answer]:
         """Answers with their prompt's index; the order learns the lengths of those that ended."""
         position = {request.request_id: i for i, request in enumerate(requests)}
+        num_open = len(requests)
         for answer in answers:
             answer.index = position[answer.request_id]
             if answer.finished:
+                num_open -= 1
                 order.note(answer.index, answer.metrics.num_output_tokens)
             yield answer
+        if num_open:
+            raise ConfigError(f"the LLM of {self.name} was closed before all was answered")
 
     def _run(
         self, requests: Iterable[Request], output_kind: OutputKind = "cumulative"
     ) -> Iterator[Answer]:
         """The engine's answers, with log-probabilities as users have them."""
         self.engine.tell_ranks()
-        outputs = self.engine.run(requests)
-        if output_kind == "delta":
-            outputs = _news(outputs)
+        run = self.engine.run(requests)
+        self._running = weakref.ref(run)
+        outputs = _news(run) if output_kind == "delta" else run
         describe = partial(described, self.tokenizer)
         return (Answer.of(output, describe) for output in outputs)
 

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import shutil
+import weakref
 from typing import get_args
 
 import numpy as np
@@ -324,6 +325,25 @@ def test_a_closed_llm(model):
     for seed in (1.5, "x", True):
         with pytest.raises(ConfigError, match=r"seed is .*, expected a 64-bit integer"):
             LLM(model, **{**OPTIONS, "seed": seed})
+
+
+def test_a_stream_of_an_llm_that_was_closed(model):
+    """Whoever reads on is told, and what it held is free."""
+    for count in (0, 1, 3):
+        llm = LLM(model, **OPTIONS)
+        engine = weakref.ref(llm.engine)
+        stream = llm.stream([[5, 6], [5, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+        for _ in range(count):
+            next(stream)
+        llm.close()
+        assert engine() is None
+        with pytest.raises(ConfigError, match="was closed before all was answered"):
+            next(stream)
+    llm = LLM(model, **OPTIONS)
+    last = SamplingParams(max_tokens=1)
+    for answer in llm.stream([5], last):
+        assert answer.finished
+        llm.close()
 
 
 def test_answers_do_not_depend_on_company_or_order(llm):

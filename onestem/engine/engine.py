@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from functools import partial
@@ -406,7 +406,7 @@ class Engine:
             ended = time.monotonic()
             self._check_from = ended + (ended - started) / CHECK_SHARE
 
-    def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+    def run(self, requests: Iterable[Request]) -> Generator[RequestOutput]:
         """Answer requests in the given order, read as there is room for them; yield each as it
         finishes, and those that stream as they grow. Requests of a planned group must follow each
         other. Whatever is unfinished when the iterator is closed is aborted.
