@@ -210,6 +210,7 @@ def test_tokens_there_and_back(embedded, client):
             ("/tokenize", {"prompt": 3}, "prompt is 3"),
             ("/tokenize", {"prompt": "a", "wonder": 1}, "unknown field in body: 'wonder'"),
             ("/detokenize", {"tokens": [-1]}, "tokens[0] is -1"),
+            ("/detokenize", {"tokens": [1, 10**6]}, "tokens has token id 1000000, expected ids"),
             ("/detokenize", {}, "body has no tokens"),
         ):
             answer = http.post(path, json=body)

@@ -82,8 +82,15 @@ def test_what_a_trainer_asks_and_what_is_refused(server):
         for path, status in [
             ("/sleep?level=2", 501), ("/sleep?level=3", 400), ("/pause?mode=wait", 400),
             ("/wake_up?tags=all", 400), ("/pause?how=keep", 400),
+            ("/pause?mode=keep&mode=keep", 400), ("/wake_up?tags=weights&tags=kv_cache", 200),
         ]:  # fmt: skip
             assert http.post(path).status_code == status, path
+        assert http.post("/wake_up?tags=all").json()["error"]["param"] == "tags"
+        answer = http.post("/pause", json={"mode": "keep"})
+        assert answer.status_code == 400
+        assert "give fields in the query, /pause?name=value" in answer.text
+        assert http.get("/is_paused").json() == {"is_paused": False}
+        assert http.post("/resume", json={}).status_code == 200
 
 
 def test_the_next_engine_is_told_too(tmp_path, tiny_model):

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -67,15 +67,19 @@ COMPLETIONS = answers("application/json", "text/event-stream")
 Order = Literal["asc", "desc"]
 
 
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(one) is list for one in (annotation, *get_args(annotation)))
+
+
 async def _known_query(request: Request, tenant: Asks) -> None:
     """Refuse query parameters that the route does not read: they would be ignored."""
     route = request.scope["route"]
-    known = {field.alias for field in route.dependant.query_params}
+    known = {field.alias: field.field_info.annotation for field in route.dependant.query_params}
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
             there = f"there is {', '.join(sorted(known))}" if known else "there is none"
             raise ApiError(400, f"unknown query parameter: {show(name)}, {there}", param=name)
-        if count > 1:
+        if count > 1 and not _is_list(known[name]):
             raise ApiError(400, f"{name} stands {count} times in the query", param=name)
 
 
@@ -292,7 +296,9 @@ async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
 @tokens.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
 async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
     """The text of token ids."""
-    return await service.in_thread(detokenize_body, service, await _json(request, service))
+    body = await _json(request, service)
+    service.client.check_up()
+    return await service.in_thread(detokenize_body, service, body)
 
 
 # ----------------------------------------------------------------------------- health, metrics
@@ -372,7 +378,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    name = str(first["loc"][-1])
+    name = str(next(part for part in reversed(first["loc"]) if isinstance(part, str)))
     return _errored(request, ApiError(400, f"{name}: {first['msg']}", param=name))
 
 

@@ -481,6 +481,13 @@ def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """The text of token ids, control tokens by their names."""
     asked = check(DetokenizeBody, without_nulls(body))
     service.check_model(asked.model)
-    if service.tokenizer is None:
+    tokenizer, facts = service.tokenizer, service.client.facts
+    if tokenizer is None:
         raise RequestError(NO_TOKENIZER)
-    return {"prompt": service.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+    assert facts is not None
+    unknown = [token for token in asked.tokens if token >= facts.vocab_size]
+    if unknown:
+        raise RequestError(
+            f"tokens has token id {unknown[0]}, expected ids from 0 to {facts.vocab_size - 1}"
+        )
+    return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)}

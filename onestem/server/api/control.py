@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 
 from onestem.errors import OnestemError
+from onestem.server.api.http import read_limited
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.service import Service
 
@@ -15,6 +16,7 @@ __all__ = ["control_routes"]
 
 Json = dict[str, Any]
 Tag = Literal["weights", "kv_cache"]
+MAX_BODY = 65536  # bytes
 WEIGHTS = (
     "weights cannot be sent to this server: NCCL groups and LoRA are not there. Train in one "
     "process with onestem.rollouts.trl, or use AsyncLLM.update_weights (docs/rollouts.md)"
@@ -28,7 +30,16 @@ async def _operated(request: Request) -> Service:
     return service
 
 
+async def _told_by_query(request: Request) -> None:
+    """Refuse a body: it would be ignored."""
+    body = await read_limited(request, MAX_BODY)
+    if body.strip() not in (b"", b"{}"):
+        path = request.url.path
+        raise ApiError(400, f"{path} takes no body: give fields in the query, {path}?name=value")
+
+
 Operates = Annotated[Service, Depends(_operated)]
+BY_QUERY = [Depends(_operated), Depends(_told_by_query)]
 
 # Not in the document of OpenAI's API, as vLLM's are not.
 control_routes = APIRouter(include_in_schema=False)
@@ -41,7 +52,7 @@ async def _told(service: Service, what: str, value: Any = None) -> Any:
         raise as_api_error(error) from error
 
 
-@control_routes.post("/pause")
+@control_routes.post("/pause", dependencies=BY_QUERY)
 async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> Json:
     """Compute nothing until /resume. Requests that run get an error (abort) or wait (keep)."""
     await _told(service, "pause")
@@ -50,7 +61,7 @@ async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> 
     return {"status": "paused"}
 
 
-@control_routes.post("/resume")
+@control_routes.post("/resume", dependencies=BY_QUERY)
 async def resume(service: Operates) -> Json:
     """Go on after /pause."""
     await _told(service, "resume")
@@ -63,7 +74,7 @@ async def is_paused(service: Operates) -> Json:
     return {"is_paused": service.client.is_paused}
 
 
-@control_routes.post("/sleep")
+@control_routes.post("/sleep", dependencies=BY_QUERY)
 async def sleep(service: Operates, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Json:
     """Free KV memory and the weights, which wait in host memory (level 1) or are dropped (2)."""
     if level == 2:
@@ -72,7 +83,7 @@ async def sleep(service: Operates, level: Annotated[int, Query(ge=1, le=2)] = 1)
     return {"status": "asleep"}
 
 
-@control_routes.post("/wake_up")
+@control_routes.post("/wake_up", dependencies=BY_QUERY)
 async def wake_up(service: Operates, tags: Annotated[list[Tag] | None, Query()] = None) -> Json:
     """Take the memory again, for some tags or all."""
     await _told(service, "wake_up", tags)
@@ -85,7 +96,7 @@ async def is_sleeping(service: Operates) -> Json:
     return {"is_sleeping": service.client.sleep_level > 0}
 
 
-@control_routes.post("/reset_prefix_cache")
+@control_routes.post("/reset_prefix_cache", dependencies=BY_QUERY)
 async def reset_prefix_cache(service: Operates, reset_running_requests: bool = False) -> Json:
     """Drop what is cached; `success`: nothing is left but pinned prefixes."""
     return {"success": await _told(service, "reset_prefix_cache", reset_running_requests)}
