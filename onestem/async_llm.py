@@ -8,7 +8,7 @@ import itertools
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -191,35 +191,40 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {show(params)}, expected SamplingParams")
-        text, ids = await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
-        await self.start()
-        await self._going.wait()
-        await self.start()
         name = next(self._ids) if request_id is None else request_id
-        await self._client.gone(name)
         if name in self._streams:
             raise RequestError(f"request id {name!r} is in use: give each request its own")
-        request = Request(
-            request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True
-        )
-        with self._open(_Stream(request, self._client.chunk_size)) as stream, _as_own_errors():
-            if params.response_format is not None:
-                await self._client.control("validate", request)
-            self._client.submit(request, "", 1.0, stream)
+        with self._open(name) as stream, _as_own_errors():
+            text, ids = await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
+            stream.request = Request(
+                request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True
+            )
+            await stream.until_ready(self._ready_for(stream.request))
+            if not stream.answered.is_set():
+                stream.is_sent = True
+                self._client.submit(stream.request, "", 1.0, stream)
             while not stream.is_over:
                 yield await stream.next(output_kind, partial(described, self.tokenizer))
 
     @contextmanager
-    def _open(self, stream: _Stream) -> Iterator[_Stream]:
-        """Hold a stream; however this is left, the request is ended."""
-        name = stream.request.request_id
-        self._streams[name] = stream
+    def _open(self, name: str) -> Iterator[_Stream]:
+        """Hold a request's stream; however this is left, the request is ended."""
+        stream = self._streams[name] = _Stream(self._client.chunk_size)
         try:
             yield stream
         finally:
             del self._streams[name]
             stream.answered.set()
             self._client.abort(name)
+
+    async def _ready_for(self, request: Request) -> None:
+        """Wait until a request may be sent; one that cannot be answered raises an error."""
+        await self.start()
+        await self._going.wait()
+        await self.start()  # it may have been closed
+        await self._client.gone(request.request_id)
+        if request.params.response_format is not None:
+            await self._client.validate(request)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now: the last output of each has `finish_reason` `abort`. Unknown ids are
@@ -251,14 +256,22 @@ class AsyncLLM:
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"pause mode is {show(mode)}, expected abort, wait or keep")
         await self.start()
+        was_going = self._going.is_set()
         self._going.clear()
-        if mode == "abort":
-            await self.abort(list(self._streams))
-        elif mode == "wait":
-            await asyncio.gather(*(one.answered.wait() for one in self._streams.values()))
-        await self._control("pause")
-        if mode != "keep" and clear_cache:
-            await self.reset_prefix_cache()
+        try:
+            sent = {name: one for name, one in self._streams.items() if one.is_sent}
+            if mode == "abort":
+                await self.abort(sent)
+            elif mode == "wait":
+                await asyncio.gather(*(one.answered.wait() for one in sent.values()))
+            await self._control("pause")
+            if mode != "keep" and clear_cache:
+                await self.reset_prefix_cache()
+        except BaseException:  # also where its caller has waited long enough
+            if was_going:
+                self._client.cancel_pause()
+                self._going.set()
+            raise
 
     async def resume_generation(self) -> None:
         """Go on after `pause_generation`."""
@@ -336,18 +349,35 @@ class _Stream:
     """The output of one request.
 
     Attributes:
+        request: known when its prompt was read.
         inbox: where it arrives.
+        is_sent: to the engine.
         answered: the engine is done with it. is_over: all of it was read.
     """
 
-    def __init__(self, request: Request, size: ChunkSize) -> None:
-        self.request = request
+    request: Request
+
+    def __init__(self, size: ChunkSize) -> None:
         self.inbox = Inbox(1, size)
+        self.is_sent = False
         self.answered = asyncio.Event()
         self.is_over = False
         self._part = self.inbox.part(0)
         self.on_token, self.on_restart = self._part.on_token, self._part.on_restart
         self._whole: dict[int, CompletionOutput] = {}
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def until_ready(self, ready: Coroutine[Any, Any, None]) -> None:
+        """Wait until the request may be sent, or was aborted."""
+        self._waiting = waiting = asyncio.create_task(ready)
+        if self.answered.is_set():
+            waiting.cancel()
+        try:
+            await asyncio.wait([waiting])
+        finally:
+            waiting.cancel()
+        if not waiting.cancelled():
+            waiting.result()
 
     def on_delta(self, delta: Delta) -> None:
         self._part.on_delta(delta)
@@ -362,6 +392,8 @@ class _Stream:
         """End an aborted request; `metrics`: its cost; None: it had ended, or that is unknown."""
         self.inbox.fail(_Aborted(metrics))
         self.answered.set()
+        if self._waiting is not None:
+            self._waiting.cancel()
         told.set_result(None)
 
     async def next(self, kind: OutputKind, describe: Any) -> Answer:

@@ -253,7 +253,7 @@ def test_pausing_waits_for_requests_or_ends_them(model, llm):
         async with served:
             stream = served.generate([5, 6], SHORT)
             task = asyncio.create_task(whole(stream))
-            while not served._streams:
+            while not any(one.is_sent for one in served._streams.values()):
                 await asyncio.sleep(0)
             await served.pause_generation("wait")
             assert tokens(await task) == tokens(llm.generate([[5, 6]], SHORT)[0])
@@ -273,6 +273,123 @@ def test_pausing_waits_for_requests_or_ends_them(model, llm):
             assert tokens(await whole(stream)) == tokens(llm.generate([[5, 6]], SHORT)[0])
 
     asyncio.run(main())
+
+
+def test_requests_that_were_not_sent_can_be_aborted(model, llm):
+    """While the model is loaded, while generation is paused, and while the prompt is read."""
+
+    async def main():
+        served, launcher = threaded(model)
+        early = asyncio.create_task(whole(served.generate("a text", SHORT, "early")))
+        while "early" not in served._streams:
+            await asyncio.sleep(0)
+        await served.abort("early")
+        ends = [await early]
+        async with served:
+            await served.pause_generation("keep")
+            late = asyncio.create_task(whole(served.generate("a text", SHORT.replace(n=2), "late")))
+            going = asyncio.create_task(whole(served.generate("a text", SHORT, "going")))
+            while len(served._streams) < 2 or not served._streams["late"]._waiting:
+                await asyncio.sleep(0)
+            with pytest.raises(RequestError, match="request id 'late' is in use"):
+                await anext(served.generate([1], SHORT, "late"))
+            # Requests that wait because of a pause are none that a further pause waits for.
+            await served.pause_generation("wait", clear_cache=False)
+            await served.pause_generation("abort", clear_cache=False)
+            await served.abort("late")
+            ends.append(await late)
+            await served.resume_generation()
+            assert tokens(await going) == tokens(llm.generate("a text", SHORT)[0])
+            assert set(launcher.finished) == {"going"}
+        return ends
+
+    for answer, number in zip(asyncio.run(main()), (1, 2), strict=True):
+        assert answer.finished
+        assert answer.prompt_token_ids == llm.generate("a text", SHORT)[0].prompt_token_ids
+        reasons = [(one.finish_reason, one.token_ids) for one in answer.outputs]
+        assert reasons == [("abort", [])] * number
+
+
+def test_closing_while_the_model_is_loaded(model):
+    async def main():
+        served, _ = threaded(model)
+        tasks = [
+            asyncio.create_task(one)
+            for one in (served.start(), whole(served.generate("a", SHORT, "waiting")))
+        ]
+        while "waiting" not in served._streams or not served._streams["waiting"]._waiting:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it begins to wait
+        await served.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for error in asyncio.run(main()):
+        assert isinstance(error, ConfigError)
+        assert "the engine was stopped while it loaded" in str(error)
+
+
+def test_a_pause_that_failed_holds_nobody_up(model, llm):
+    async def main():
+        served, launcher = threaded(model)
+        async with served:
+            stream = served.generate([5, 6], LONG, "running")
+            await anext(stream)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(served.pause_generation("wait"), 0.01)
+            assert not await served.is_paused()
+            await served.abort("running")
+            assert (await whole(stream)).finished
+            launcher.kill()
+            while served._client.state == "running":
+                await asyncio.sleep(0.001)
+            with pytest.raises(OnestemError, match="the engine is down"):
+                await served.pause_generation()
+            answers = [await whole(served.generate([5], SHORT))]
+            # Who pauses twice, and gives up the second time, has paused once.
+            await served.pause_generation()
+            waiting = asyncio.create_task(whole(served.generate([5], SHORT)))
+            again = asyncio.create_task(served.pause_generation("wait"))
+            await asyncio.sleep(0)
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
+            assert await served.is_paused()
+            assert not waiting.done()
+            await served.resume_generation()
+            return [*answers, await waiting]
+
+    want = tokens(llm.generate([[5]], SHORT)[0])
+    assert [tokens(answer) for answer in asyncio.run(main())] == [want, want]
+
+
+@pytest.mark.parametrize("state", ["asleep", "awake"])
+def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
+    """Also those that wait until it is awake, and those whose grammar it has not compiled."""
+    formed = SHORT.replace(response_format={"type": "regex", "regex": "[a-c]{4}"})
+
+    async def main():
+        served, launcher = threaded(model)
+        async with served:
+            stream = served.generate([5, 6], LONG)
+            await anext(stream)
+            if state == "asleep":
+                await served.sleep()
+            launcher.kill()
+            while served._client.state == "running":
+                await asyncio.sleep(0.001)
+            running = asyncio.create_task(whole(stream))
+            others = [] if state == "asleep" else [whole(served.generate([5], formed))]
+            late = [asyncio.create_task(one) for one in others]
+            while served._client.state != "running":
+                await asyncio.sleep(0.001)
+            if state == "asleep":
+                assert await served.is_sleeping()
+                with pytest.raises(RequestError, match="the LLM is asleep"):
+                    await whole(served.generate([5], SHORT))
+                await served.wake_up()
+            return [tokens(await one) for one in (running, *late)]
+
+    want = [llm.generate([[5, 6]], LONG), llm.generate([[5]], formed)]
+    assert asyncio.run(main()) == [tokens(one[0]) for one in want[: 1 + (state == "awake")]]
 
 
 def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model, other, fresh):

@@ -282,6 +282,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
+        self._settled = asyncio.Event()  # it runs, or never will
         self._finished = RecentWindow(30.0, most=256)
         self._job_steps = RecentWindow(10.0, most=256)
 
@@ -291,7 +292,7 @@ class EngineClient:
         """Start the engine; from then on it is restarted whenever it ends.
 
         Raises:
-            ConfigError: it cannot start.
+            ConfigError: it cannot start, or was stopped before.
         """
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
@@ -313,6 +314,8 @@ class EngineClient:
             await self._supervisor
         if self._watcher is not None:
             await self._watcher
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(ConfigError("the engine was stopped while it loaded"))
         self._set_state("stopped", "the server is stopping")
         self._leaving.give_up()
         self.fail_all(EngineDownError("the server is stopping: try again later"))
@@ -381,6 +384,10 @@ class EngineClient:
 
     def _set_state(self, state: State, error: str | None = None) -> None:
         self.state, self.error, self.since = state, error, time.time()
+        if state in ("running", "stopped"):
+            self._settled.set()
+        else:
+            self._settled.clear()
 
     def _go_down(self, reason: str) -> None:
         """Send requests that the engine had begun once more. One that was begun at two deaths gets
@@ -414,13 +421,13 @@ class EngineClient:
         self._by_number.clear()
         self._set_state("running")
         log.info("engine_ready", restarts=self.restarts)
-        if self.sleep_level:
-            self.tell("sleep", self.sleep_level)
         if self.is_paused:
             self.tell("pause")
         self.on_up()
         for entry in list(self._entries.values()):
             self._hand_over(entry)
+        if self.sleep_level:  # after the requests: an engine that sleeps refuses them
+            self.tell("sleep", self.sleep_level)
         if self._started is not None and not self._started.done():
             self._started.set_result(None)
 
@@ -600,6 +607,30 @@ class EngineClient:
         elif what == "wake_up" and answer:
             self.sleep_level = 0
         return answer
+
+    async def validate(self, request: Request) -> None:
+        """Wait until the engine has checked a request, and compiled its grammar. One that dies
+        meanwhile is asked again when it is back, once.
+
+        Raises:
+            RequestError: the request cannot be answered.
+            EngineDownError: the engine died twice, or was stopped.
+        """
+        for is_last in (False, True):
+            await self._settled.wait()
+            self.check_up()
+            try:
+                await self.control("validate", request)
+            except EngineDownError:
+                if is_last:
+                    raise
+            else:
+                return
+
+    def cancel_pause(self) -> None:
+        """Go on: who ordered a pause gave up waiting for it."""
+        self.is_paused = False
+        self.tell("resume")
 
     def tell(self, what: str, value: Any = None) -> None:
         """`control` without waiting for its end."""

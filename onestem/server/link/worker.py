@@ -427,7 +427,7 @@ class Worker:
         return {
             "pause": lambda _: self._pause(True),
             "resume": lambda _: self._pause(False),
-            "sleep": engine.sleep,
+            "sleep": self._sleep,
             "wake_up": self._wake_up,
             "drop_weights": lambda _: engine.residence.drop_weights(),
             "reset_prefix_cache": lambda running: engine.reset_prefix_cache(
@@ -438,6 +438,11 @@ class Worker:
 
     def _pause(self, paused: bool) -> None:
         self._engine.is_paused = paused
+
+    def _sleep(self, level: int) -> None:
+        for message in self._joining.take(0):  # they came before: the engine refuses them later
+            self._admit(message)
+        self._engine.sleep(level)
 
     def _wake_up(self, tags: Collection[str] | None) -> bool:
         """Wake up; returns whether all is awake."""
