@@ -1,15 +1,18 @@
 """When the programs of one attention launch begin and end, on a Hopper GPU.
 
-    python -m benchmarks.attention_timeline ["CASE;CASE"]
+    python -m benchmarks.attention_timeline ["CASE;CASE"] [--heads 16/1]
 
 Runs copies of the kernels into which time stamps were put, over the cases of `onestem bench
-attention`; prints percentiles in microseconds from the start of the first program.
+attention` or trees (`counts_lengths`, such as 256_64); prints percentiles in microseconds from the
+start of the first program.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,68 +21,122 @@ from typing import Any
 import numpy as np
 import torch
 
-from onestem.ops.bench.cases import CASES, Heads, Step, make_tensors
+from onestem.cli.bench_attention import head_counts
+from onestem.ops.bench.cases import CASES, Heads, Step, decode_step, make_tensors, tree_levels
 from onestem.ops.bench.timing import graph_ms
 from onestem.ops.triton import Workspace, kernels, sm90
 from onestem.ops.triton.launch import MERGING
 
-# Words per program: start, -, first tile of both halves, end of both halves.
-HOPPER = {
+WORDS = 16  # of a program
+# The word of each stamp. Those of halves stand in two words, one for each warpgroup.
+START, QUEUE, COPIED, WAITS, TILE, END = 0, 1, 2, 4, 6, 8
+Change = tuple[str, str, int]  # text, what stands in its place, how often it is there
+
+
+def _stamp(indent: int, word: int, half: str = "") -> str:
+    at = f"slopes + gl.program_id(0) * {WORDS} + {word}{half}"
+    return " " * indent + f"gl.store({at}, globaltimer())\n"
+
+
+TIMER = "from triton.language.extra.cuda import globaltimer\n"
+HOPPER: dict[str, tuple[Change, ...]] = {
     "kernel.py": (
-        ("import gdc_launch_dependents", "import gdc_launch_dependents, globaltimer"),
+        ("import gdc_launch_dependents", "import gdc_launch_dependents, globaltimer", 1),
         (
             "    gdc_launch_dependents()\n",
-            "    gdc_launch_dependents()\n"
-            "    gl.store(slopes + gl.program_id(0) * 8, globaltimer())\n",
+            "    gdc_launch_dependents()\n" + _stamp(4, START),
+            1,
+        ),
+        ("control, k_pages, boxes", "control, slopes, k_pages, boxes", 2),
+        ("control, v_pages, boxes", "control, slopes, v_pages, boxes", 2),
+    ),
+    "copy.py": (
+        ("\n\n__all__", "\n" + TIMER + "\n__all__", 1),
+        ("    control, pool, boxes", "    control, slopes, pool, boxes", 1),
+        ("control, item, ", "control, slopes, item, ", 3),
+        (
+            "    if columns >= 0:\n",
+            "    if columns >= 0:\n        if SIDE == 0 and PART == 0:\n" + _stamp(12, QUEUE),
+            1,
+        ),
+        ("    stage, phase = 0, 1\n", "    stage, phase = 0, 1\n    copied = 0\n", 1),
+        (
+            "                stage, phase = next_stage",
+            "                if SIDE == 0 and PART == 0:\n"
+            "                    if copied == 0:\n"
+            + _stamp(24, COPIED)
+            + "                    copied += 1\n"
+            "                stage, phase = next_stage",
+            1,
         ),
     ),
     "rows.py": (
-        ("\n\n__all__", "\nfrom triton.language.extra.cuda import globaltimer\n\n__all__"),
+        ("\n\n__all__", "\n" + TIMER + "\n__all__", 1),
         (
-            "                first_weight, running_max",
-            "                if count == 0:\n                    "
-            "gl.store(slopes + gl.program_id(0) * 8 + 2 + PART, globaltimer())\n"
-            "                first_weight, running_max",
+            "        fence_async_shared()\n    while item",
+            "        fence_async_shared()\n" + _stamp(8, WAITS, " + PART") + "    while item",
+            1,
         ),
         (
-            "    return count\n",
-            "    gl.store(slopes + gl.program_id(0) * 8 + 4 + PART, globaltimer())\n"
-            "    return count\n",
+            "                first_weight, running_max",
+            "                if count == 0:\n"
+            + _stamp(20, TILE, " + PART")
+            + "                first_weight, running_max",
+            1,
         ),
+        ("    return count\n", _stamp(4, END, " + PART") + "    return count\n", 1),
     ),
     "columns.py": (
-        ("\n\n__all__", "\nfrom triton.language.extra.cuda import globaltimer\n\n__all__"),
+        ("\n\n__all__", "\n" + TIMER + "\n__all__", 1),
+        (
+            "    fence_async_shared()\n    while item",
+            "    fence_async_shared()\n" + _stamp(4, WAITS, " + PART") + "    while item",
+            1,
+        ),
         (
             "                stage, phase = next_stage",
-            "                if count == 0:\n                    "
-            "gl.store(slopes + gl.program_id(0) * 8 + 2 + PART, globaltimer())\n"
-            "                count += 1\n                stage, phase = next_stage",
+            "                if count == 0:\n"
+            + _stamp(20, TILE, " + PART")
+            + "                count += 1\n                stage, phase = next_stage",
+            1,
         ),
         (
             "        later_record = last_record\n",
-            "        later_record = last_record\n"
-            "    gl.store(slopes + gl.program_id(0) * 8 + 4 + PART, globaltimer())\n",
+            "        later_record = last_record\n" + _stamp(4, END, " + PART"),
+            1,
         ),
     ),
 }
-MERGE = (
-    ("import gdc_launch_dependents", "import globaltimer, gdc_launch_dependents"),
-    ("    part_lse,\n    NUM_HEADS", "    part_lse,\n    stamps,\n    NUM_HEADS"),
+MERGE: tuple[Change, ...] = (
+    ("import gdc_launch_dependents", "import globaltimer, gdc_launch_dependents", 1),
+    ("    part_lse,\n    NUM_HEADS", "    part_lse,\n    stamps,\n    NUM_HEADS", 1),
     (
         "        row, first, parts = next_row, next_first, next_parts\n",
         "        row, first, parts = next_row, next_first, next_parts\n"
         "    tl.store(stamps + tl.program_id(0), globaltimer())\n",
+        1,
     ),
 )
 
 
 def main() -> None:
-    named = sys.argv[1].split(";") if len(sys.argv) > 1 else list(CASES)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="?", default=";".join(CASES))
+    parser.add_argument("--heads", default="32/8")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         copies = stamped(Path(folder))
-        for name in named:
-            show(name, *CASES[name].step(Heads()), *copies)
+        for num_q_heads, num_kv_heads in head_counts(options.heads):
+            heads = replace(Heads(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+            for name in options.cases.split(";"):
+                show(name, *step_of(name, heads), *copies)
+
+
+def step_of(name: str, heads: Heads) -> tuple[Step, Heads]:
+    if name in CASES:
+        return CASES[name].step(heads)
+    return decode_step(*tree_levels(name), heads.page_size), heads
 
 
 def stamped(folder: Path) -> tuple[ModuleType, ModuleType]:
@@ -95,9 +152,9 @@ def stamped(folder: Path) -> tuple[ModuleType, ModuleType]:
     return import_module(package.name), import_module("stamped_kernels")
 
 
-def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
-    for old, new in changes:
-        assert text.count(old) == 1, old
+def changed(text: str, changes: tuple[Change, ...]) -> str:
+    for old, new, count in changes:
+        assert text.count(old) == count, old
         text = text.replace(old, new)
     return text
 
@@ -113,19 +170,23 @@ def show(name: str, step: Step, heads: Heads, attend: ModuleType, merge: ModuleT
     work = space.write(step.plan)
     space.upload()
     programs = space.kernels.num_sms
-    stamps = torch.zeros(programs, 8, dtype=torch.int64, device=device)
+    stamps = torch.zeros(programs, WORDS, dtype=torch.int64, device=device)
     ends = torch.zeros(MERGING * programs, dtype=torch.int64, device=device)
     out = torch.empty_like(q)
     ms = graph_ms(lambda: launch(space, attend, merge, (q, k, v, out), stamps, ends), repeat=3)
     times, merged = stamps.cpu().numpy(), ends.cpu().numpy()
-    begin, multiply = times[:, 0].min(), work.split[0]
+    begin, (multiply, read) = times[:, START].min(), work.split
     parts = {
-        "first tile": times[:, 2:4],
-        "multiplying ends": times[:multiply, 4:6],
-        "reading ends": times[multiply:, 4:6],
+        "programs begin": times[:, START],
+        "queue read": times[:, QUEUE],
+        "first copy asked": times[:, COPIED],
+        "queries there": times[:, WAITS : WAITS + 2],
+        "first tile": times[:, TILE : TILE + 2],
+        "multiplying ends": times[:multiply, END : END + 2],
+        "reading ends": times[multiply:, END : END + 2],
         "merged": merged,
     }
-    print(f"{name}: {ms:.4f} ms, {work.split[0]} programs multiply, {work.split[1]} read")
+    print(f"{heads.label} {name}: {ms:.4f} ms, {multiply} programs multiply, {read} read")
     for part, values in parts.items():
         print(f"  {part:17}", percentiles(values[values > 0] - begin), flush=True)
 
