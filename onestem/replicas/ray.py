@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, JobError
 from onestem.llm import GIB, kv_memory_bytes, pick_device
 from onestem.options import EngineOptions
 from onestem.replicas.worker import Facts, Failure, Report, Worker
@@ -92,7 +92,16 @@ class RayCrew:
             except self._ray.exceptions.RayError as error:
                 self._forget(replica)
                 events.append((replica, Failure(_reason(error))))
+        if not events or any(isinstance(event, Failure) for _, event in events):
+            self._check_node()
         return events
+
+    def _check_node(self) -> None:
+        """Raise `JobError` if the node that this process belongs to is gone: Ray starts no more
+        actors for it."""
+        own = self._ray.get_runtime_context().get_node_id()
+        if any(node["NodeID"] == own and not node["Alive"] for node in self._ray.nodes()):
+            raise JobError("Ray's node on this machine has ended: the same command goes on")
 
     def _forget(self, replica: int) -> None:
         self._waiting = {ref: one for ref, one in self._waiting.items() if one != replica}

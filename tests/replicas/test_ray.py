@@ -8,12 +8,13 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import onestem.replicas.ray as actors
 from onestem import LLM, EngineOptions, SamplingParams
-from onestem.errors import ConfigError, RequestError
+from onestem.errors import ConfigError, JobError, RequestError
 from onestem.jobs import run_file
 from onestem.replicas import Replicas
 from tests.batch.fakes import chat, completion, write_lines
@@ -66,6 +67,34 @@ def test_replicas_share_a_machines_memory(monkeypatch):
         assert options.kv_memory <= gib << 30
         given = actors._fitting_here(OPTIONS, replicas)
         assert given.kv_memory == OPTIONS.kv_memory
+
+
+@pytest.mark.parametrize("event", ["nothing", "a failure"])
+def test_the_end_of_its_own_node_ends_the_job(event):
+    """Ray starts no more actors then, and would wait for ever."""
+    nodes = [{"NodeID": "own", "Alive": True}, {"NodeID": "other", "Alive": False}]
+
+    class RayError(Exception):
+        pass
+
+    def get(ref):
+        raise RayError("the actor died")
+
+    def wait(waiting, num_returns, timeout):
+        return (waiting if event == "a failure" else []), []
+
+    crew = actors.RayCrew.__new__(actors.RayCrew)
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    crew._ray = SimpleNamespace(
+        wait=wait, get=get, exceptions=SimpleNamespace(RayError=RayError), nodes=lambda: nodes,
+        get_runtime_context=lambda: context,
+    )  # fmt: skip
+    crew._waiting = {"call": 0}
+    assert len(crew.wait()) == (event == "a failure")
+    crew._waiting = {"call": 0}
+    nodes[0]["Alive"] = False
+    with pytest.raises(JobError, match="Ray's node on this machine has ended"):
+        crew.wait()
 
 
 def test_an_address_without_ray_is_told_at_once(monkeypatch):
