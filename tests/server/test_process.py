@@ -271,6 +271,24 @@ def test_the_engine_ends_with_the_server():
         assert is_gone(pid)
 
 
+LEAVE = """
+import asyncio
+from onestem.options import EngineOptions
+from onestem.server.link.process import EngineProcess
+
+async def main():
+    link = await EngineProcess(EngineOptions(model="/no/such/model")).launch()
+    print(await link.end())
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_whose_server_leaves_while_it_loads_ends_in_silence():
+    ended = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, check=True)
+    assert (ended.stdout, ended.stderr) == (b"exit code 0\n", b"")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

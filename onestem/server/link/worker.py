@@ -493,10 +493,19 @@ class Worker:
         }
 
 
+def _told(channel: Channel, line: str, *, fault: bool = False) -> bool:
+    """Tell the server why the engine ends; False: it is gone itself."""
+    try:
+        channel.send(Failed(line, fault=fault))
+    except OSError:
+        return False
+    return True
+
+
 def _end_with_rank(channel: Channel, line: str) -> None:
     """A rank is gone, even if no request runs: end, so that the server restarts all."""
     try:
-        channel.send(Failed(line, fault=False))
+        _told(channel, line)
     finally:
         os._exit(1)
 
@@ -512,10 +521,10 @@ def main() -> None:
     try:
         llm = getattr(importlib.import_module(module), name)(options)
     except OnestemError as error:
-        channel.send(Failed(str(error), fault=not isinstance(error, RankError)))
+        _told(channel, str(error), fault=not isinstance(error, RankError))
         return
     except Exception as error:
-        channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
+        _told(channel, f"{type(error).__name__}: {error}")
         raise
     worker = Worker(llm, channel, leave=lambda: os._exit(0))
     if llm.team is not None:
@@ -526,8 +535,8 @@ def main() -> None:
     except RankError as error:
         _end_with_rank(channel, str(error))
     except Exception as error:
-        channel.send(Failed(f"{type(error).__name__}: {error}", fault=False))
-        raise
+        if _told(channel, f"{type(error).__name__}: {error}"):
+            raise
     os._exit(0)  # nothing to clean up: all state that matters is the server's
 
 
