@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from onestem.forecasts import JobWatch, Target
     from onestem.llm import LLM
 
-__all__ = ["plan_file", "run_file", "schema_options"]
+__all__ = ["check_trace", "plan_file", "run_file", "schema_options"]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ def run_file(
         schemas: files of the PML schemas that lines may name.
         watch: of the same model; it can compare the job with its prediction afterwards.
     """
+    check_trace(llm.options, source, output)
     run, validate = _engine_of(llm)
     planner = planner_of(llm.options, llm.kv_tokens)
     for path in schemas:
@@ -78,6 +79,7 @@ def run_file(
         validate=validate,
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
+        max_model_len=llm.options.max_model_len,
         model_identity=model_identity(llm.path),
         model_name=llm.name,
         options={**llm.options.identity(), **_schema_options(llm)},
@@ -88,6 +90,18 @@ def run_file(
         on_progress=on_progress,
         on_first_error=on_first_error,
     )
+
+
+def check_trace(
+    options: EngineOptions,
+    source: str | os.PathLike[str] | JobInput,
+    output: str | os.PathLike[str],
+) -> None:
+    """Raise `JobError` where a job's trace would be written over its input or its output."""
+    place = source.path if isinstance(source, JobInput) else source
+    for path, what in ((place, "input"), (output, "output")):
+        if options.trace is not None and os.path.realpath(options.trace) == os.path.realpath(path):
+            raise JobError(f"trace {options.trace} is the job's {what}: choose another file")
 
 
 def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
@@ -188,11 +202,10 @@ def plan_file(
     config = ModelConfig.from_directory(path)
     target = Target.of(options, config, predicts=predicts)
     tokenizer = Tokenizer.from_directory(path)
+    most = model_len(config.max_position_embeddings, target.kv_tokens, options.max_model_len)
     validate = partial(
         check_request,
-        max_model_len=model_len(
-            config.max_position_embeddings, target.kv_tokens, options.max_model_len
-        ),
+        max_model_len=most,
         vocab_size=config.vocab_size,
         tokenizer=tokenizer,
         max_num_seqs=options.max_num_seqs,
@@ -207,6 +220,7 @@ def plan_file(
             validate=validate,
             on_chunk=partial(_tell_read, on_progress, source.num_bytes),
             first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
+            max_model_len=most,
             compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         )
         with contextlib.closing(Spool(place, "plan")) as spool:

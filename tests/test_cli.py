@@ -14,7 +14,8 @@ import pytest
 
 from onestem.cli import main
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, JobError
+from onestem.jobs import run_file
 from onestem.llm import LLM, pick_device, pick_dtype
 from onestem.models.config import ARCHITECTURES, ModelConfig
 from onestem.ops.cpu import is_built
@@ -114,13 +115,17 @@ def test_errors_are_one_line_and_exit_2(model, tmp_path):
         (("bench", "batch", "--max-num-seqs", 0), "max_num_seqs is 0, expected"),
         (("bench", "batch", "--groups", 10**9, "--degree", "1"), "limit is 10000000: lower"),
         (("bench", "batch", "--model", model, "--prefix", 10**7), "max_model_len is"),
-        (("bench", "serve", "--rate", 0), "rate is 0.0, expected a number above 0"),
-        (("bench", "serve", "--rate", "nan"), "rate is nan, expected a number above 0"),
-        (("bench", "serve", "--requests", 0), "requests is 0, expected a number above 0"),
-        (("bench", "serve", "--duration", "inf"), "duration is inf, expected a number above 0"),
-        (("bench", "serve", "--timeout", -1), "timeout is -1.0, expected a number above 0"),
-        (("bench", "serve", "--limit", 0), "limit is 0.0, expected a number above 0"),
-        (("bench", "serve", "--scale", "nan"), "scale is nan, expected a number above 0"),
+        (("bench", "serve", "--rate", 0), "rate is 0.0, expected 1e-06 to 1,000,000"),
+        (("bench", "serve", "--rate", "nan"), "rate is nan, expected 1e-06 to 1,000,000"),
+        (("bench", "serve", "--rate", 1e6, "--duration", 2), "is more than 1,000,000 requests"),
+        (("bench", "serve", "--requests", 0), "requests is 0, expected 1 to 1,000,000"),
+        (
+            ("bench", "serve", "--duration", "inf"),
+            "duration is inf, expected above 0, up to 1,000,000",
+        ),
+        (("bench", "serve", "--timeout", -1), "timeout is -1.0, expected above 0, up to"),
+        (("bench", "serve", "--limit", 0), "limit is 0.0, expected above 0, up to"),
+        (("bench", "serve", "--scale", "nan"), "scale is nan, expected above 0, up to 1000"),
         (("bench", "serve", "--resolution", "nan"), "resolution is nan, expected a number above 0"),
         (("bench", "serve", "--vocab-size", 0), "vocab-size is 0, expected at least 302"),
         (("bench", "serve", "--log", tmp_path), "expected a file in a folder that exists"),
@@ -227,6 +232,35 @@ def test_plan_reports_before_anything_is_computed(model, tmp_path):
     for levels, saving in (("one", report["saving_one_level"]), ("none", 0)):
         done = onestem("plan", source, "--model", model, "--levels", levels, "--json", "-q")
         assert json.loads(done.stdout)["saving"] == saving
+
+
+def test_answers_end_with_the_model_whatever_max_tokens_says(model, tmp_path):
+    """The plan is that of the largest `max_tokens` that the model takes."""
+    flags = ("--model", model, "--max-model-len", 128, "--device", "h200", "--dtype", "bfloat16")
+    reports = []
+    for count in (128, 10**9):
+        write_job(source := tmp_path / "in.jsonl", job_lines(4, max_tokens=count))
+        done = onestem("plan", source, *flags, "-q", "--json")
+        reports.append(json.loads(done.stdout)["forecast"]["full"])
+    assert reports[0] == reports[1]
+    assert 128 <= reports[0]["peak_kv_tokens"] <= 4 * 128
+
+
+def test_a_trace_takes_no_file_of_its_job(model, tmp_path):
+    write_job(source := tmp_path / "in.jsonl", job_lines(2))
+    text, kept = source.read_bytes(), tmp_path / "kept.jsonl"
+    kept.write_text("of before\n")
+    output = tmp_path / "out.jsonl"
+    job = ("batch", source, "-o", output, "--model", model, "-q", "--trace")
+    refused = onestem(*job, source, code=2).stderr
+    assert "in.jsonl is the job's input: choose another file" in refused
+    assert "out.jsonl is the job's output" in onestem(*job, output, code=2).stderr
+    assert source.read_bytes() == text
+    onestem(*job, tmp_path / "steps.jsonl")
+    onestem(*job, kept)  # it is complete: no step is computed
+    assert kept.read_text() == "of before\n"
+    with LLM(model, trace=source) as llm, pytest.raises(JobError, match="is the job's input"):
+        run_file(llm, source, output)
 
 
 def test_plan_refuses_what_batch_refuses(model, tmp_path):

@@ -13,7 +13,7 @@ from onestem.batch.interface import (
 )
 from onestem.batch.job import run_job
 from onestem.batch.planned import PlannedLines
-from onestem.batch.spool import Tokenizer
+from onestem.batch.spool import Tokenizer, max_output_of
 
 __all__ = [
     "DIED_TWICE",
@@ -26,6 +26,7 @@ __all__ = [
     "Progress",
     "SpooledPrompts",
     "Tokenizer",
+    "max_output_of",
     "model_identity",
     "run_job",
 ]

@@ -75,6 +75,7 @@ def run_job(
     validate: Validate,
     run: Run,
     planner: Planner | None,
+    max_model_len: int | None = None,
     model_identity: str,
     model_name: str,
     options: Mapping[str, Any],
@@ -95,6 +96,7 @@ def run_job(
             "error" becomes an error object, whose message is the `stop_reason` if that is text. An
             output with "abort" counts as not answered.
         planner: None: input order.
+        max_model_len: at which answers end, whatever `max_tokens` says.
         model_identity: differs whenever weights, config or tokenizer do.
         model_name: `model` in results of lines that name none.
         options: all other options that change answers, by the names that users know.
@@ -131,6 +133,7 @@ def run_job(
     job = _Job(
         source, place, survey, identity,
         tokenizer=tokenizer, validate=validate, run=run, planner=planner,
+        max_model_len=max_model_len,
         token_bytes=token_bytes, compile_pml=compile_pml,
         tell=on_progress or (lambda progress: None),
         first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
@@ -167,6 +170,7 @@ class _Job:
         validate: Validate,
         run: Run,
         planner: Planner | None,
+        max_model_len: int | None,
         token_bytes: Callable[[int], bytes] | None,
         compile_pml: CompilePml | None,
         tell: Callable[[Progress], object],
@@ -176,6 +180,7 @@ class _Job:
         self._survey, self._identity = survey, identity
         self._tokenizer, self._validate = tokenizer, validate
         self._run, self._planner = run, planner
+        self._max_model_len = max_model_len
         self._token_bytes, self._tell = token_bytes, tell
         self._compile_pml = compile_pml
         self._first_lines = first_lines
@@ -287,6 +292,7 @@ class _Job:
                 validate=self._validate,
                 on_chunk=self._tell_read,
                 first_lines=self._first_lines,
+                max_model_len=self._max_model_len,
                 compile_pml=self._compile_pml,
             )
             if sha256 != self._identity.input_sha256:

@@ -48,6 +48,7 @@ __all__ = [
     "SpooledRequest",
     "Tokenizer",
     "Validate",
+    "max_output_of",
     "spool_sizes",
     "write_spool",
 ]
@@ -264,6 +265,7 @@ def write_spool(
     validate: Validate,
     on_chunk: Callable[[int, int], object],
     first_lines: FirstLines,
+    max_model_len: int | None = None,
     compile_pml: CompilePml | None = None,
 ) -> tuple[str, dict[str, int]]:
     """Do the first pass.
@@ -273,6 +275,7 @@ def write_spool(
         validate: raises `RequestError` for a request that can never be answered.
         on_chunk: called after each chunk with the numbers of lines and bytes read so far.
         first_lines: sees all lines; it may refuse the job.
+        max_model_len: at which answers end, whatever `max_tokens` says.
         compile_pml: None: lines with `pml` are refused.
 
     Returns:
@@ -290,7 +293,7 @@ def write_spool(
         open(place.requests, "wb") as requests,
         open(place.lines, "wb") as table,
     ):
-        writer = _Writer(ids, requests, table)
+        writer = _Writer(ids, requests, table, max_model_len)
         first_pass = _FirstPass(job, tokenizer, validate, compile_pml)
         for chunk in _chunks(source.read(see)):
             lines = first_pass.read(chunk)
@@ -477,8 +480,11 @@ class _Seen:
 class _Writer:
     """Appends lines to the three files of a spool."""
 
-    def __init__(self, ids: IO[bytes], requests: IO[bytes], table: IO[bytes]) -> None:
+    def __init__(
+        self, ids: IO[bytes], requests: IO[bytes], table: IO[bytes], max_model_len: int | None
+    ) -> None:
         self._ids, self._requests, self._table = ids, requests, table
+        self._max_model_len = max_model_len
         self._next_id = 0
         self._next_byte = 0
         self.num_lines = 0
@@ -496,16 +502,20 @@ class _Writer:
         if line.request is not None:
             self._ids.write(np.asarray(line.ids, np.int32).tobytes())
             num_ids = len(line.ids)
-            max_output = _max_output(line.request.asked.params)
+            room = None if self._max_model_len is None else self._max_model_len - num_ids
+            max_output = max_output_of(line.request.asked.params, room)
             self._next_id += num_ids
         self._next_byte += len(record) + 1
         return [line.number, first_id, num_ids, record_start, len(record), max_output]
 
 
-def _max_output(params: SamplingParams) -> int:
-    """Maximum tokens of all answers to a request together; 0: not given. It is capped beyond what
-    any model can sample, so that sums over a job fit 64 bits."""
-    return 0 if params.max_tokens is None else min(params.n * params.max_tokens, 2**31 - 1)
+def max_output_of(params: SamplingParams, room: int | None) -> int:
+    """Maximum tokens of all answers to a request together; 0: not given. `room`: of each, in the
+    model. It is capped beyond what any model can sample, so that sums over a job fit 64 bits."""
+    if params.max_tokens is None:
+        return 0
+    longest = params.max_tokens if room is None else max(1, min(params.max_tokens, room))
+    return min(params.n * longest, 2**31 - 1)
 
 
 def _record(line: _Line) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def batch(
     """
     load = partial(_load, engine, replicas, ray_address)
     source = open_input(input_file, rows)
-    _run(source, output, load, schemas or [], force, keep_going, quiet)
+    _run(source, output, engine, load, schemas or [], force, keep_going, quiet)
 
 
 @options.with_options
@@ -131,7 +131,7 @@ def score(
     source = open_input(input_file, rows)
     if source.recipe is not None and source.recipe.kind != "score":
         raise ConfigError("nothing says what is scored: give --completions or --text")
-    _run(source, output, load, [], force, keep_going, quiet)
+    _run(source, output, engine, load, [], force, keep_going, quiet)
 
 
 def open_input(path: Path, rows: InputOptions) -> JobInput:
@@ -146,6 +146,7 @@ def open_input(path: Path, rows: InputOptions) -> JobInput:
 def _run(
     source: JobInput,
     output: Path,
+    engine: EngineOptions,
     load: Callable[[], LLM | Replicas],
     schemas: list[Path],
     force: bool,
@@ -155,9 +156,11 @@ def _run(
     """Run a job to its end and report it; raises `typer.Exit` with its exit code."""
     from onestem.batch import JobInterrupted
     from onestem.batch.workplace import Workplace
-    from onestem.jobs import run_file
+    from onestem.jobs import check_trace, run_file
 
-    Workplace(output).check_output()  # before a model is loaded
+    # Before a model is loaded.
+    Workplace(output).check_output()
+    check_trace(engine, source, output)
 
     # Ray prints deaths of its actors to stdout.
     with (

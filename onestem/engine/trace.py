@@ -30,8 +30,8 @@ class StepTrace:
     `waiting` in the engine (a job's are read as there is room, and so are few). `free_pages` are
     pages of KV memory that no sequence holds.
 
-    What the file holds stays until `restart`. Lines are written when there are many, and by
-    `flush`. A disk that fails ends the trace, and nothing else.
+    What the file holds stays until the first step after `restart`. Lines are written when there are
+    many, and by `flush`. A disk that fails ends the trace, and nothing else.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -40,20 +40,24 @@ class StepTrace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
         self._step, self._began = 0, time.perf_counter()
+        self._is_fresh = False  # what the file holds is of an earlier trace
         try:
             self._file: IO[str] | None = open(path, "a", buffering=BUFFER_BYTES)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"trace {path}: {error.strerror}: choose another file") from error
 
     def restart(self) -> None:
-        """Begin anew; what is written is forgotten, unless the file is a pipe or a device."""
+        """Begin anew: with the next step the file is emptied, unless it is a pipe or a device."""
         self._step, self._began = 0, time.perf_counter()
-        self._do(_empty)
+        self._is_fresh = True
 
     def note(
         self, num_rows: int, chunks: list[Chunk], *, running: int, waiting: int, free_pages: int
     ) -> None:
         """Note that a step of `num_rows` rows was launched."""
+        if self._is_fresh:
+            self._is_fresh = False
+            self._do(_empty)
         self._step += 1
         prefix = sum(map(_num_prefix_rows, chunks))
         of_prompts = sum(chunk.end - chunk.start for chunk in chunks)

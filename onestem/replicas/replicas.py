@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onestem.batch import max_output_of
 from onestem.engine.engine import check_counts
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
@@ -174,7 +175,12 @@ class Replicas:
         requests = self._requests(prompts, sampling_params)
         if not requests:
             return []
-        lengths = [min(r.params.n * (r.params.max_tokens or 1), 2**31 - 1) for r in requests]
+        most = self.options.max_model_len
+        assert most is not None  # settled by an engine
+        lengths = [
+            max(1, max_output_of(request.params, most - len(request.prompt_token_ids)))
+            for request in requests
+        ]
         plan = planner_of(self.options, self.kv_tokens)(
             [request.prompt_token_ids for request in requests], output_lengths=lengths
         )

@@ -269,6 +269,7 @@ class Service:
             name=str(self.settings.engine.model),
             options=facts.options.identity(),
             planner=planner_of(facts.options, facts.kv_tokens),
+            max_model_len=facts.max_model_len,
         )
 
 

@@ -58,6 +58,7 @@ class JobModel:
     name: str
     options: Mapping[str, Any]
     planner: Planner
+    max_model_len: int
 
 
 class Jobs:
@@ -248,6 +249,7 @@ class Jobs:
             validate=partial(run.validate, self._check),
             run=run,
             planner=model.planner,
+            max_model_len=model.max_model_len,
             model_identity=model.identity,
             model_name=model.name,
             options={**model.options, **schema_options(markups)},
