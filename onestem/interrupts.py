@@ -1,15 +1,16 @@
-"""Ctrl-C at moments when the engine's books are half written."""
+"""Signals at moments when something is half done."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["Held", "uninterrupted"]
+__all__ = ["Held", "exit_on_sigterm", "uninterrupted"]
 
 
 class Held:
@@ -60,3 +61,16 @@ def uninterrupted() -> Iterator[Held]:
     finally:
         signal.signal(signal.SIGINT, handler)
         held.deliver()
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit on SIGTERM, so that servers that were started and temporary files go too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

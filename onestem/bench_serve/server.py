@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import IO
 import httpx2
 
 from onestem.errors import ConfigError
+from onestem.interrupts import exit_on_sigterm
 
 __all__ = ["free_port", "onestem_command", "serving"]
 
@@ -55,7 +55,7 @@ def serving(
     Its output goes to `log` (else to a temporary file). At the end it gets SIGTERM, and 30 seconds
     later, if it still runs, SIGKILL with all processes of its group.
     """
-    with _exit_on_sigterm(), log.open("w+b") if log else tempfile.TemporaryFile("w+b") as output:
+    with exit_on_sigterm(), log.open("w+b") if log else tempfile.TemporaryFile("w+b") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -70,19 +70,6 @@ def serving(
             yield base_url
         finally:
             _stop(process)
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Exit on SIGTERM, so that the server is stopped too: by default it would go on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_ready(

@@ -5,7 +5,6 @@ No data set of conversations is needed: a benchmark asks for as many tokens as i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,6 +17,7 @@ __all__ = ["Ask", "Workload"]
 
 # Streams of random numbers from one seed.
 ARRIVALS, SYSTEMS, LENGTHS, QUESTION = 0, 1, 2, 3
+MOST_SCALE = 1000  # of questions and answers
 # Lower token ids are often special (padding, begin, end, bytes): a prompt has none of them.
 FIRST_ID = 300
 WORDS = (  # noqa: SIM905
@@ -79,8 +79,8 @@ class Workload:
         ):
             if value < least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}")
-        if not 0 < self.scale < math.inf:
-            raise ConfigError(f"scale is {self.scale}, expected a number above 0")
+        if not 0 < self.scale <= MOST_SCALE:
+            raise ConfigError(f"scale is {self.scale}, expected above 0, up to {MOST_SCALE}")
 
     def arrivals(self, rate: float, count: int) -> np.ndarray:
         """Seconds of `count` arrivals of a Poisson process; another rate only stretches them."""

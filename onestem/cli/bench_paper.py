@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onestem.cli import options
-from onestem.files import write_whole
+from onestem.files import check_place, write_whole
+from onestem.interrupts import exit_on_sigterm
 from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -88,10 +89,13 @@ def paper(
     if name is None:
         _list(EXPERIMENTS.values(), as_json)
         return
-    if out is not None:
-        _check_folder(out)  # before anything is measured
+    if out is not None:  # before anything is measured
+        _check_folder(out, EXPERIMENTS if name == "all" else [name])
     peers = [peer.strip() for peer in against.split(",") if peer.strip()]
-    with Bench(engine, scale=scale, part=part, repeat=repeat, against=peers) as bench:
+    with (
+        exit_on_sigterm(),
+        Bench(engine, scale=scale, part=part, repeat=repeat, against=peers) as bench,
+    ):
         run = partial(_run, bench=bench, out=out, as_json=as_json, quiet=quiet)
         if name != "all":
             run(find(name))
@@ -119,8 +123,8 @@ def _run_all(
     return refused
 
 
-def _check_folder(out: Path) -> None:
-    """Make the folder of --out; raise `ConfigError` where results cannot be written."""
+def _check_folder(out: Path, names: Iterable[str]) -> None:
+    """Make the folder of --out; raise an error where the results of `names` cannot be written."""
     from onestem.errors import ConfigError
 
     try:
@@ -129,13 +133,15 @@ def _check_folder(out: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"out is {out}: {error.strerror}: choose another folder") from None
+    for file in ("paper.html", *(f"{name}.{kind}" for name in names for kind in ("json", "svg"))):
+        check_place(out / file, "another folder")
 
 
 def _write_text(path: Path, text: str) -> None:
     from onestem.errors import ConfigError
 
     try:
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: choose another folder for --out") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -30,6 +29,7 @@ __all__ = ["serve"]
 SERVER = "Our own server"
 WORKLOAD = "Workload"
 RUN = "Run"
+MOST_REQUESTS = 1_000_000  # of a run
 SHARED = ("model", "seed")  # options of our server that also apply to another one
 
 
@@ -185,15 +185,23 @@ def serve(
     from onestem.bench_serve.run import Bench, model_name
     from onestem.bench_serve.search import RateSearch
 
-    for what, value in (
-        *(("rate", one) for one in rate or ()),
-        ("duration", duration),
-        ("limit", limit),
-        ("timeout", timeout),
-        ("requests", requests),
+    for what, value, least, most in (
+        *(("rate", one, 1e-6, 1e6) for one in rate or ()),
+        ("start-rate", start_rate, 1e-6, 1e6),
+        ("duration", duration, 0, 1e6),
+        ("limit", limit, 0, 1e6),
+        ("timeout", timeout, 0, 1e6),
+        ("requests", requests, 1, MOST_REQUESTS),
     ):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{what} is {value}, expected a number above 0")
+        if value is not None and not (least <= value <= most and value > 0):
+            above = f"{least:g} to" if least else "above 0, up to"
+            raise ConfigError(f"{what} is {value}, expected {above} {most:,.0f}")
+    for one in () if requests else rate or ():
+        if one * duration > MOST_REQUESTS:
+            raise ConfigError(
+                f"rate {one:g} for {duration:g} s is more than {MOST_REQUESTS:,} requests: lower "
+                "rate or duration"
+            )
     search = None if rate else RateSearch(start_rate, resolution=resolution)
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
         raise ConfigError(f"log is {log}: expected a file in a folder that exists")

@@ -12,6 +12,7 @@ import typer
 
 from onestem.cli import options
 from onestem.cli.batch import Input, JobProgress, KeepGoing, Quiet, open_input
+from onestem.interrupts import exit_on_sigterm
 from onestem.options import EngineOptions, InputOptions
 
 if TYPE_CHECKING:
@@ -104,7 +105,11 @@ def plan(
 
     source = open_input(input_file, rows)
     price = None if price_per_hour is None else Price.read(price_per_hour)
-    with tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder, JobProgress(quiet) as bar:
+    with (
+        exit_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix="onestem-plan-") as folder,
+        JobProgress(quiet) as bar,
+    ):
         report = plan_file(
             source,
             Path(folder),

@@ -17,6 +17,7 @@ from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.weights import expected_shapes
 from onestem.ops.bench.measure import memory_bytes
+from onestem.ops.bench.peers import PEERS
 from onestem.options import EngineOptions, ShareMode
 from onestem.paper.shapes import scaled
 from onestem.paper.vllm_process import Vllm
@@ -25,6 +26,7 @@ from onestem.shapes import find_shape
 __all__ = ["Bench"]
 
 Value = TypeVar("Value")
+MOST_TURNS = 1000  # of `repeat`
 
 
 class Bench(AbstractContextManager["Bench"]):
@@ -55,8 +57,11 @@ class Bench(AbstractContextManager["Bench"]):
         for name, value in (("scale", scale), ("part", part)):
             if not 0 < value <= 1:
                 raise ConfigError(f"{name} is {value}, expected above 0 and at most 1")
-        if repeat < 1:
-            raise ConfigError(f"repeat is {repeat}, expected at least 1")
+        if not 1 <= repeat <= MOST_TURNS:
+            raise ConfigError(f"repeat is {repeat}, expected 1 to {MOST_TURNS}")
+        for peer in against:
+            if peer not in PEERS:
+                raise ConfigError(f"peer is {peer!r}, expected one of: {', '.join(PEERS)}")
         told = "model" in options.model_fields_set
         self.told_model = str(options.model) if told else None
         self.options = options if options.seed is not None else options.replace(seed=0)
@@ -96,12 +101,19 @@ class Bench(AbstractContextManager["Bench"]):
         for name, value in (pair for each in settings for pair in at(each).items()):
             axes.setdefault(name, []).append(value)
         left = {name: self.thin(_in_order(values)) for name, values in axes.items()}
-        kept = [
-            each
-            for each in settings
-            if all(value in left[name] for name, value in at(each).items())
-        ]
-        return kept or self.thin(settings)
+        places = [at(each) for each in settings]
+        kept = {
+            i
+            for i, there in enumerate(places)
+            if all(value in left[name] for name, value in there.items())
+        }
+        # A table may have holes: each row and column that is left has a setting.
+        for name, values in left.items():
+            for value in values:
+                with_it = [i for i, there in enumerate(places) if there.get(name) == value]
+                if not kept.intersection(with_it):
+                    kept.add(with_it[0])
+        return [settings[i] for i in sorted(kept)]
 
     def share(self, mode: ShareMode) -> ShareMode:
         """Share mode of a series: for `full`, that of the options."""

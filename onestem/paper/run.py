@@ -47,6 +47,9 @@ def run_experiment(
         bench.refused = {}
     else:
         bench.refused = dict.fromkeys(bench.against, "nothing is compared with peers here")
+    model = bench.told_model
+    if model is not None and isinstance(experiment.measure, WITHOUT_MODEL):
+        bench.refused[f"model {model}"], model = "no model runs here", None
     began = time.perf_counter()
     turns: dict[Any, list[Cell]] = {}
     for step in progress(experiment.measure.steps(bench) * bench.repeat):
@@ -68,7 +71,7 @@ def run_experiment(
         "part": bench.part,
         "repeat": bench.repeat,
         "share": bench.share("full"),
-        "model": bench.told_model,
+        "model": model,
         **facts,
         "cores": os.cpu_count(),
         "architecture": platform.machine(),

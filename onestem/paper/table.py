@@ -114,15 +114,15 @@ class _Found:
 
 
 def _sorted(places: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Places sorted by their numbers; names by first appearance."""
+    """Places sorted by their numbers; then names, by first appearance."""
     seen: dict[Any, int] = {}
     for at in places:
         for name, value in at.items():
             seen.setdefault((name, value), len(seen))
 
-    def rank(at: Mapping[str, Any]) -> list[float]:
+    def rank(at: Mapping[str, Any]) -> list[tuple[bool, float]]:
         return [
-            value if isinstance(value, (int, float)) else seen[name, value]
+            (False, value) if isinstance(value, (int, float)) else (True, seen[name, value])
             for name, value in at.items()
         ]
 
@@ -150,13 +150,15 @@ def _plain(value: Any) -> str:
 
 def _notes(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
     notes = [f"In {experiment.unit}; cells are ours / the paper's."]
+    scale = "" if result["scale"] == 1 else f" at {result['scale']:g} of its sizes"
+    if result.get("part", 1) < 1:
+        scale += f", with {result['part']:g} of its requests and points"
+    if result.get("repeat", 1) > 1:
+        scale += f" (medians of {result['repeat']} turns)"
     if experiment.machine:
-        scale = "" if result["scale"] == 1 else f" at {result['scale']:g} of its sizes"
-        if result.get("part", 1) < 1:
-            scale += f", with {result['part']:g} of its requests and points"
-        if result.get("repeat", 1) > 1:
-            scale += f" (medians of {result['repeat']} turns)"
         notes.append(f"The paper ran it on {experiment.machine}; we on {result['device']}{scale}.")
+    elif scale:
+        notes.append(f"Ours: {scale.strip(' ,')}.")
     if experiment.assumed:
         notes.append(f"Ours to choose: {experiment.assumed}.")
     noted = [cell for cell in result["cells"] if cell["note"]]

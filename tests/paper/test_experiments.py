@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -132,6 +133,13 @@ def test_devices_hold_a_model_together(tmp_path):
             run_experiment(EXPERIMENTS["relay-fig6"], bench, "command")
     assert result["device"].startswith("2 x ")
     assert {cell["series"] for cell in result["cells"] if cell["value"]} >= {"full", "storage"}
+
+
+def test_each_row_of_a_table_with_holes_is_left():
+    settings = EXPERIMENTS["batch-fig7"].measure.settings
+    with Bench(options("full"), scale=SCALE) as bench:
+        left = [setting.at for setting in bench.thin_table(settings, attrgetter("at"))]
+    assert [(at["degree"], at["prefix"]) for at in left] == [(2, 2000), (16, 1000), (16, 16000)]
 
 
 @pytest.mark.parametrize("name", ["relay-table4", "hydragen-fig4"])

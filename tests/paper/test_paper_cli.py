@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.papers import PAGE, page
 from onestem.cli.app import app
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, OnestemError
 from onestem.paper.registry import EXPERIMENTS
 
 
@@ -28,10 +28,13 @@ def test_the_list():
 
 
 def test_one_writes_its_files(tmp_path):
-    shown = run("cache-table2", "--out", str(tmp_path), "--quiet", "--against", "sdpa")
+    given = ("--out", str(tmp_path), "--quiet", "--against", "sdpa", "--model", "/etc/none")
+    shown = run("cache-table2", *given)
     assert "4.53 / 4.53" in shown
     assert "Left out: sdpa: nothing is compared with peers here." in shown
+    assert "Left out: model /etc/none: no model runs here." in shown
     result = json.loads((tmp_path / "cache-table2.json").read_text())
+    assert result["model"] is None
     assert result["versions"]["onestem"]
     assert (tmp_path / "cache-table2.svg").read_text().startswith("<svg")
 
@@ -43,11 +46,15 @@ def test_one_writes_its_files(tmp_path):
         (["all"], "--out"),
         (["relay-fig6", "--scale", "0"], "scale is 0"),
         (["relay-fig6", "--repeat", "0"], "repeat is 0"),
+        (["relay-fig6", "--repeat", "99999999999"], "expected 1 to 1000"),
+        (["batch-fig6a", "--against", "foo"], "peer is 'foo', expected one of: sdpa"),
+        (["relay-fig6", "--out", "{taken}"], "relay-fig6.svg is not a regular file"),
     ],
 )
-def test_mistakes(arguments, line):
-    with pytest.raises(ConfigError, match=line):
-        run(*arguments)
+def test_mistakes(arguments, line, tmp_path):
+    (tmp_path / "relay-fig6.svg").mkdir()
+    with pytest.raises(OnestemError, match=line):
+        run(*(argument.format(taken=tmp_path) for argument in arguments))
 
 
 def test_what_the_device_cannot_hold_is_refused(monkeypatch):
