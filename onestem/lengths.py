@@ -334,14 +334,15 @@ def _parsed(text: str, part: Part) -> Lengths:
 def _counts_of(file: Path, part: Part) -> tuple[int, ...]:
     """The counts of a file whose lines are numbers, or JSON objects with that part's field."""
     try:
-        lines = file.read_text("utf-8").splitlines()
+        text = file.read_text("utf-8").removesuffix("\n")
     except OSError as error:
         raise ConfigError(f"it cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError("it is no text in UTF-8") from None
-    if not lines:
+    if not text:
         raise ConfigError("it is empty, expected a count in each line")
-    return tuple(_count_of(line, part, number) for number, line in enumerate(lines, 1))
+    # Not `splitlines`: a JSON text may hold other separators.
+    return tuple(_count_of(line, part, number) for number, line in enumerate(text.split("\n"), 1))
 
 
 def _count_of(line: str, part: Part, number: int) -> int:

@@ -162,6 +162,8 @@ def test_files_have_counts_or_objects(tmp_path):
     file = tmp_path / "lengths"
     file.write_text("5\n7\n")
     assert parse_lengths("distinct", f"file:{file}", "question").counts == (5, 7)
+    file.write_text('{"prompt_tokens": 4, "text": "\u2028"}\n', "utf-8")
+    assert parse_lengths("distinct", f"file:{file}", "question").counts == (4,)
     file.write_text('{"prompt_tokens": 4, "output_tokens": 0}\n{"prompt_tokens": 6}\n')
     assert parse_lengths("distinct", f"file:{file}", "question").counts == (4, 6)
     for text, part, says in (

@@ -140,19 +140,21 @@ def _progress(entry: dict[str, Any]) -> None:
     print(_who(entry), file=sys.stderr, flush=True)
 
 
-def _who(entry: dict[str, Any]) -> str:
+def _who(entry: dict[str, Any], width: int = 26) -> str:
     warm = f" ({entry['warm_ms']:.3f} warm)" if "warm_ms" in entry else ""
-    return f"{entry['case']:26} {entry['heads']:5} {entry['ms']:8.4f} ms{warm}"
+    return f"{entry['case']:{width}} {entry['heads']:5} {entry['ms']:8.4f} ms{warm}"
 
 
 def _table(facts: dict[str, Any]) -> str:
     means = map(_mean, facts["summary"]) if len(facts["cases"]) > 1 else ()
-    return "\n".join([*map(_line, facts["cases"]), *means, _device(facts)])
+    width = max(len(entry["case"]) for entry in facts["cases"])
+    lines = [_line(entry, width) for entry in facts["cases"]]
+    return "\n".join([*lines, *means, _device(facts)])
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _line(entry: dict[str, Any], width: int) -> str:
     parts = [
-        _who(entry),
+        _who(entry, width),
         f"floors {entry['flop_floor_ms']:.3f} FLOP {entry['byte_floor_ms']:.3f} bytes",
         f"{entry['matrix_share']:.0%} of the matrix rate",
         f"{entry['memory_share']:.0%} of memory's",
