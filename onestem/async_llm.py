@@ -269,14 +269,14 @@ class AsyncLLM:
                 await self.reset_prefix_cache()
         except BaseException:  # also where its caller has waited long enough
             if was_going:
-                self._client.cancel_pause()
+                self._client.resume()
                 self._going.set()
             raise
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
+        """Go on after `pause_generation`, also while an engine that died is started again."""
         await self.start()
-        await self._control("resume")
+        self._client.resume()
         self._going.set()
 
     async def is_paused(self) -> bool:

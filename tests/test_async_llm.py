@@ -345,6 +345,14 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             with pytest.raises(OnestemError, match="the engine is down"):
                 await served.pause_generation()
             answers = [await whole(served.generate([5], SHORT))]
+            # A dead engine's successor goes on where that was ordered meanwhile.
+            await served.pause_generation("keep")
+            late = asyncio.create_task(whole(served.generate([5], SHORT)))
+            launcher.kill()
+            while served._client.state == "running":
+                await asyncio.sleep(0.001)
+            await served.resume_generation()
+            answers.append(await late)
             # Who pauses twice, and gives up the second time, has paused once.
             await served.pause_generation()
             waiting = asyncio.create_task(whole(served.generate([5], SHORT)))
@@ -358,7 +366,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             return [*answers, await waiting]
 
     want = tokens(llm.generate([[5]], SHORT)[0])
-    assert [tokens(answer) for answer in asyncio.run(main())] == [want, want]
+    assert [tokens(answer) for answer in asyncio.run(main())] == [want, want, want]
 
 
 @pytest.mark.parametrize("state", ["asleep", "awake"])

@@ -46,7 +46,8 @@ class RayCrew:
     Args:
         options: of each engine. Each actor finds the model on its own machine.
         num_replicas: replicas that will be started.
-        address: of a cluster; None: Ray is started on this machine, and ends with the process.
+        address: of a cluster; None or `local`: Ray is started on this machine, and ends with the
+            process.
 
     Raises:
         ConfigError: Ray is not installed or cannot be reached, or the options do not suit replicas.
@@ -55,6 +56,8 @@ class RayCrew:
     def __init__(self, options: EngineOptions, num_replicas: int, address: str | None) -> None:
         _check(options)
         self._ray = ray = _import()
+        if address in ("", "local"):
+            address = None
         self._began_ray = not ray.is_initialized()
         if self._began_ray:
             if address is None:

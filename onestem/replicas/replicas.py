@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,6 +90,8 @@ class Replicas:
         self.num_replicas = num_replicas
         self._count = 0
         self._is_closed = False
+        self._pid = os.getpid()
+        self._answering = threading.Lock()
         self._schemas: Library | None = None
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
@@ -170,8 +173,26 @@ class Replicas:
 
         Raises:
             RequestError: a prompt cannot be answered; names the prompt. Nothing is computed then.
+                Or another thread's call is being answered.
+            ConfigError: the process is a fork, or the replicas are closed.
             JobError: no replica is left.
         """
+        if os.getpid() != self._pid:
+            raise ConfigError("this process is a fork of the one with the replicas: make others")
+        if not self._answering.acquire(blocking=False):
+            raise RequestError(
+                "the replicas answer another call: let it end first, or give all prompts at once"
+            )
+        try:
+            return self._answered(prompts, sampling_params)
+        finally:
+            self._answering.release()
+
+    def _answered(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
         requests = self._requests(prompts, sampling_params)
         if not requests:
             return []

@@ -90,6 +90,7 @@ class Worker:
         """Load the model."""
         try:
             self._llm = llm = LLM.from_options(self._options)
+            self._stats = llm.engine.stats
             return Facts(platform.node(), os.getpid(), llm.options, Target.of_llm(llm).settled())
         except RankError as error:
             return Failure(_line(error))  # what ended one of its processes may not come again
@@ -99,9 +100,9 @@ class Worker:
     def work(self, run: int, requests: Sequence[Request], seconds: float) -> Report:
         """Take requests and compute for `seconds`, or until no request is waiting any more.
         Requests of another run are dropped."""
-        engine = self._llm.engine
         began, outputs, died = time.monotonic(), list[RequestOutput](), None
         try:
+            engine = self._llm.engine  # an error if one of its processes has ended
             if run != self._run:
                 self._forget(run)
             if requests:
@@ -117,7 +118,7 @@ class Worker:
             log.error("the engine died", exc_info=error)
             died = _line(error)
         spent = time.monotonic() - began
-        return Report(run, outputs, self._num_waiting, spent, engine.stats, died)
+        return Report(run, outputs, self._num_waiting, spent, self._stats, died)
 
     def _forget(self, run: int) -> None:
         for job in self._llm.engine.job_ids:

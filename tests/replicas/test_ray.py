@@ -209,6 +209,12 @@ def test_generate_answers_as_one_engine_does(replicas):
         replicas.generate(["a"], "hot")
     with pytest.raises(RequestError, match="prompt 1: prompt is NoneType"):
         replicas.generate(["a", None])
+    with replicas._answering, pytest.raises(RequestError, match="replicas answer another call"):
+        replicas.generate(["a"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(replicas, "_pid", 1)
+        with pytest.raises(ConfigError, match="a fork of the one with the replicas"):
+            replicas.generate(["a"])
     one = replicas.generate({"prompt": prompts[0]}, params[0])
     assert one[0].outputs[0].token_ids == expected[0]
 

@@ -85,6 +85,16 @@ def test_an_engine_that_dies_says_why(worker, monkeypatch):
     )
 
 
+def test_a_rank_that_ends_between_two_calls_says_why(worker, monkeypatch):
+    def engine(llm):
+        raise RankError("rank 1 of 2 (process 7) ended by signal 9 (SIGKILL): make another LLM")
+
+    monkeypatch.setattr(LLM, "engine", property(engine))
+    report = worker.work(7, requests("a"), 1.0)
+    assert report.died == "rank 1 of 2 (process 7) ended by signal 9 (SIGKILL)"
+    assert report.stats is worker._stats
+
+
 def test_what_cannot_be_loaded_says_why():
     found = Worker(OPTIONS.replace(kv_memory="900TiB")).load()
     assert isinstance(found, Failure)

@@ -64,7 +64,7 @@ async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> 
 @control_routes.post("/resume", dependencies=BY_QUERY)
 async def resume(service: Operates) -> Json:
     """Go on after /pause."""
-    await _told(service, "resume")
+    service.client.resume()
     return {"status": "resumed"}
 
 

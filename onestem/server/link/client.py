@@ -600,8 +600,8 @@ class EngineClient:
         `Worker.orders`); errors as of `ask`, which may be any `OnestemError` here."""
         self.check_up()
         answer = await self._questions.ask(what, value, None)
-        if what in ("pause", "resume"):
-            self.is_paused = what == "pause"
+        if what == "pause":
+            self.is_paused = True
         elif what == "sleep":
             self.sleep_level = max(value, self.sleep_level)
         elif what == "wake_up" and answer:
@@ -627,8 +627,8 @@ class EngineClient:
             else:
                 return
 
-    def cancel_pause(self) -> None:
-        """Go on: who ordered a pause gave up waiting for it."""
+    def resume(self) -> None:
+        """Go on after a pause, or give up waiting for one; also for an engine that is not up."""
         self.is_paused = False
         self.tell("resume")
 
