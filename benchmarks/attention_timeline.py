@@ -38,7 +38,20 @@ def _stamp(indent: int, word: int, half: str = "") -> str:
     return " " * indent + f"gl.store({at}, globaltimer())\n"
 
 
-TIMER = "from triton.language.extra.cuda import globaltimer\n"
+def _queries_there(indent: int) -> Change:
+    """A stamp before the loop over items, after a fence that stands at `indent`."""
+    fence, loop = " " * indent + "fence_async_shared()\n", "    while item"
+    return fence + loop, fence + _stamp(indent, WAITS, HALF) + loop, 1
+
+
+def _first_tile(line: str, more: str = "") -> Change:
+    """A stamp before a line after the first tile; `more` goes after it."""
+    stamp = " " * 16 + "if count == 0:\n" + _stamp(20, TILE, HALF)
+    return " " * 16 + line, stamp + more + " " * 16 + line, 1
+
+
+HALF = " + PART"
+TIMER = ("\n\n__all__", "\nfrom triton.language.extra.cuda import globaltimer\n\n__all__", 1)
 HOPPER: dict[str, tuple[Change, ...]] = {
     "kernel.py": (
         ("import gdc_launch_dependents", "import gdc_launch_dependents, globaltimer", 1),
@@ -51,7 +64,7 @@ HOPPER: dict[str, tuple[Change, ...]] = {
         ("control, v_pages, boxes", "control, slopes, v_pages, boxes", 2),
     ),
     "copy.py": (
-        ("\n\n__all__", "\n" + TIMER + "\n__all__", 1),
+        TIMER,
         ("    control, pool, boxes", "    control, slopes, pool, boxes", 1),
         ("control, item, ", "control, slopes, item, ", 3),
         (
@@ -71,38 +84,18 @@ HOPPER: dict[str, tuple[Change, ...]] = {
         ),
     ),
     "rows.py": (
-        ("\n\n__all__", "\n" + TIMER + "\n__all__", 1),
-        (
-            "        fence_async_shared()\n    while item",
-            "        fence_async_shared()\n" + _stamp(8, WAITS, " + PART") + "    while item",
-            1,
-        ),
-        (
-            "                first_weight, running_max",
-            "                if count == 0:\n"
-            + _stamp(20, TILE, " + PART")
-            + "                first_weight, running_max",
-            1,
-        ),
-        ("    return count\n", _stamp(4, END, " + PART") + "    return count\n", 1),
+        TIMER,
+        _queries_there(8),
+        _first_tile("first_weight, running_max"),
+        ("    return count\n", _stamp(4, END, HALF) + "    return count\n", 1),
     ),
     "columns.py": (
-        ("\n\n__all__", "\n" + TIMER + "\n__all__", 1),
-        (
-            "    fence_async_shared()\n    while item",
-            "    fence_async_shared()\n" + _stamp(4, WAITS, " + PART") + "    while item",
-            1,
-        ),
-        (
-            "                stage, phase = next_stage",
-            "                if count == 0:\n"
-            + _stamp(20, TILE, " + PART")
-            + "                count += 1\n                stage, phase = next_stage",
-            1,
-        ),
+        TIMER,
+        _queries_there(4),
+        _first_tile("stage, phase = next_stage", " " * 16 + "count += 1\n"),
         (
             "        later_record = last_record\n",
-            "        later_record = last_record\n" + _stamp(4, END, " + PART"),
+            "        later_record = last_record\n" + _stamp(4, END, HALF),
             1,
         ),
     ),
@@ -136,7 +129,7 @@ def main() -> None:
 def step_of(name: str, heads: Heads) -> tuple[Step, Heads]:
     if name in CASES:
         return CASES[name].step(heads)
-    return decode_step(*tree_levels(name), heads.page_size), heads
+    return decode_step(*tree_levels(name), page_size=heads.page_size), heads
 
 
 def stamped(folder: Path) -> tuple[ModuleType, ModuleType]:
