@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from onestem.batch import max_output_of, model_identity
+from onestem.batch import model_identity, output_lengths
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
 from onestem.engine.engine import Engine
@@ -674,10 +674,7 @@ class LLM:
 
     def plan(self, prompts: Prompts, params: Sequence[SamplingParams]) -> JobPlan:
         """Groups and order for prompts that are all known."""
-        most = self.engine.max_model_len
-        lengths = [
-            max(1, max_output_of(each, most - len(prompts[i]))) for i, each in enumerate(params)
-        ]
+        lengths = output_lengths(prompts, params, self.engine.max_model_len)
         return planner_of(self.options, self.kv_tokens)(prompts, output_lengths=lengths)
 
     @property

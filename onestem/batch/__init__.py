@@ -13,7 +13,7 @@ from onestem.batch.interface import (
 )
 from onestem.batch.job import run_job
 from onestem.batch.planned import PlannedLines
-from onestem.batch.spool import Tokenizer, max_output_of
+from onestem.batch.spool import Tokenizer, output_lengths
 
 __all__ = [
     "DIED_TWICE",
@@ -26,7 +26,7 @@ __all__ = [
     "Progress",
     "SpooledPrompts",
     "Tokenizer",
-    "max_output_of",
     "model_identity",
+    "output_lengths",
     "run_job",
 ]

@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -37,6 +37,7 @@ from onestem.errors import OnestemError, RequestError
 from onestem.openai.read import Prompt
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
+from onestem.planner import Prompts
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
 from onestem.scores import Encoder, ScoreTask
@@ -48,7 +49,7 @@ __all__ = [
     "SpooledRequest",
     "Tokenizer",
     "Validate",
-    "max_output_of",
+    "output_lengths",
     "spool_sizes",
     "write_spool",
 ]
@@ -503,19 +504,28 @@ class _Writer:
             self._ids.write(np.asarray(line.ids, np.int32).tobytes())
             num_ids = len(line.ids)
             room = None if self._max_model_len is None else self._max_model_len - num_ids
-            max_output = max_output_of(line.request.asked.params, room)
+            max_output = _max_output(line.request.asked.params, room)
             self._next_id += num_ids
         self._next_byte += len(record) + 1
         return [line.number, first_id, num_ids, record_start, len(record), max_output]
 
 
-def max_output_of(params: SamplingParams, room: int | None) -> int:
+def _max_output(params: SamplingParams, room: int | None) -> int:
     """Maximum tokens of all answers to a request together; 0: not given. `room`: of each, in the
     model. It is capped beyond what any model can sample, so that sums over a job fit 64 bits."""
     if params.max_tokens is None:
         return 0
     longest = params.max_tokens if room is None else max(1, min(params.max_tokens, room))
     return min(params.n * longest, 2**31 - 1)
+
+
+def output_lengths(
+    prompts: Prompts, params: Iterable[SamplingParams], max_model_len: int
+) -> list[int]:
+    """Maximum tokens of all answers to each prompt, at least 1, for a planner."""
+    return [
+        max(1, _max_output(each, max_model_len - len(prompts[i]))) for i, each in enumerate(params)
+    ]
 
 
 def _record(line: _Line) -> dict[str, Any]:

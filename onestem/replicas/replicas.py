@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onestem.batch import max_output_of
+from onestem.batch import output_lengths
 from onestem.engine.engine import check_counts
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
@@ -196,15 +196,11 @@ class Replicas:
         requests = self._requests(prompts, sampling_params)
         if not requests:
             return []
-        most = self.options.max_model_len
-        assert most is not None  # settled by an engine
-        lengths = [
-            max(1, max_output_of(request.params, most - len(request.prompt_token_ids)))
-            for request in requests
-        ]
-        plan = planner_of(self.options, self.kv_tokens)(
-            [request.prompt_token_ids for request in requests], output_lengths=lengths
-        )
+        max_model_len = self.options.max_model_len
+        assert max_model_len is not None  # settled by an engine
+        ids = [request.prompt_token_ids for request in requests]
+        lengths = output_lengths(ids, (request.params for request in requests), max_model_len)
+        plan = planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths)
         outputs = {output.request_id: output for output in self.run(_Listed(requests, plan))}
         return [outputs[request.request_id] for request in requests]
 

@@ -30,7 +30,10 @@ async def _operated(request: Request) -> Service:
     return service
 
 
-async def _told_by_query(request: Request) -> None:
+Operates = Annotated[Service, Depends(_operated)]
+
+
+async def _told_by_query(request: Request, service: Operates) -> None:
     """Refuse a body: it would be ignored."""
     body = await read_limited(request, MAX_BODY)
     if body.strip() not in (b"", b"{}"):
@@ -38,8 +41,7 @@ async def _told_by_query(request: Request) -> None:
         raise ApiError(400, f"{path} takes no body: give fields in the query, {path}?name=value")
 
 
-Operates = Annotated[Service, Depends(_operated)]
-BY_QUERY = [Depends(_operated), Depends(_told_by_query)]
+BY_QUERY = [Depends(_told_by_query)]
 
 # Not in the document of OpenAI's API, as vLLM's are not.
 control_routes = APIRouter(include_in_schema=False)

@@ -616,16 +616,12 @@ class EngineClient:
             RequestError: the request cannot be answered.
             EngineDownError: the engine died twice, or was stopped.
         """
-        for is_last in (False, True):
+        await self._settled.wait()
+        try:
+            await self.control("validate", request)
+        except EngineDownError:
             await self._settled.wait()
-            self.check_up()
-            try:
-                await self.control("validate", request)
-            except EngineDownError:
-                if is_last:
-                    raise
-            else:
-                return
+            await self.control("validate", request)
 
     def resume(self) -> None:
         """Go on after a pause, or give up waiting for one; also for an engine that is not up."""
