@@ -994,7 +994,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")

@@ -271,6 +271,18 @@ def test_plan_refuses_what_batch_refuses(model, tmp_path):
         assert plan.stderr == batch.stderr != ""
 
 
+def test_plan_counts_the_devices_that_hold_a_model(model, tmp_path):
+    write_job(source := tmp_path / "in.jsonl", job_lines(3))
+    args = ("plan", source, "--model", model, "--kv-memory", "1MiB", "--tensor-parallel-size", "2")
+    assert "rates are known of one device alone: give --no-predict" in onestem(*args, code=2).stderr
+    one, two = (
+        json.loads(onestem(*args[:count], "--no-predict", "--json", "--quiet").stdout)
+        for count in (-2, len(args))
+    )
+    assert two["kv_bytes_per_token"] * 2 == one["kv_bytes_per_token"]
+    assert two["kv_memory_tokens"] == one["kv_memory_tokens"] * 2
+
+
 def test_plan_predicts_for_a_device_that_is_not_here(model, tmp_path):
     write_job(source := tmp_path / "in.jsonl", job_lines(12, max_tokens=7))
     args = ("plan", source, "--model", model, "--device", "h200", "--quiet")
@@ -291,6 +303,8 @@ def test_plan_predicts_for_a_device_that_is_not_here(model, tmp_path):
         f"  sharing: {seconds:.1f} s, {computed} prompt tokens computed, "
         f"maximum {tokens} tokens in KV memory\n"
     ) in shown
+    wrong = onestem("plan", source, "--model", model, "--device", "cpu:1", code=2)
+    assert "device is 'cpu:1', expected auto, cpu, cuda or cuda:N" in wrong.stderr
     wrong = onestem("plan", source, "--model", model, "--device", "h300", code=2)
     assert "h300" in wrong.stderr
     assert "h200" in wrong.stderr

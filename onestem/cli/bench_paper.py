@@ -87,6 +87,8 @@ def paper(
     from onestem.paper.registry import EXPERIMENTS, find
 
     if name is None:
+        if out is not None or against or (scale, part, repeat) != (1, 1, 1):
+            raise ConfigError("a list takes no options: name a table or figure, or all")
         _list(EXPERIMENTS.values(), as_json)
         return
     if out is not None:  # before anything is measured

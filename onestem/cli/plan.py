@@ -30,6 +30,7 @@ PLANNED_BY = (
     "max_model_len",
     "max_step_tokens",
     "threads",
+    "tensor_parallel_size",
     "max_num_seqs",
     "levels",
     "order",

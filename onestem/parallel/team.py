@@ -266,7 +266,7 @@ class Team:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
         if crew.death is None:
             told = " ".join(f"{type(error).__name__}: {error}".split())
-            crew.note_death(f"rank 0 of {crew.size} failed: {told}: make another LLM")
+            crew.note_death(f"rank 0 of {crew.size} failed: {told}: start the engine again")
         assert crew.death is not None
         return RankError(crew.death)
 
@@ -355,7 +355,7 @@ def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str
     one = ended[0] if ended else first
     what = _how(one.process) if ended or report is None else f"failed: {report[1]}"
     pid = one.process.pid
-    return f"rank {one.rank} of {crew.size} (process {pid}) {what}: make another LLM"
+    return f"rank {one.rank} of {crew.size} (process {pid}) {what}: start the engine again"
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
@@ -390,5 +390,5 @@ def _end(crew: _Crew) -> None:
     if crew.death is None and crew.may_leave:
         crew.leave().join(END_SECONDS)
     with crew.changed:
-        crew.death = crew.death or "the ranks were ended: make another LLM"
+        crew.death = crew.death or "the ranks were ended: start the engine again"
     shutil.rmtree(crew.folder, ignore_errors=True)

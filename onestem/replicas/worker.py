@@ -20,7 +20,7 @@ __all__ = ["Facts", "Failure", "Report", "Worker"]
 
 log = logging.getLogger(__name__)
 
-AGAIN = ": make another LLM"  # of a `RankError`: replicas do that by themselves
+AGAIN = ": start the engine again"  # of a `RankError`: replicas do that by themselves
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def test_one_writes_its_files(tmp_path):
     [
         (["relay-fig66"], "did you mean relay-fig6"),
         (["all"], "--out"),
+        (["--scale", "0.1"], "name a table or figure, or all"),
         (["relay-fig6", "--scale", "0"], "scale is 0"),
         (["relay-fig6", "--repeat", "0"], "repeat is 0"),
         (["relay-fig6", "--repeat", "99999999999"], "expected 1 to 1000"),

@@ -70,7 +70,7 @@ def kill_at_step(engine, step: int, pid: int, number: int = signal.SIGKILL) -> l
 def line_of(rank: int, size: int, pid: int, number: int = 9) -> str:
     return (
         f"rank {rank} of {size} \\(process {pid}\\) ended by signal {number} \\(.*\\): "
-        "make another LLM$"
+        "start the engine again$"
     )
 
 
@@ -230,7 +230,7 @@ def test_an_error_of_rank_0_inside_a_step(monkeypatch):
             raise MemoryError("no more")
 
         monkeypatch.setattr(llm.decoder, "forward", failing)
-        line = "rank 0 of 2 failed: MemoryError: no more: make another LLM"
+        line = "rank 0 of 2 failed: MemoryError: no more: start the engine again"
         for _ in range(2):
             with pytest.raises(RankError, match=line):
                 llm.generate("a")
