@@ -1,7 +1,8 @@
 """A rank other than the first: executes rank 0's messages, and knows no requests.
 
-`python -m onestem.parallel.follower FD RANK`: the socket to rank 0 is that file descriptor. When
-rank 0 ends, in whatever way, this process ends too, whatever it is doing.
+`python -m onestem.parallel.follower FD RANK FOLDER`: the socket to rank 0 is that file descriptor,
+and ranks meet in that folder. When rank 0 ends, in whatever way, this process removes the folder
+and ends too, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Follower:
     Args:
         rank: which one this is, from 1 on.
         end: this process's end of the socket.
+        folder: where ranks meet.
     """
 
-    def __init__(self, rank: int, end: Connection) -> None:
-        self.rank = rank
-        self.folder: Path | None = None
+    def __init__(self, rank: int, end: Connection, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
         self._socket = end
         self._reader = Reader(())
         self._ranks: Ranks
@@ -74,9 +75,8 @@ class Follower:
             for _ in blocks:  # each rank has a part of every logit
                 pass
 
-    def _join(self, folder: str, size: int, device: str, threads: int) -> None:
+    def _join(self, size: int, device: str, threads: int) -> None:
         """Meet the other ranks. `device`: rank 0's."""
-        self.folder = Path(folder)
         first = torch.device(device)
         self._device = first
         if first.type == "cuda":
@@ -128,17 +128,16 @@ def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:
     poll.register(descriptor, 0)  # reports only that the other end closes
     while not poll.poll(1000 * LOOK_SECONDS) and os.getppid() == parent:
         pass
-    if follower.folder is not None:
-        shutil.rmtree(follower.folder, ignore_errors=True)
+    shutil.rmtree(follower.folder, ignore_errors=True)
     os._exit(0)
 
 
-def follow(end: Connection, rank: int) -> None:
+def follow(end: Connection, rank: int, folder: Path) -> None:
     """Run this rank until the socket closes; ends the process."""
     # Rank 0 says when to end, even if a signal goes to the whole group of processes.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    follower, parent = Follower(rank, end), os.getppid()
+    follower, parent = Follower(rank, end, folder), os.getppid()
     leave = threading.Thread(
         target=_leave_with, args=(follower, end.fileno(), parent), name="leave", daemon=True
     )
@@ -156,4 +155,4 @@ def follow(end: Connection, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    follow(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    follow(Connection(int(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3]))

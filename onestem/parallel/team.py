@@ -163,11 +163,11 @@ class Team:
         self.free_bytes: int | None = None
         try:
             for rank in range(1, size):
-                crew.members.append(_start(rank))
+                crew.members.append(_start(rank, crew.folder))
             crew.watcher = threading.Thread(target=_watch, args=(crew,), daemon=True)
             crew.watcher.start()
             self._wait("here")
-            self.tell(call("join", str(crew.folder), size, str(device), torch.get_num_threads()))
+            self.tell(call("join", size, str(device), torch.get_num_threads()))
             self.ranks = self._meanwhile(lambda: join(crew.folder, 0, size, device))
             self._wait("joined")
             # All have met. A process that is killed later would leave these files behind.
@@ -299,11 +299,13 @@ class Team:
         self._end()
 
 
-def _start(rank: int) -> _Member:
+def _start(rank: int, folder: Path) -> _Member:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            python_module("onestem.parallel.follower", str(theirs.fileno()), str(rank)),
+            python_module(
+                "onestem.parallel.follower", str(theirs.fileno()), str(rank), str(folder)
+            ),
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],

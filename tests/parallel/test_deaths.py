@@ -33,6 +33,7 @@ from tests.server.test_process import is_gone, served
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_memory": "2MiB", "tensor_parallel_size": 2}
 SECONDS = 10.0  # within which the line comes
+IMPORTS = 60.0  # within which a process on a busy machine has imported all
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
 pytestmark = [pytest.mark.steps_fail, pytest.mark.usefixtures("forked_teams")]
@@ -46,8 +47,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + SECONDS
+def wait_until(condition, seconds=SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -154,8 +155,8 @@ def test_while_they_meet(rank, monkeypatch):
     """Before it joins the others, or before it says anything."""
     start = teams._start
 
-    def started(number):
-        member = start(number)
+    def started(number, folder):
+        member = start(number, folder)
         if rank == number - 1:
             os.kill(member.process.pid, signal.SIGKILL)
         return member
@@ -188,7 +189,7 @@ def test_an_error_of_another_rank():
     with LLM(**OPTIONS) as llm:
         (pid,) = llm.team.process_ids
         llm.team.tell(call("nothing"))
-        line = rf"rank 1 of 2 \(process {pid}\) failed: AttributeError: .* '_nothing': make another"
+        line = rf"rank 1 of 2 \(process {pid}\) failed: AttributeError: .* '_nothing': start the"
         with pytest.raises(RankError, match=line):
             llm.generate("a")
 
@@ -262,6 +263,15 @@ def test_a_plain_script(tmp_path):
         script.kill()
     wait_until(lambda: not is_running(pid))
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_script_that_is_killed_while_its_ranks_start(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, tmp_path / "script.py"], env=environment) as script:
+        wait_until(lambda: children_of(script.pid), IMPORTS)
+        script.kill()
+    wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["script.py"], IMPORTS)
 
 
 def test_an_llm_that_is_forgotten():
