@@ -26,6 +26,7 @@ class PlannedLines:
 
     Attributes:
         plan: of all these lines.
+        order: in which those that have no result begin.
         positions: `[num_lines_to_run]` positions of the lines to run in the plan's order, rising.
     """
 
@@ -39,15 +40,15 @@ class PlannedLines:
         )
         done = np.searchsorted(self._lines, answered)
         # Unknown lengths of answers are -1 in both.
-        self._order = RunningOrder(self.plan, done, journal.output_tokens[answered])
+        self.order = RunningOrder(self.plan, done, journal.output_tokens[answered])
         self.positions = np.flatnonzero(~np.isin(self.plan.order, done))
 
     def note(self, index: int, output_tokens: int) -> None:
         """Note that a line is answered, and how many tokens were sampled."""
-        self._order.note(int(np.searchsorted(self._lines, index)), output_tokens)
+        self.order.note(int(np.searchsorted(self._lines, index)), output_tokens)
 
     def __iter__(self) -> Iterator[Request]:
-        return map(self._request, self._order)
+        return map(self._request, self.order)
 
     def request(self, position: int) -> Request:
         """The request at a position of the plan's order."""

@@ -8,7 +8,7 @@ engines (`onestem.replicas`) and in a simulation (`simulate`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class Deal:
     costs more than a replica's share of the job is cut, as long as no part shares more than it has
     to itself. Each replica has its groups in planned order. One that has handed out all of its own
     steals from one that would end last, so much that both end together: whole groups from its end,
-    then a part of one.
+    then a part of one. `sort` puts them in another order.
 
     Args:
         costs: of the job.
@@ -93,6 +93,7 @@ class Deal:
         self._in_hand = np.zeros(len(speeds))
         self._begins = np.zeros(len(costs.cost), np.bool_)  # a group
         self._begins[costs.starts] = True
+        self._place = np.arange(len(costs.cost))
         self._deal()
 
     # ------------------------------------------------------------------------- at first
@@ -111,7 +112,10 @@ class Deal:
             self._queued[replica] += sizes[at]
             if equal:
                 heappush(ends, (float(self._queued[replica]), replica))
-        self._queues = [deque(sorted(queue)) for queue in self._queues]
+        self._queues = [deque(self._in_order(queue)) for queue in self._queues]
+
+    def _in_order(self, pieces: Iterable[Piece]) -> list[Piece]:
+        return sorted(pieces, key=lambda piece: int(self._place[piece.first]))
 
     def _pieces(self) -> Iterator[Piece]:
         """Groups, small ones with their neighbours, and parts of those that are too large."""
@@ -165,6 +169,16 @@ class Deal:
 
     # ------------------------------------------------------------------------- while it runs
 
+    def sort(self, place: IntArray) -> None:
+        """Sort what each replica has not taken by `[num_items]` places in a new order. The rest of
+        a group that it has begun stays first."""
+        self._place = place
+        for replica, queue in enumerate(self._queues):
+            first = queue[0].first if queue else 0
+            goes_on = not self._begins[first] and self.owner[first - 1] == replica
+            begun = [queue.popleft()] if goes_on else []
+            self._queues[replica] = deque(begun + self._in_order(queue))
+
     def take(self, replica: int, most: int) -> Piece | None:
         """The next items of a replica, at most `most`; None: there is nothing for it."""
         queue = self._queues[replica]
@@ -207,7 +221,7 @@ class Deal:
                 break
             moved = self._moved(victim, thief)
             if moved:
-                self._queues[thief].extend(sorted(moved))
+                self._queues[thief].extend(self._in_order(moved))
                 self._queued[thief] += sum(piece.cost for piece in moved)
                 return True
         return False

@@ -28,7 +28,8 @@ LIGHT_HEADER = 32
 
 
 class RunningOrder:
-    """Requests of a planned job in the order in which they are to begin: iterate once.
+    """Requests of a planned job in the order in which they are to begin: iterate once, or ask for
+    the order `again` and tell which ones `begin`.
 
     If the plan's order is by R, groups that have not begun are sorted again as answers finish. An
     answer's expected length is a share of its asked maximum. It is what answers behind the same
@@ -61,25 +62,32 @@ class RunningOrder:
         self._sampled[request] = tokens
         self._num_noted += 1
 
+    def begin(self, requests: int | IntArray) -> None:
+        """Note that requests begin."""
+        self._pending[requests], self._begun[requests] = False, True
+
+    def again(self) -> IntArray | None:
+        """`[num_requests]` the order by all that is known; None: it is not due, or not by R."""
+        if self._num_noted < self._sort_at or not self.plan.by_r:
+            return None
+        self._sort_at = max(1.0, GROWTH * self._num_noted)
+        return depth_first(
+            self._units, self.expected_tokens(), pending=self._pending, begun=self._begun
+        )
+
     def __iter__(self) -> Iterator[int]:
         group_of = self.plan.group_of
         rest, at, group = self._rest(self.plan.order), 0, -1
         while at < len(rest):
-            if group_of[rest[at]] != group and self._num_noted >= self._sort_at and self.plan.by_r:
-                rest, at = self._rest(self._sorted()), 0
-                self._sort_at = max(1.0, GROWTH * self._num_noted)
+            if group_of[rest[at]] != group and (order := self.again()) is not None:
+                rest, at = self._rest(order), 0
             request = int(rest[at])
-            self._pending[request], self._begun[request] = False, True
+            self.begin(request)
             group, at = group_of[request], at + 1
             yield request
 
     def _rest(self, order: IntArray) -> IntArray:
         return order[self._pending[order]]
-
-    def _sorted(self) -> IntArray:
-        return depth_first(
-            self._units, self.expected_tokens(), pending=self._pending, begun=self._begun
-        )
 
     def expected_tokens(self) -> IntArray:
         """`[num_requests]` tokens that each answer is expected to have."""

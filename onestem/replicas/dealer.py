@@ -16,7 +16,7 @@ from onestem.batch import DIED_TWICE
 from onestem.cost import TOKENS, Work, deal_costs
 from onestem.engine.outputs import EngineStats, refused_output
 from onestem.errors import JobError
-from onestem.planner import Deal, JobPlan
+from onestem.planner import Deal, RunningOrder
 from onestem.planner.deal import Costs
 from onestem.planner.sort import IntArray
 from onestem.replicas.worker import Facts, Failure, Report
@@ -42,12 +42,12 @@ class Planned(Protocol):
     """Planned requests, which are made when they are handed out.
 
     Attributes:
-        plan: of these requests, and maybe of others.
-        positions: `[num_requests]` their positions in the plan's order, rising.
+        order: of these requests, and maybe of others; it is told of answers by who gets them.
+        positions: `[num_requests]` their positions in its plan's order, rising.
     """
 
     @property
-    def plan(self) -> JobPlan: ...
+    def order(self) -> RunningOrder: ...
 
     @property
     def positions(self) -> IntArray: ...
@@ -297,14 +297,18 @@ class _Run:
         replicas: Sequence[_Replica],
     ) -> None:
         self._request: Callable[[int], Request]
+        self._order: RunningOrder | None
         if isinstance(requests, Planned):
             planned, positions = requests, requests.positions
+            plan = planned.order.plan
             self._request = lambda item: planned.request(int(positions[item]))
-            work = Work.of(planned.plan, planned.plan.output_tokens).part(positions)
+            self._order, self._places = planned.order, plan.order[positions]
+            work = Work.of(plan, plan.output_tokens).part(positions)
             self.weights = facts.target.weights(work, facts.options.share)
-            costs = deal_costs(planned.plan, positions, self.weights)
+            costs = deal_costs(plan, positions, self.weights)
         else:
             listed = list(requests)
+            self._order = None
             self._request = listed.__getitem__
             self.weights, costs = TOKENS, _alone(listed)
         self.deal = Deal(costs, np.ones(len(replicas)))
@@ -323,15 +327,26 @@ class _Run:
         requests: list[Request] = []
         if one.trial is not None:
             return requests
+        self._sort()
         while one.num_waiting < one.ahead:
             piece = self.deal.take(replica, one.ahead - one.num_waiting)
             if piece is None:
                 break
             requests += self._handed(one, range(piece.first, piece.end))
+            if self._order is not None:
+                self._order.begin(self._places[piece.first : piece.end])
         if not requests and not one.hand and self._trials:
             one.trial = self._next_trial(replica)
             requests = self._handed(one, one.trial.items)
         return requests
+
+    def _sort(self) -> None:
+        """Sort what was not handed out by what answers have shown since."""
+        order = None if self._order is None else self._order.again()
+        if order is not None:
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            self.deal.sort(place[self._places])
 
     def _handed(self, one: _Replica, items: Iterable[int]) -> list[Request]:
         requests = []

@@ -29,7 +29,7 @@ from onestem.llm import (
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
-from onestem.planner import JobPlan, planner_of
+from onestem.planner import RunningOrder, planner_of
 from onestem.planner.sort import IntArray
 from onestem.pml import Layout, Library, Schema
 from onestem.replicas.dealer import Dealer, Planned
@@ -201,8 +201,14 @@ class Replicas:
         ids = [request.prompt_token_ids for request in requests]
         lengths = output_lengths(ids, (request.params for request in requests), max_model_len)
         plan = planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths)
-        outputs = {output.request_id: output for output in self.run(_Listed(requests, plan))}
-        return [outputs[request.request_id] for request in requests]
+        order = RunningOrder(plan)
+        place = {request.request_id: i for i, request in enumerate(requests)}
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        for output in self.run(_Listed(requests, order)):
+            at = place[output.request_id]
+            outputs[at] = output
+            order.note(at, output.metrics.num_output_tokens)
+        return [output for output in outputs if output is not None]
 
     def _requests(
         self,
@@ -250,7 +256,7 @@ class _Listed:
     """Requests of a plan, all in memory."""
 
     requests: list[Request]
-    plan: JobPlan
+    order: RunningOrder
 
     @property
     def positions(self) -> IntArray:
@@ -259,11 +265,12 @@ class _Listed:
 
     def request(self, position: int) -> Request:
         """See `Planned`."""
-        place = int(self.plan.order[position])
-        group = int(self.plan.group_of[place])
+        plan = self.order.plan
+        place = int(plan.order[position])
+        group = int(plan.group_of[place])
         return replace(
             self.requests[place],
             group=group,
-            group_prefix_tokens=self.plan.groups[group].prefix_tokens,
-            group_only=self.plan.group_only,
+            group_prefix_tokens=plan.groups[group].prefix_tokens,
+            group_only=plan.group_only,
         )

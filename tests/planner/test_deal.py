@@ -57,6 +57,25 @@ def test_every_item_is_computed_once(groups, speeds, most):
     assert deal._queued == pytest.approx(np.zeros(len(speeds)), abs=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_new_order_costs_nothing(seed):
+    """Groups that have begun go on; the others come in the new order, each once."""
+    rng = np.random.default_rng(seed)
+    costs = job([(4, 100, 10)] * 24)
+    deal, place = Deal(costs, np.ones(3)), rng.permutation(24).repeat(4) * 4
+    done = [[piece.first for _ in range(6) if (piece := deal.take(i, 1))] for i in range(3)]
+    deal.sort(place)
+    for replica, before in enumerate(done):
+        for _ in range(26):
+            piece = deal.take(replica, 1)
+            before.append(piece.first)
+        assert before[4:8] == [*range(before[4], before[4] + 4)]
+        after = [place[first] for first in before[8:]]
+        assert after == sorted(after)
+    assert sorted(first for before in done for first in before) == [*range(96)]
+    assert (deal.num_cuts, deal.cost_again) == (0, 0.0)
+
+
 def test_groups_of_one_size_are_dealt_whole():
     costs = job([(4, 100, 10)] * 12)
     deal = Deal(costs, np.ones(3))

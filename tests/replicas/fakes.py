@@ -14,7 +14,7 @@ from onestem.engine.outputs import EngineStats
 from onestem.forecasts import Target
 from onestem.options import EngineOptions
 from onestem.replicas.worker import Facts, Failure, Report
-from onestem.request import Request
+from onestem.request import Request, RequestOutput
 from tests.batch.fakes import answer
 
 TARGET = Target(ModelShape(1, 1, 1, 1, 1, 1, 1, 1), 1000, lambda: None, 16, 64)
@@ -46,6 +46,7 @@ class FakeCrew:
         dies: asked before each answer with (replica, requests that it has begun): whether it is
             killed there and then.
         starts: asked whenever one is to start: what it says of itself.
+        answers: gives a request's answer.
 
     Attributes:
         handed: how often each request was handed out; answered: how often it was answered.
@@ -60,9 +61,10 @@ class FakeCrew:
         room: int = 4,
         dies: Callable[[int, list[Request]], bool] = lambda replica, has: False,
         starts: Callable[[int], Facts | Failure] | None = None,
+        answers: Callable[[Request], RequestOutput] = answer,
     ) -> None:
         self.random = random.Random(seed)
-        self.speeds, self.room, self.dies = speeds, room, dies
+        self.speeds, self.room, self.dies, self.answers = speeds, room, dies, answers
         self.starts = starts or (lambda replica: Facts(f"node {replica}", replica, OPTIONS, TARGET))
         self.alive: dict[int, FakeReplica] = {}
         self.starting: list[int] = []
@@ -111,7 +113,7 @@ class FakeCrew:
                 del self.alive[replica]
                 return Failure("it was killed")
             request = one.has.pop(self.random.randrange(len(one.has)))
-            outputs.append(answer(request))
+            outputs.append(self.answers(request))
             one.stats.processed_prompt_tokens += len(request.prompt_token_ids)
             one.stats.output_tokens += outputs[-1].metrics.num_output_tokens
             name = request.request_id

@@ -8,10 +8,12 @@ import pytest
 
 from onestem.engine.outputs import EngineStats
 from onestem.errors import JobError
+from onestem.planner import RunningOrder, plan_job
 from onestem.replicas.dealer import Dealer
+from onestem.replicas.replicas import _Listed
 from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, SamplingParams
-from tests.batch.fakes import completion, mixed_job, results, run_fake, write_lines
+from tests.batch.fakes import answer, completion, mixed_job, results, run_fake, write_lines
 from tests.replicas.fakes import OPTIONS, TARGET, FakeCrew
 
 
@@ -225,6 +227,38 @@ def test_the_slow_give_to_the_fast(tmp_path):
     counts = [sum(those == [replica] for those in crew.handed.values()) for replica in range(3)]
     assert counts[1] > 3 * max(counts[0], counts[2])
     assert sum(counts) == 600
+
+
+def test_what_answers_longer_is_handed_out_first():
+    """40 documents, two by two of two kinds of task: one kind's answers turn out longer."""
+    prompts = [
+        [*[kind] * 8, *range(1000 * document, 1000 * document + 300), question]
+        for document in range(40)
+        for question in range(3)
+        for kind in [1 + document // 2 % 2]
+    ]
+    params = SamplingParams(max_tokens=64)
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=ids, params=params)
+        for i, ids in enumerate(prompts)
+    ]
+
+    def long_or_short(request):
+        output = answer(request)
+        output.metrics.num_output_tokens = 60 if request.prompt_token_ids[0] == 2 else 5
+        return output
+
+    crew = FakeCrew([3, 3], answers=long_or_short)
+    planned = _Listed(requests, RunningOrder(plan_job(prompts, output_lengths=64)))
+    for output in Dealer(crew, 2, lambda line: None).run(planned):
+        planned.order.note(int(output.request_id), output.metrics.num_output_tokens)
+    assert {len(those) for those in crew.handed.values()} == {1}
+    for replica in range(2):
+        mine = [int(name) for name, those in crew.handed.items() if those == [replica]]
+        kinds = [prompts[i][0] for i in mine]
+        late = kinds[24:]  # of those before, some were handed out when nothing was known
+        assert late == sorted(late, reverse=True)
+        assert set(late) == {1, 2}
 
 
 def test_who_waits_for_the_first_replica_is_told_once(monkeypatch):
