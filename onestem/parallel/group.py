@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,17 @@ JOIN_SECONDS = 8
 # A collective ends when the last rank comes to it, or a rank has died.
 NEVER = timedelta(days=365)
 
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    """A fork has the groups, and not their threads, which the end of one would wait for."""
+    for group in _groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
+
 
 def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
     """Meet the others, which call this too. The caller's own default group of torch.distributed, if
@@ -37,6 +50,7 @@ def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
     store = FileStore(str(folder / "ranks"), size)
     store.set_timeout(timedelta(seconds=JOIN_SECONDS))
     group = ProcessGroup(store, rank, size)
+    _groups.add(group)
     if device.type == "cuda":
         kind, backend = ProcessGroup.BackendType.NCCL, _nccl(store, rank, size)
     else:

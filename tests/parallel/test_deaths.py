@@ -239,10 +239,16 @@ def test_an_error_of_rank_0_inside_a_step(monkeypatch):
 
 
 SCRIPT = """
+import os, sys
 from onestem import LLM, SamplingParams
 llm = LLM(device="cpu", dtype="float32", kv_memory="2MiB", tensor_parallel_size=2)
 print(llm.team.process_ids[0], flush=True)
-print(llm.generate("a", SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids)
+(answer,) = llm.generate("a", SamplingParams(max_tokens=4, temperature=0))
+print(answer.outputs[0].token_ids, flush=True)
+fork = os.fork()
+if fork == 0:
+    sys.exit()
+print("a fork ends with", os.waitpid(fork, 0)[1])
 print("waiting", flush=True)
 input()
 """
@@ -258,6 +264,7 @@ def test_a_plain_script(tmp_path):
     ) as script:  # fmt: skip
         pid, ids = int(script.stdout.readline()), script.stdout.readline()
         assert len(ids.split(",")) == 4
+        assert script.stdout.readline() == "a fork ends with 0\n"
         assert script.stdout.readline() == "waiting\n"
         assert is_running(pid)
         script.kill()
