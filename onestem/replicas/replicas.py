@@ -203,12 +203,11 @@ class Replicas:
         plan = planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths)
         order = RunningOrder(plan)
         place = {request.request_id: i for i, request in enumerate(requests)}
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+        outputs = {}
         for output in self.run(_Listed(requests, order)):
-            at = place[output.request_id]
-            outputs[at] = output
-            order.note(at, output.metrics.num_output_tokens)
-        return [output for output in outputs if output is not None]
+            outputs[output.request_id] = output
+            order.note(place[output.request_id], output.metrics.num_output_tokens)
+        return [outputs[request.request_id] for request in requests]
 
     def _requests(
         self,
