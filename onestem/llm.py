@@ -74,6 +74,7 @@ __all__ = [
     "check_output_kind",
     "check_ranks",
     "described",
+    "grouped",
     "kv_memory_bytes",
     "largest_decode",
     "named_one",
@@ -825,15 +826,18 @@ def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None
 
 def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
     """The requests in the order in which they are to begin, each with its group set."""
-    plan = order.plan
-    for index in order:
-        group = int(plan.group_of[index])
-        yield dataclasses.replace(
-            requests[index],
-            group=group,
-            group_prefix_tokens=plan.groups[group].prefix_tokens,
-            group_only=plan.group_only,
-        )
+    return (grouped(requests[index], order.plan, index) for index in order)
+
+
+def grouped(request: Request, plan: JobPlan, index: int) -> Request:
+    """The plan's request `index`, with its group set."""
+    group = int(plan.group_of[index])
+    return dataclasses.replace(
+        request,
+        group=group,
+        group_prefix_tokens=plan.groups[group].prefix_tokens,
+        group_only=plan.group_only,
+    )
 
 
 def several_prompts(prompts: object) -> list[Any]:

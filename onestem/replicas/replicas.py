@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from onestem.forecasts import JobWatch
 from onestem.llm import (
     Prompt,
     check_ranks,
+    grouped,
     named_one,
     params_for_each,
     read_prompt,
@@ -87,6 +88,8 @@ class Replicas:
             self._crew.close()
             raise
         self.options, self._target = facts.options, facts.target
+        assert facts.options.max_model_len is not None  # settled by the engine
+        self._max_model_len = facts.options.max_model_len
         self.num_replicas = num_replicas
         self._count = 0
         self._is_closed = False
@@ -134,11 +137,10 @@ class Replicas:
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` for a request that can never be answered."""
-        size, max_model_len = self.options.page_size, self.options.max_model_len
-        assert max_model_len is not None  # settled by an engine
+        size = self.options.page_size
         check_request(
             request,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len,
             vocab_size=self.config.vocab_size,
             tokenizer=self.tokenizer,
             max_num_seqs=self.options.max_num_seqs,
@@ -196,10 +198,8 @@ class Replicas:
         requests = self._requests(prompts, sampling_params)
         if not requests:
             return []
-        max_model_len = self.options.max_model_len
-        assert max_model_len is not None  # settled by an engine
         ids = [request.prompt_token_ids for request in requests]
-        lengths = output_lengths(ids, (request.params for request in requests), max_model_len)
+        lengths = output_lengths(ids, (request.params for request in requests), self._max_model_len)
         plan = planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths)
         order = RunningOrder(plan)
         place = {request.request_id: i for i, request in enumerate(requests)}
@@ -265,11 +265,5 @@ class _Listed:
     def request(self, position: int) -> Request:
         """See `Planned`."""
         plan = self.order.plan
-        place = int(plan.order[position])
-        group = int(plan.group_of[place])
-        return replace(
-            self.requests[place],
-            group=group,
-            group_prefix_tokens=plan.groups[group].prefix_tokens,
-            group_only=plan.group_only,
-        )
+        index = int(plan.order[position])
+        return grouped(self.requests[index], plan, index)
