@@ -185,11 +185,13 @@ def test_what_is_refused(model):
             await served.sleep(7)
         with pytest.raises(WeightsError, match="no place for: x"):
             await served.update_weights([("x", next(iter(tensors_of(model).values())))])
-        running = served.generate([3], LONG)
-        await anext(running)
+        stream = served.generate([3], LONG)
+        await anext(stream)
+        running = asyncio.create_task(whole(stream))
+        await asyncio.sleep(0)  # it begins to wait
         await served.close()
         with pytest.raises(OnestemError, match=r"the AsyncLLM of .* was closed"):
-            await whole(running)
+            await running
         await served.close()
         with pytest.raises(ConfigError, match=r"the AsyncLLM of .* is closed: make another"):
             await anext(served.generate("x", SHORT))

@@ -254,10 +254,15 @@ input()
 """
 
 
+def temporary_files(folder: Path) -> dict[str, str]:
+    """Variables that put ours into the folder, and torch's elsewhere."""
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torchinductor")}
+
+
 def test_a_plain_script(tmp_path):
     """No guard is needed; the other process ends where it is killed, and leaves nothing behind."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **temporary_files(tmp_path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, tmp_path / "script.py"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
@@ -269,17 +274,17 @@ def test_a_plain_script(tmp_path):
         assert is_running(pid)
         script.kill()
     wait_until(lambda: not is_running(pid))
-    assert not [*tmp_path.glob("onestem-*")]
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_a_script_that_is_killed_while_its_ranks_start(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **temporary_files(tmp_path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, tmp_path / "script.py"], env=environment) as script:
         wait_until(lambda: children_of(script.pid), IMPORTS)
         assert [*tmp_path.glob("onestem-*")]
         script.kill()
-    wait_until(lambda: not [*tmp_path.glob("onestem-*")], IMPORTS)
+    wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["script.py"], IMPORTS)
 
 
 def test_an_llm_that_is_forgotten():

@@ -12,6 +12,7 @@ from onestem.replicas.worker import Facts, Failure, Worker
 from onestem.request import Request
 
 OPTIONS = EngineOptions(dtype="float32", kv_memory="2MiB", device="cpu", max_step_tokens=32)
+DEATH = "rank 1 of 2 (process 7) ended by signal 9 (SIGKILL)"
 
 
 def requests(names, tokens=6):
@@ -87,11 +88,11 @@ def test_an_engine_that_dies_says_why(worker, monkeypatch):
 
 def test_a_rank_that_ends_between_two_calls_says_why(worker, monkeypatch):
     def engine(llm):
-        raise RankError("rank 1 of 2 (process 7) failed: start the engine again")
+        raise RankError(f"{DEATH}: start the engine again")
 
     monkeypatch.setattr(LLM, "engine", property(engine))
     report = worker.work(7, requests("a"), 1.0)
-    assert report.died == "rank 1 of 2 (process 7) failed"
+    assert report.died == DEATH
     assert report.stats is worker._stats
 
 
@@ -104,8 +105,7 @@ def test_what_cannot_be_loaded_says_why():
 
 def test_a_rank_that_ends_while_it_loads_is_no_final_failure(monkeypatch):
     def load(options):
-        raise RankError("rank 1 of 2 (process 7) failed: start the engine again")
+        raise RankError(f"{DEATH}: start the engine again")
 
     monkeypatch.setattr(LLM, "from_options", load)
-    told = "rank 1 of 2 (process 7) failed"
-    assert Worker(OPTIONS).load() == Failure(told, is_final=False)
+    assert Worker(OPTIONS).load() == Failure(DEATH, is_final=False)
