@@ -38,14 +38,13 @@ from onestem.parallel.lead import LeadRunner
 from onestem.parallel.messages import call
 from onestem.processes import python_module
 
-__all__ = ["AGAIN", "Team", "check_size"]
+__all__ = ["Team", "check_size"]
 
 # A rank that fails because another has ended may report that before the other's socket closes.
 # After this time it is known which came first.
 GRACE_SECONDS = 0.3
 VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
 END_SECONDS = 5.0  # for a process to end by itself, and for NCCL to let go
-AGAIN = ": start the engine again"  # the end of the line of a death
 FORKED = "this process is a fork of the one whose ranks these are: make another LLM here"
 
 
@@ -267,7 +266,7 @@ class Team:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
         if crew.death is None:
             told = " ".join(f"{type(error).__name__}: {error}".split())
-            crew.note_death(f"rank 0 of {crew.size} failed: {told}{AGAIN}")
+            crew.note_death(f"rank 0 of {crew.size} failed: {told}: start the engine again")
         assert crew.death is not None
         return RankError(crew.death)
 
@@ -358,7 +357,7 @@ def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str
     one = ended[0] if ended else first
     what = _how(one.process) if ended or report is None else f"failed: {report[1]}"
     pid = one.process.pid
-    return f"rank {one.rank} of {crew.size} (process {pid}) {what}{AGAIN}"
+    return f"rank {one.rank} of {crew.size} (process {pid}) {what}: start the engine again"
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
@@ -393,5 +392,5 @@ def _end(crew: _Crew) -> None:
     if crew.death is None and crew.may_leave:
         crew.leave().join(END_SECONDS)
     with crew.changed:
-        crew.death = crew.death or f"the ranks were ended{AGAIN}"
+        crew.death = crew.death or "the ranks were ended: start the engine again"
     shutil.rmtree(crew.folder, ignore_errors=True)

@@ -14,12 +14,13 @@ from onestem.errors import OnestemError, RankError
 from onestem.forecasts import Target
 from onestem.llm import LLM
 from onestem.options import EngineOptions
-from onestem.parallel import AGAIN
 from onestem.request import Request, RequestOutput
 
 __all__ = ["Facts", "Failure", "Report", "Worker"]
 
 log = logging.getLogger(__name__)
+
+AGAIN = ": start the engine again"  # of a `RankError`: replicas do that by themselves
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,6 @@ class Worker:
 
 
 def _line(error: Exception) -> str:
-    """An error as one line; replicas are started again without being asked."""
+    """An error as one line."""
     told = " ".join(str(error).split()).removesuffix(AGAIN)
     return told if isinstance(error, OnestemError) else f"{type(error).__name__}: {told}"
