@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
-from onestem.ops.work import ENTRY, HEADER, RECORD, CostModel, Tile
+from onestem.ops.work import ENTRY, HEADER, QUEUED, RECORD, CostModel, Tile
 
 # Small tiles cut and split small plans; the last two make every group an item or none.
 SMALL = (Tile(16, 16), Tile(32, 16), Tile(64, 32))
@@ -93,10 +93,15 @@ class Shown:
 
 def assert_dealt(words: np.ndarray, reading: int, wide: int, num_tiles: int) -> None:
     """Every item is taken once for each KV head, by halves of programs in its own role; those of
-    the narrowest of three tiles last."""
+    the narrowest of three tiles last. A queue also holds its first item's record."""
     multiply, read = words[10:12].tolist()
-    queues = words[HEADER : words[12]].reshape(-1, 4).tolist()
+    packed = words[HEADER : words[12]].reshape(-1, QUEUED)
+    queues = packed[:, [6, 7, 0, 15]].tolist()
     assert len(queues) == 2 * (multiply + read)
+    for queue, (start, stop, _, _) in zip(packed, queues, strict=True):
+        record = words[words[12] + RECORD * start :][:RECORD]
+        assert start == stop or np.array_equal(queue[1:6], record[1:6])
+        assert start == stop or np.array_equal(queue[8:15], record[8:15])
     taken = np.zeros((reading + wide, max(queue[2] for queue in queues) + 1), np.int64)
     kinds = words[words[12] :][: RECORD * (reading + wide) : RECORD]
     for i, (start, stop, head, few) in enumerate(queues):

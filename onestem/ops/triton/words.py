@@ -34,6 +34,10 @@ __all__ = [
     "POSITION",
     "QUEUE",
     "QUEUED",
+    "QUEUE_FEW",
+    "QUEUE_HEAD",
+    "QUEUE_START",
+    "QUEUE_STOP",
     "RECORD",
     "ROW_START",
     "SHARED",
@@ -44,6 +48,10 @@ __all__ = [
 
 HEADER: tl.constexpr = tl.constexpr(lists.HEADER)
 QUEUED: tl.constexpr = tl.constexpr(lists.QUEUED)
+QUEUE_FEW: tl.constexpr = tl.constexpr(lists.QUEUE_FEW)
+QUEUE_HEAD: tl.constexpr = tl.constexpr(lists.QUEUE_HEAD)
+QUEUE_START: tl.constexpr = tl.constexpr(lists.QUEUE_START)
+QUEUE_STOP: tl.constexpr = tl.constexpr(lists.QUEUE_STOP)
 RECORD: tl.constexpr = tl.constexpr(lists.RECORD)
 ENTRY: tl.constexpr = tl.constexpr(lists.ENTRY)
 QUEUE: tl.constexpr = tl.constexpr(lists.QUEUE)

@@ -19,7 +19,7 @@ from onestem.ops.work.units import Blocks, blocks_of, pairs_of, units_of
 __all__ = ["ENTRY", "HEADER", "QUEUE", "QUEUED", "RECORD", "ListTooLong", "WorkList", "make_work"]
 
 HEADER = 16  # words before the records
-QUEUED = 4  # words of a queue
+QUEUED = 16  # words of a queue
 RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entry
 ENTRY = 8  # words of a walk entry
 QUEUE = 14  # words of the header: items taken after each program's first; kernels count in them
@@ -32,6 +32,9 @@ SPLIT, AT_RECORDS = 10, 12
 # Words of a record, of a walk entry and of a merge.
 KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED = range(6)
 FIRST_ENTRY = 8
+# Words of a queue, where a record has none that programs with queues read; the others are those of
+# its first item's record, so that a program reads both at once.
+QUEUE_HEAD, QUEUE_START, QUEUE_STOP, QUEUE_FEW = 0, 6, 7, 15
 LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
 MERGED_ROW, FIRST_STATE, NUM_PARTS = range(3)
 
@@ -48,10 +51,11 @@ class WorkList:
         plan: the plan it was made from.
         num_wide: items of the widest tiles; they come last.
         split: programs that take those, and programs that take the others.
-        queues: `[2 * programs, 4]` if items are dealt out beforehand (`CostModel.together`), else
-            `[0, 4]`. For each half of a program: its first item, the end of its items, its KV head,
-            and the start of its items of the narrowest of three tiles; -1: the program multiplies
-            (then both halves have the same items).
+        queues: `[2 * programs, 16]` if items are dealt out beforehand (`CostModel.together`), else
+            `[0, 16]`. One for each half of a program. Word 0: its KV head. Words 6 and 7: its first
+            item and the end of its items. Word 15: the start of its items of the narrowest of three
+            tiles, or -1: the program multiplies, and both halves have the same items. Other words:
+            a copy of its first item's record.
         records: `[num_items, 16]`. Words 0 to 5: index of its tile, number of rows, their start in
             `rows`, number of walk entries, start of the second in `walk`, and whether its rows have
             other items: none (0), all (1) or some (2). Words 8 to 15: its first entry.
@@ -142,9 +146,16 @@ class WorkList:
         words = np.where(
             entries.more,
             starts[2] + ENTRY * entries.place,
-            starts[1] + RECORD * entries.place + 8,
+            starts[1] + RECORD * entries.place + FIRST_ENTRY,
         )
-        last = words[entries.last & grows[entries.span]]
+        last = entries.last & grows[entries.span]
+        # A record that is copied to queues grows there too.
+        place = np.full(self.num_items, -1)
+        place[entries.place[~entries.more]] = np.flatnonzero(~entries.more)
+        used = np.flatnonzero(self.queues[:, QUEUE_START] < self.queues[:, QUEUE_STOP])
+        copied = place[self.queues[used, QUEUE_START]]
+        words = np.append(words, starts[0] + QUEUED * used + FIRST_ENTRY)
+        last = words[np.append(last, last[copied])]
         position = starts[7] + np.arange(self.plan.num_rows)
         # With a window, what all rows see begins one token later.
         hidden = words + CLEAR_LO if self.plan.window is not None else words[:0]
@@ -246,7 +257,7 @@ def _listed(
     columns = (kind, count, before(count), num_walk, before(num_walk - 1))
     for column, values in enumerate(columns):
         records[:, column] = values
-    records[:, 8:] = entries[head]
+    records[:, FIRST_ENTRY:] = entries[head]
     place_of_item = np.empty(len(head), np.int64)
     place_of_item[order] = np.arange(len(head))
     place = np.where(more, np.cumsum(more) - 1, place_of_item[parts.item])
@@ -259,7 +270,7 @@ def _listed(
         plan=plan,
         num_wide=int(wide.sum()),
         split=deal.split,
-        queues=queues,
+        queues=_with_records(queues, records[order]),
         records=records[order],
         walk=entries[more],
         rows=rows.astype(np.int32),
@@ -285,6 +296,15 @@ def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.nda
     entries[:, STEP] = span[:, plan_columns.STEP]
     entries[:, POSITION] = run[:, RUN_POSITION] - base
     return entries
+
+
+def _with_records(queues: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """`WorkList.queues`, from `Deal`'s."""
+    words = np.zeros((len(queues), QUEUED), np.int32)
+    used = queues[:, 0] < queues[:, 1]
+    words[used] = records[queues[used, 0]]
+    words[:, [QUEUE_START, QUEUE_STOP, QUEUE_HEAD, QUEUE_FEW]] = queues
+    return words
 
 
 def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:

@@ -18,8 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
-from onestem.ops.triton.sm90.walk import ROWS, next_stage, per_thread, scores, store_states
-from onestem.ops.triton.versions import viewed
+from onestem.ops.triton.sm90.walk import (
+    ROWS,
+    line_of,
+    next_stage,
+    record_line,
+    scores,
+    section,
+    store_states,
+    uniform,
+    word,
+)
+from onestem.ops.triton.versions import barrier, viewed
 from onestem.ops.triton.words import (
     AT_DEST,
     AT_POSITIONS,
@@ -34,7 +44,7 @@ from onestem.ops.triton.words import (
     NUM_ROWS,
     NUM_WALK,
     POSITION,
-    RECORD,
+    QUEUED,
     ROW_START,
     SHARED,
     STEP,
@@ -97,6 +107,7 @@ def _tile(
     ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend to the tile in a stage of the ring, and release it."""
+    stage = uniform(stage)
     values = ring_memory.index(STAGES + stage)
     mbarrier.wait(full.index(stage), phase)
     zero = gl.zeros_like(denominator)
@@ -119,42 +130,15 @@ def _tile(
 
 
 @gluon.jit
-def _record(records, item, stop):
-    """An item's record (else the last item's): number and start of its rows, whether they have
-    other items, number of entries, start of the second, and the first."""
-    record = records + gl.minimum(item, stop - 1) * RECORD
-    return (
-        gl.load(record + NUM_ROWS),
-        gl.load(record + ROW_START),
-        gl.load(record + SHARED),
-        gl.load(record + NUM_WALK),
-        gl.load(record + WALK_START),
-        _entry(record + FIRST_ENTRY),
-    )
-
-
-@gluon.jit
-def _entry(entry):
-    """lo, hi, end, step and position of a walk entry."""
-    return (
-        gl.load(entry),
-        gl.load(entry + HI),
-        gl.load(entry + END),
-        gl.load(entry + STEP),
-        gl.load(entry + POSITION),
-    )
-
-
-@gluon.jit
 def attend_columns(
-    control, item, stop, count, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
-    queries, ring_memory, boxes, full, empty, PART: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+    control, begin, item, stop, count, head, q, out, lse, part_out, part_lse, slopes,
+    scale, softcap, queries, ring_memory, boxes, full, empty, PART: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
     COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Walk items (at least one) of at most COLUMNS queries for a KV head, through one half of the
-    ring.
+    ring. begin: `start_of`; its record is the first item's where count is 0.
 
     A load from memory takes as long as a tile, so an item's record is loaded three items ahead, its
     rows two ahead, its queries one ahead.
@@ -168,67 +152,78 @@ def attend_columns(
     # In memory after the queries of this item and of the next.
     first_weights: gl.constexpr = (PART * ROWS + 2 * COLUMNS) * BLOCK_D // (COLUMNS * BLOCK_N)
     weights = _pieces(queries, COLUMNS, BLOCK_N, BLOCK_D).index(first_weights)
-    walk = control + gl.load(control + AT_WALK)
-    rows = control + gl.load(control + AT_ROWS)
-    states = control + gl.load(control + AT_DEST)
-    positions = control + gl.load(control + AT_POSITIONS)
-    window = gl.load(control + WINDOW)
-    records = per_thread(control + gl.load(control + AT_RECORDS))
+    walk, records = section(control, begin, AT_WALK), section(control, begin, AT_RECORDS)
+    rows, states = section(control, begin, AT_ROWS), section(control, begin, AT_DEST)
     c = gl.arange(0, COLUMNS, across)
     j = c // GROUP  # [COLUMNS] row of the item
     q_head = head * GROUP + c % GROUP
     slope = j
     if ALIBI:
         slope = gl.load(slopes + q_head) * LOG2_E
-    num_rows, row_start, kind, num_walk, more, entry = _record(records, item, stop)
-    next_record = _record(records, item + 1, stop)
-    later_record = _record(records, item + 2, stop)
+    this = begin
+    if count > 0:
+        this = record_line(records, item, stop)
+    following = record_line(records, item + 1, stop)
+    later = record_line(records, item + 2, stop)
     turn = 0
     stage, phase = count % ring, (count // ring) & 1
-    this_row = query_rows(rows, row_start, num_rows, 0, COLUMNS, GROUP, BLOCK_D)
-    next_row = query_rows(rows, next_record[1], next_record[0], 0, COLUMNS, GROUP, BLOCK_D)
+    this_row = query_rows(
+        rows, word(this, ROW_START), word(this, NUM_ROWS), 0, COLUMNS, GROUP, BLOCK_D
+    )
+    next_row = query_rows(
+        rows, word(following, ROW_START), word(following, NUM_ROWS), 0, COLUMNS, GROUP, BLOCK_D
+    )
     two_queries.index(first_query).store(
         load_query(q, this_row, head, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
     )
     fence_async_shared()
+    barrier()  # here and at the end of an item: else before the products of each tile
     while item < stop:
         next_query = load_query(q, next_row, head, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        next_row = query_rows(rows, later_record[1], later_record[0], 0, COLUMNS, GROUP, BLOCK_D)
-        last_record = _record(records, item + 3, stop)
+        next_row = query_rows(
+            rows, word(later, ROW_START), word(later, NUM_ROWS), 0, COLUMNS, GROUP, BLOCK_D
+        )
+        last = record_line(records, item + 3, stop)
+        row_start, num_rows, num_walk = (
+            word(this, ROW_START), word(this, NUM_ROWS), word(this, NUM_WALK)
+        )  # fmt: skip
         row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)  # [COLUMNS]
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
         position = j
         if WINDOWED or ALIBI:
+            positions = section(control, begin, AT_POSITIONS)
             position = gl.load(positions + row, mask=row >= 0, other=0)
         running_max = gl.full([COLUMNS], float("-inf"), gl.float32, across)
         denominator = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
         total = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
         query = two_queries.index(first_query + turn)
+        entry = this
+        more = walk + word(this, WALK_START) * ENTRY
         for index in range(num_walk):
-            if index > 0:
-                entry = _entry(walk + (more + index - 1) * ENTRY)
-            lo, hi, end, step, place = entry
-            last = end + j * step  # [COLUMNS] each row's end
-            distance = position - place  # [COLUMNS] its own place in the entry
+            next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
+            lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
+            # [COLUMNS] each row's end, and its own place in the entry
+            ends = word(entry, FIRST_ENTRY + END) + j * word(entry, FIRST_ENTRY + STEP)
+            distance = position - word(entry, FIRST_ENTRY + POSITION)
             oldest = distance
             if WINDOWED:
-                oldest = distance - window + 1
+                oldest = distance - word(begin, QUEUED + WINDOW) + 1
             for start in range(lo // PAGE_SIZE * PAGE_SIZE, hi, BLOCK_N):
                 running_max, denominator, total = _tile(
-                    query, weights, running_max, denominator, total, start, lo, hi, last, oldest,
+                    query, weights, running_max, denominator, total, start, lo, hi, ends, oldest,
                     distance, slope, scale, softcap, ring_memory, boxes, full, empty, base + stage,
                     phase, BLOCK_N, STAGES, BOX, BLOCK_D, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, ring)
+            entry = next_entry
         turn = 1 - turn
         two_queries.index(first_query + turn).store(next_query)
         fence_async_shared()
+        barrier()
         whole = gl.sum(_everywhere(gl.sum(_by_warp(denominator), 1)), 0)
         store_states(
-            total, running_max, gl.convert_layout(whole, across), row, dest, kind, q_head, out, lse,
-            part_out, part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 0,
+            total, running_max, gl.convert_layout(whole, across), row, dest, word(this, SHARED),
+            q_head, out, lse, part_out, part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 0,
         )  # fmt: skip
         item += 1
-        num_rows, row_start, kind, num_walk, more, entry = next_record
-        next_record = later_record
-        later_record = last_record
+        this, following, later = following, later, last

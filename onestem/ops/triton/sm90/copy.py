@@ -9,7 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onestem.ops.triton.sm90.walk import next_stage, queue, tile_start, tiles_of
+from onestem.ops.triton.sm90.walk import (
+    line_of,
+    next_stage,
+    queue,
+    record_line,
+    section,
+    start_of,
+    tile_start,
+    tiles_of,
+    word,
+)
 from onestem.ops.triton.versions import copy_box, viewed
 from onestem.ops.triton.words import (
     AT_PAGES,
@@ -21,7 +31,6 @@ from onestem.ops.triton.words import (
     FIRST_ENTRY,
     HI,
     NUM_WALK,
-    RECORD,
     WALK_START,
 )
 
@@ -100,20 +109,6 @@ def _copy_tile(
 
 
 @gluon.jit
-def _record(records, item, stop):
-    """From an item's record (the last item's, if there is no such item): number of entries, start
-    of the second, and the first."""
-    record = records + gl.minimum(item, stop - 1) * RECORD
-    return gl.load(record + NUM_WALK), gl.load(record + WALK_START), _entry(record + FIRST_ENTRY)
-
-
-@gluon.jit
-def _entry(entry):
-    """lo, clear_lo, clear_hi and hi of a walk entry."""
-    return gl.load(entry), gl.load(entry + CLEAR_LO), gl.load(entry + CLEAR_HI), gl.load(entry + HI)
-
-
-@gluon.jit
 def _fetch(address):
     """Fetch the cache line of an address to the multiprocessor."""
     gl.inline_asm_elementwise(
@@ -128,28 +123,28 @@ def _fetch(address):
 
 @gluon.jit
 def _copy_items(
-    control, item, columns, stop, head, pool, boxes, full, empty, SIDE: gl.constexpr,
-    PART: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    pages, walk, records, this, item, columns, stop, head, pool, boxes, full, empty,
+    SIDE: gl.constexpr, PART: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Copy the keys or values that items walk, tile after tile; for items from `columns` on, in
-    order. An item's record is loaded two items ahead, the first of its page ids one ahead."""
+    order. this: the first item's record. A record is loaded two items ahead, the first of its page
+    ids one ahead, a walk's entry one ahead."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     size: gl.constexpr = BLOCK_D // 64 * (BLOCK_N // BOX)  # boxes of a tile
-    pages = control + gl.load(control + AT_PAGES)
-    walk = control + gl.load(control + AT_WALK)
-    records = control + gl.load(control + AT_RECORDS)
-    num_walk, more, entry = _record(records, item, stop)
-    following = _record(records, item + 1, stop)
+    following = record_line(records, item + 1, stop)
     stage, phase = 0, 1
     while item < stop:
-        _fetch(pages + following[2][0] // PAGE_SIZE)
-        later = _record(records, item + 2, stop)
+        later = record_line(records, item + 2, stop)
+        entry, num_walk = this, word(this, NUM_WALK)
+        more = walk + word(this, WALK_START) * ENTRY
+        _fetch(pages + word(following, FIRST_ENTRY) // PAGE_SIZE)
         for index in range(num_walk):
-            if index > 0:
-                entry = _entry(walk + (more + index - 1) * ENTRY)
-            lo, clear_lo, clear_hi, hi = entry
+            next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
+            lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
+            clear_lo = word(entry, FIRST_ENTRY + CLEAR_LO)
+            clear_hi = word(entry, FIRST_ENTRY + CLEAR_HI)
             begin, tiles, clear, tail = tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE, BLOCK_N)
             in_order = item >= columns
             clear, tail = gl.where(in_order, 0, clear), gl.where(in_order, tiles, tail)
@@ -162,8 +157,9 @@ def _copy_items(
                     (SIDE * STAGES + base + stage) * size, BLOCK_D, BLOCK_N, BOX,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, ring)
+            entry = next_entry
         item += 1
-        num_walk, more, entry = following
+        this = following
         following = later
 
 
@@ -178,14 +174,17 @@ def copy(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     shape: gl.constexpr = [boxes.shape[0], 1, 1, BOX, 64]
     boxes = viewed(boxes, boxes.dtype, shape, layout)
-    item, stop, head, columns = queue(control, PART)
+    start = start_of(control, PART)
+    item, stop, head, columns = queue(start)
+    pages, walk = section(control, start, AT_PAGES), section(control, start, AT_WALK)
+    records = section(control, start, AT_RECORDS)
     if columns >= 0:
         _copy_items(
-            control, item, columns, stop, head, pool, boxes, full, empty, SIDE, PART, False,
-            BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+            pages, walk, records, start, item, columns, stop, head, pool, boxes, full, empty, SIDE,
+            PART, False, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
         )  # fmt: skip
     elif PART == 0:
         _copy_items(
-            control, item, stop, stop, head, pool, boxes, full, empty, SIDE, PART, True,
-            BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+            pages, walk, records, start, item, stop, stop, head, pool, boxes, full, empty, SIDE,
+            PART, True, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from onestem.ops.triton.sm90.columns import attend_columns
 from onestem.ops.triton.sm90.copy import copy, fetch_list
 from onestem.ops.triton.sm90.rows import attend_rows
-from onestem.ops.triton.sm90.walk import ROWS, queue
+from onestem.ops.triton.sm90.walk import ROWS, queue, start_of
 from onestem.ops.triton.versions import viewed
 
 __all__ = ["attend_hopper"]
@@ -26,26 +26,29 @@ def _attend(
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Run a warpgroup in the role of its program."""
-    item, stop, head, columns = queue(control, PART)
+    start = start_of(control, PART)
+    item, stop, head, columns = queue(start)
     if columns < 0:
         attend_rows(
-            control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
-            queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP, HEAD_DIM,
-            BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+            control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
+            softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
         )  # fmt: skip
     else:
-        count = attend_rows(
-            control, item, columns, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
-            queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM,
-            BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
-        )  # fmt: skip
+        count = 0
+        if item < columns:
+            count = attend_rows(
+                control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes,
+                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
         if COLUMNS > 0:  # noqa: SIM102 - decided when compiled
             if columns < stop:
                 attend_columns(
-                    control, columns, stop, count, head, q, out, lse, part_out, part_lse, slopes,
-                    scale, softcap, queries, ring_memory, boxes, full, empty, PART, NUM_KV_HEADS,
-                    GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED,
-                    ALIBI, SOFTCAP,
+                    control, start, columns, stop, count, head, q, out, lse, part_out,
+                    part_lse, slopes, scale, softcap, queries, ring_memory, boxes, full, empty,
+                    PART, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    COLUMNS, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
 
 

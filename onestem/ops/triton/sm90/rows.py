@@ -19,13 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
 from onestem.ops.triton.sm90.walk import (
     ROWS,
-    entry_of,
-    rows_ahead,
+    line_of,
+    record_line,
     scores,
+    section,
     store_states,
     tile_start,
     tiles_of,
+    word,
 )
+from onestem.ops.triton.versions import barrier
 from onestem.ops.triton.words import (
     AT_DEST,
     AT_POSITIONS,
@@ -36,11 +39,14 @@ from onestem.ops.triton.words import (
     CLEAR_LO,
     END,
     ENTRY,
+    FIRST_ENTRY,
     HI,
     LOG2_E,
+    NUM_ROWS,
     NUM_WALK,
     POSITION,
-    RECORD,
+    QUEUED,
+    ROW_START,
     SHARED,
     STEP,
     WALK_START,
@@ -112,13 +118,14 @@ def _products(query, keys, full, stage, phase, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def attend_rows(
-    control, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-    ring_memory, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
+    control, begin, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
+    queries, ring_memory, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Walk items for a KV head, with their rows `first` .. `first` + 63; returns `count`."""
+    """Walk items for a KV head, with their rows `first` .. `first` + 63; returns `count`. begin:
+    `start_of`."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     first: gl.constexpr = PART * ROWS if WIDE else 0
@@ -129,25 +136,31 @@ def attend_rows(
     dtype: gl.constexpr = q.dtype.element_ty
     slots: gl.constexpr = gl.SliceLayout(1, layout)
     query = queries.index(PART)
-    rows = control + gl.load(control + AT_ROWS)
-    states = control + gl.load(control + AT_DEST)
-    records = control + gl.load(control + AT_RECORDS)
+    walk, records = section(control, begin, AT_WALK), section(control, begin, AT_RECORDS)
+    rows, states = section(control, begin, AT_ROWS), section(control, begin, AT_DEST)
     count = 0
-    row_start, num_rows = rows_ahead(records, item, stop)
-    next_start, next_rows = rows_ahead(records, item + 1, stop)
+    this, following = begin, record_line(records, item + 1, stop)
     if item < stop:
-        query_row = query_rows(rows, row_start, num_rows, first, ROWS, GROUP, BLOCK_D)
+        query_row = query_rows(
+            rows, word(this, ROW_START), word(this, NUM_ROWS), first, ROWS, GROUP, BLOCK_D
+        )
         query.store(load_query(q, query_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D))
         fence_async_shared()
+        barrier()  # here and at the end of an item: else before the products of each tile
     while item < stop:
-        record = records + item * RECORD
+        later = record_line(records, item + 2, stop)
+        row_start, num_rows, num_walk = (
+            word(this, ROW_START), word(this, NUM_ROWS), word(this, NUM_WALK)
+        )  # fmt: skip
         # Load now what the end of this item and the next items need.
         j = (first + gl.arange(0, ROWS, slots)) // GROUP
         row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
-        next_row = query_rows(rows, next_start, next_rows, first, ROWS, GROUP, BLOCK_D)
-        later_start, later_rows = rows_ahead(records, item + 2, stop)
-        more = control + gl.load(control + AT_WALK) + gl.load(record + WALK_START) * ENTRY
+        next_rows = gl.where(item + 1 < stop, word(following, NUM_ROWS), 0)
+        next_row = query_rows(
+            rows, word(following, ROW_START), next_rows, first, ROWS, GROUP, BLOCK_D
+        )
+        more = walk + word(this, WALK_START) * ENTRY
         m = first + gl.arange(0, ROWS, gl.SliceLayout(1, product))  # [ROWS]
         j = m // GROUP  # [ROWS] row of the item
         position = j
@@ -155,9 +168,7 @@ def attend_rows(
         if WINDOWED or ALIBI:
             used = j < num_rows
             own_row = gl.load(rows + row_start + j, mask=used, other=0)
-            position = gl.load(
-                control + gl.load(control + AT_POSITIONS) + own_row, mask=used, other=0
-            )
+            position = gl.load(section(control, begin, AT_POSITIONS) + own_row, mask=used, other=0)
         if ALIBI:
             slope = gl.load(slopes + head * GROUP + m % GROUP) * LOG2_E
         running_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product))
@@ -165,24 +176,26 @@ def attend_rows(
         denominator = gl.sum(_folded(zero), 1)  # [ROWS, 8]
         total = gl.zeros([ROWS, BLOCK_D], gl.float32, layout)
         weight = gl.convert_layout(zero.to(dtype), operand)
-        for index in range(gl.load(record + NUM_WALK)):
-            entry = entry_of(record, more, index)
-            lo = gl.load(entry)
-            hi = gl.load(entry + HI)
-            begin, tiles, clear, tail = tiles_of(
-                lo, gl.load(entry + CLEAR_LO), gl.load(entry + CLEAR_HI), hi, PAGE_SIZE, BLOCK_N
-            )
-            last = gl.load(entry + END) + j * gl.load(entry + STEP)  # [ROWS] each row's end
-            distance = position - gl.load(entry + POSITION)  # [ROWS] its own place in the entry
+        entry = this
+        for index in range(num_walk):
+            next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
+            lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
+            page, tiles, clear, tail = tiles_of(
+                lo, word(entry, FIRST_ENTRY + CLEAR_LO), word(entry, FIRST_ENTRY + CLEAR_HI), hi,
+                PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+            # [ROWS] each row's end, and its own place in the entry
+            last = word(entry, FIRST_ENTRY + END) + j * word(entry, FIRST_ENTRY + STEP)
+            distance = position - word(entry, FIRST_ENTRY + POSITION)
             oldest = distance
             if WINDOWED:
-                oldest = distance - gl.load(control + WINDOW) + 1
+                oldest = distance - word(begin, QUEUED + WINDOW) + 1
             skip = 0
             if index == 0:
                 # Before the first tile there are no weights to sum.
                 skip = 1
                 stage = base + count % ring
-                start = tile_start(0, begin, clear, tail, BLOCK_N)
+                start = tile_start(0, page, clear, tail, BLOCK_N)
                 score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
                 score = warpgroup_mma_wait(0, deps=(score,))
                 first_weight, running_max, denominator, _ = _weights(
@@ -195,7 +208,7 @@ def attend_rows(
             whole = tail - clear
             for i in range(gl.minimum(skip, whole), whole):
                 running_max, denominator, total, weight, count = _step(
-                    query, running_max, denominator, total, weight, begin + (clear + i) * BLOCK_N,
+                    query, running_max, denominator, total, weight, page + (clear + i) * BLOCK_N,
                     lo, hi, last, oldest, distance, slope, scale, softcap, ring_memory, boxes,
                     full, empty, count, base, ring, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D,
                     False, WINDOWED, ALIBI, SOFTCAP,
@@ -203,10 +216,11 @@ def attend_rows(
             for i in range(gl.maximum(whole, skip), tiles):
                 running_max, denominator, total, weight, count = _step(
                     query, running_max, denominator, total, weight,
-                    tile_start(i, begin, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
+                    tile_start(i, page, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
                     slope, scale, softcap, ring_memory, boxes, full, empty, count, base, ring,
                     arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, True, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
+            entry = next_entry
         before = base + (count - 1) % ring
         total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
         next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
@@ -214,15 +228,15 @@ def attend_rows(
         mbarrier.arrive(empty.index(before), count=arrivals)
         store_states(
             total, gl.convert_layout(running_max, slots),
-            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, gl.load(record + SHARED),
+            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, word(this, SHARED),
             head * GROUP + (first + gl.arange(0, ROWS, slots)) % GROUP, out, lse, part_out,
             part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 1,
         )  # fmt: skip
         query.store(next_query)
         fence_async_shared()
+        barrier()
         item += 1
-        row_start, num_rows = next_start, next_rows
-        next_start, next_rows = later_start, later_rows
+        this, following = following, later
     return count
 
 

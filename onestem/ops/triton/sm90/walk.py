@@ -7,36 +7,89 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from onestem.ops.triton.words import (
-    ENTRY,
-    FIRST_ENTRY,
     HEADER,
     LN_2,
     LOG2_E,
-    NUM_ROWS,
+    QUEUE_FEW,
+    QUEUE_HEAD,
+    QUEUE_START,
+    QUEUE_STOP,
     QUEUED,
     RECORD,
-    ROW_START,
 )
 
 __all__ = [
-    "ROWS", "entry_of", "next_stage", "per_thread", "queue", "rows_ahead", "scores", "store_states",
-    "tile_start", "tiles_of",
+    "ROWS", "line_of", "next_stage", "queue", "record_line", "scores", "section", "start_of",
+    "store_states", "tile_start", "tiles_of", "uniform", "word",
 ]  # fmt: skip
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 
 
 @gluon.jit
-def queue(control, PART: gl.constexpr):
-    """The items of half of a program: the first, their end, the KV head, and the first item with
-    queries as columns (-1: the program multiplies)."""
-    words = control + HEADER + (2 * gl.program_id(0) + PART) * QUEUED
-    return gl.load(words), gl.load(words + 1), gl.load(words + 2), gl.load(words + 3)
+def _lane():
+    """A thread's number in its warp."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def entry_of(record, more, index):
-    return gl.where(index == 0, record + FIRST_ENTRY, more + (index - 1) * ENTRY)
+def line_of(pointer, WORDS: gl.constexpr, there=True):
+    """WORDS words of the list in one load, each in a thread of a warp, over and over (`word` reads
+    them). Only their use waits for it: one value that all threads load is moved to a shared
+    register right after the load, and that waits."""
+    return gl.load(pointer + _lane() % WORDS, mask=there, other=0)
+
+
+@gluon.jit
+def record_line(records, item, stop):
+    """An item's record; the last item's, if there is no such item."""
+    return line_of(records + gl.minimum(item, stop - 1) * RECORD, RECORD)
+
+
+@gluon.jit
+def word(line, i):
+    """Word i of `line_of`, in a shared register."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=r,r,r",
+        [line, i],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def uniform(value):
+    """A value that is the same in all threads, in a form in which the assembler knows it: in a
+    shared register. Addresses of tiles in shared memory are computed there at once, and each
+    product needs one."""
+    return word(value, 0)
+
+
+@gluon.jit
+def start_of(control, PART: gl.constexpr):
+    """What half of a program begins with, in one load: the words of its queue, which are also its
+    first item's record, then the list's header (`section`)."""
+    lane = _lane()
+    queue = HEADER + (2 * gl.program_id(0) + PART) * QUEUED
+    return gl.load(control + gl.where(lane < QUEUED, queue + lane, lane - QUEUED))
+
+
+@gluon.jit
+def queue(start):
+    """The items of half of a program: the first, their end, the KV head, and the first item with
+    queries as columns (-1: the program multiplies)."""
+    item, stop = word(start, QUEUE_START), word(start, QUEUE_STOP)
+    return item, stop, word(start, QUEUE_HEAD), word(start, QUEUE_FEW)
+
+
+@gluon.jit
+def section(control, start, AT: gl.constexpr):
+    """Where a section of the work list begins."""
+    return control + word(start, QUEUED + AT)
 
 
 @gluon.jit
@@ -69,32 +122,11 @@ def next_stage(stage, phase, RING: gl.constexpr):
 
 
 @gluon.jit
-def per_thread(pointer):
-    """The pointer, in a form that for the assembler may differ between a warp's threads.
-
-    A value read through it stays in the threads' own registers, and only its use waits for it. A
-    value that all threads read at one address is moved to a shared register right after the load,
-    and that waits for it.
-    """
-    zero = gl.inline_asm_elementwise(
-        "{ .reg .u32 lanes; mov.u32 lanes, %lanemask_lt; shr.u32 $0, lanes, 31; }",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+def _approximate(NAME: gl.constexpr, x):
+    """`rcp` or `lg2` in one instruction, to 2^-22: exact ones take thirty, at each item's end."""
+    return gl.inline_asm_elementwise(
+        NAME + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
-    return pointer + zero
-
-
-@gluon.jit
-def rows_ahead(records, item, stop):
-    """Start and number of a later item's rows (0: no such item). Brings its whole record into the
-    cache."""
-    record = records + item * RECORD
-    num_rows = gl.load(record + NUM_ROWS, mask=item < stop, other=0)
-    lo = gl.load(record + FIRST_ENTRY, mask=item < stop, other=0)
-    return gl.load(record + ROW_START, mask=item < stop, other=0), gl.where(lo < 0, 0, num_rows)
 
 
 @gluon.jit
@@ -138,8 +170,8 @@ def store_states(
     d = gl.expand_dims(d, 1 - AXIS)
     seen = denominator > 0.0
     safe = gl.where(seen, denominator, 1.0)
-    total = total * gl.expand_dims(1.0 / safe, AXIS)
-    log_sum = gl.where(seen, running_max + gl.log2(safe), float("-inf"))
+    total = total * gl.expand_dims(_approximate("rcp", safe), AXIS)
+    log_sum = gl.where(seen, running_max + _approximate("lg2", safe), float("-inf"))
     if kind != 1:
         final = (row >= 0) & (dest < 0)
         at = row.to(gl.int64) * NUM_HEADS + q_head
