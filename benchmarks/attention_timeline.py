@@ -39,9 +39,9 @@ def _stamp(indent: int, word: int, half: str = "") -> str:
 
 
 def _queries_there(indent: int) -> Change:
-    """A stamp before the loop over items, after a fence that stands at `indent`."""
-    fence, loop = " " * indent + "fence_async_shared()\n", "    while item"
-    return fence + loop, fence + _stamp(indent, WAITS, HALF) + loop, 1
+    """A stamp before the loop over items, after a barrier that stands at `indent`."""
+    loop = "    while item"
+    return "\n" + loop, "\n" + _stamp(indent, WAITS, HALF) + loop, 1
 
 
 def _first_tile(line: str, more: str = "") -> Change:
@@ -66,7 +66,7 @@ HOPPER: dict[str, tuple[Change, ...]] = {
     "copy.py": (
         TIMER,
         ("    control, pool, boxes", "    control, slopes, pool, boxes", 1),
-        ("control, item, ", "control, slopes, item, ", 3),
+        ("pages, walk, ", "slopes, pages, walk, ", 3),
         (
             "    if columns >= 0:\n",
             "    if columns >= 0:\n        if SIDE == 0 and PART == 0:\n" + _stamp(12, QUEUE),
@@ -94,8 +94,8 @@ HOPPER: dict[str, tuple[Change, ...]] = {
         _queries_there(4),
         _first_tile("stage, phase = next_stage", " " * 16 + "count += 1\n"),
         (
-            "        later_record = last_record\n",
-            "        later_record = last_record\n" + _stamp(4, END, HALF),
+            "        this, following, later = following, later, last\n",
+            "        this, following, later = following, later, last\n" + _stamp(4, END, HALF),
             1,
         ),
     ),
@@ -115,7 +115,7 @@ MERGE: tuple[Change, ...] = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="?", default=";".join(CASES))
-    parser.add_argument("--heads", default="32/8")
+    parser.add_argument("--heads", default="32/8", help="query/KV heads, separated by commas")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
@@ -205,7 +205,7 @@ def launch(
     assert config.hopper_registers is not None
     block_n = config.tiles[-1].block_n
     box = sm90.box_tokens(space.page_size, block_n)
-    common: dict[str, Any] = {"HEAD_DIM": space.head_dim}
+    common: dict[str, Any] = {"HEAD_DIM": space.head_dim, "BLOCK_D": space.head_dim}
     attend.attend_hopper[(shape.num_sms,)](
         space.control, q, *sm90.descriptors(k, v, box), out, space.lse, states.out, states.lse,
         stamps, space.head_dim**-0.5, 0.0, len(space.control), NUM_KV_HEADS=space.num_kv_heads,
@@ -219,7 +219,7 @@ def launch(
         return
     merge.merge_kernel[(min(len(space.work.merges) * space.num_q_heads, len(ends)),)](
         space.control, out, space.lse, states.out, states.lse, ends, NUM_HEADS=space.num_q_heads,
-        BLOCK_D=space.head_dim, UNROLL=8, DEPENDENT=True, **common, num_warps=1, launch_pdl=True,
+        UNROLL=8, DEPENDENT=True, **common, num_warps=1, launch_pdl=True,
     )  # fmt: skip
 
 
