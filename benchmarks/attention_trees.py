@@ -4,7 +4,8 @@
 
 Prints a table and writes what `onestem bench attention --json` gives, and for each case what is
 asked of it: 1.3 times the fastest other where the bytes alone take more than 15 us, else as fast.
-The file is written anew after each case, so that a run that is stopped keeps what it measured.
+The file is written anew after each case, so that a run that is stopped keeps what it measured. The
+shapes of heads come in the order given.
 """
 
 from __future__ import annotations
@@ -53,23 +54,25 @@ def main(arguments: list[str] | None = None) -> None:
         "date": str(date.today()),
         "scale": options.scale,
     }
-    entries: list[dict[str, Any]] = []
 
-    def keep(entry: dict[str, Any]) -> None:
-        entries.append(entry)
+    def keep(found: dict[str, Any]) -> dict[str, Any]:
+        found["cases"] = [{**entry, **asked(entry)} for entry in found["cases"]]
+        options.out.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+        return found
+
+    def progress(found: dict[str, Any]) -> None:
+        entry = keep(found)["cases"][-1]
         print(f"{entry['case']} {entry['heads']}: {entry['ms']:.4f} ms", file=sys.stderr)
-        write(options.out, {**facts, "cases": entries})
 
     found = bench_attention(
         {name: scaled(name, options.scale) for of in options.trees for name in TREES[of]},
         heads,
         torch.device(options.device),
         tuple(name for name in against.split(",") if name),
-        progress=keep,
+        progress=progress,
         repeat=options.repeat,
     )
-    found["cases"] = [{**entry, **asked(entry)} for entry in found["cases"]]
-    write(options.out, {**facts, **found})
+    keep(found)
     print("\n".join([*map(row, found["cases"]), *map(str, found["summary"])]))
 
 
@@ -95,10 +98,6 @@ def row(entry: dict[str, Any]) -> str:
         name = entry["fastest_other"]
         cells += [f"{entry['others_ms'][name]:.4f} {name}", f"{entry['speedup']:.2f}"]
     return f"| {' | '.join(cells)} |"
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -136,8 +136,8 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{name} is {text!r}, expected numbers between commas") from None
 
 
-def _progress(entry: dict[str, Any]) -> None:
-    print(_who(entry), file=sys.stderr, flush=True)
+def _progress(found: dict[str, Any]) -> None:
+    print(_who(found["cases"][-1]), file=sys.stderr, flush=True)
 
 
 def _who(entry: dict[str, Any], width: int = 26) -> str:

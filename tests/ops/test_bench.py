@@ -7,6 +7,7 @@ import json
 import types
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,12 +89,11 @@ def test_an_entry_is_right_and_complete(impl, quick):
         "tree": decodes(1, (2, 2), (20, 7), 5),
         "mixed": Case(partial(mixed_step, chunk_rows=8, contexts=(0, 16), shared=1, decodes=2)),
     }
-    told: list[str] = []
+    told: list[dict[str, Any]] = []
     shapes = SMALL, dataclasses.replace(SMALL, num_q_heads=2)
-    facts = bench_attention(
-        cases, shapes, CPU, ("sdpa",), impl, progress=lambda entry: told.append(entry["case"])
-    )
-    assert told == 2 * list(cases)
+    facts = bench_attention(cases, shapes, CPU, ("sdpa",), impl, progress=told.append)
+    assert [found["cases"][-1]["case"] for found in told] == 2 * list(cases)
+    assert told[-1] == facts  # here rates are the same at the end
     assert [entry["heads"] for entry in facts["cases"]] == ["4/2", "4/2", "2/2", "2/2"]
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["matrix_flops_per_s"] == 1e11

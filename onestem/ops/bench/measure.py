@@ -57,11 +57,11 @@ def bench_attention(
     device: torch.device,
     against: tuple[str, ...] = (),
     impl: str = "auto",
-    progress: Callable[[dict[str, Any]], None] = lambda entry: None,
+    progress: Callable[[dict[str, Any]], None] = lambda found: None,
     repeat: int = 7,
 ) -> dict[str, Any]:
     """The device, its rates, an entry for each of the `cases` with each of the `heads` (one dtype),
-    and their `summary`. `progress` gets each entry as it is measured, without shares and floors.
+    and their `summary`. `progress` gets the result so far after each entry.
 
     Times are milliseconds, medians of `repeat`: on a GPU inside a CUDA graph with the L2 cache
     flushed, on a CPU with cold and with warm caches. Rates are measured before and after all cases,
@@ -79,21 +79,25 @@ def bench_attention(
             _check_memory(name, step, own, device)
             steps[name, own.label] = step, own  # a case with heads of its own appears once
     dtype = heads[0].dtype
-    before, entries = measure_rates(device, dtype), []
+    before = measure_rates(device, dtype)
+    entries: list[dict[str, Any]] = []
+
+    def found(rates: Rates) -> dict[str, Any]:
+        return {
+            **device_facts(device),
+            "matrix_flops_per_s": rates.flops,
+            "bytes_per_s": rates.bytes,
+            "cases": [{**entry, **_floors(entry, rates)} for entry in entries],
+            "summary": summary(entries),
+        }
+
     for (name, label), (step, own) in steps.items():
         entry: dict[str, Any] = {"case": name, "heads": label}
         entry |= measure_step(step, own, device, present, impl, repeat)
         entry["refused"] = {**absent, **entry["refused"]}
         entries.append(entry)
-        progress(entry)
-    rates = before.better(measure_rates(device, dtype))
-    return {
-        **device_facts(device),
-        "matrix_flops_per_s": rates.flops,
-        "bytes_per_s": rates.bytes,
-        "cases": [{**entry, **_floors(entry, rates)} for entry in entries],
-        "summary": summary(entries),
-    }
+        progress(found(before))
+    return found(before.better(measure_rates(device, dtype)))
 
 
 def summary(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
