@@ -32,7 +32,8 @@ def random_plan(
     num_pages: int = 512,
 ) -> AttentionPlan:
     """A forest plus modules, chunks and decodes; runs begin anywhere in a page, pages stand in
-    random order with slack behind them; some rows see nothing."""
+    random order with slack behind them; some rows see nothing. In half of the plans the shared runs
+    are one, cut anywhere."""
     builder = PlanBuilder(page_size)
     page_ids = rng.permutation(num_pages).astype(np.int32)
     used = 0
@@ -47,8 +48,17 @@ def random_plan(
 
     edges = [0, 1, page_size - 1, page_size, page_size + 1, int(rng.integers(1, max_len))]
     lengths = [int(rng.choice(edges)) for _ in range(num_runs)]
-    starts = np.cumsum([0, *[n + int(rng.integers(0, 5)) for n in lengths]])
+    one = rng.random() < 0.5
+    starts = np.cumsum([0, *[n + int(rng.integers(0, 1 if one else 5)) for n in lengths]])
     shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
+    if one:
+        first = int(rng.integers(0, page_size))
+        pages = np.append(page_ids[used:], np.int32(2**30))
+        used += -(-(first + int(starts[-1])) // page_size)
+        shared = [
+            builder.add_run(pages[(first + p) // page_size :], (first + p) % page_size, n, p)
+            for n, p in zip(lengths, starts[:-1].tolist(), strict=True)
+        ]
     positions: list[int] = []
     for _ in range(num_seqs):
         rows = int(rng.choice([1, 1, 1, 2, int(rng.integers(1, max_rows))]))

@@ -205,6 +205,42 @@ def test_items_take_whole_tiles():
     assert times.tolist() == [1640, 1640, 2280, 2280]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "want"),
+    [
+        ((16, 16, 16, 32), (0, 0, 0, 0), [(0, 80)]),  # whole pages: one entry for all
+        ((16, 30, 34, 16), (0, 0, 14, 0), [(0, 96)]),  # cut inside a page, which both parts have
+        ((16, 30, 34, 16), (0, 0, 0, 0), [(0, 46), (0, 34), (0, 16)]),  # pages with a gap
+        ((16, 64, 16, 16), (0, 0, 0, 0), [(0, 16), (0, 64), (0, 32)]),  # a tile is no short run
+        ((8, 8, 16, 16), (8, 8, 0, 0), [(8, 8), (8, 40)]),  # equal places, other pages
+    ],
+)
+def test_short_runs_are_walked_as_one(lengths, offsets, want):
+    """Entries of the first item: where they begin in a page, and their tokens."""
+    builder = PlanBuilder(16)
+    page, rows = 100, 6
+    for position, length, offset in zip(np.cumsum((0, *lengths)), lengths, offsets, strict=False):
+        page -= offset == 14  # in the page where the run before it ends
+        pages = np.arange(page, page + -(-(offset + length) // 16))
+        page = int(pages[-1]) + 1
+        run = builder.add_run(pages.astype(np.int32), offset, length, int(position))
+        builder.add_span(0, rows, run, length)
+    for row in range(rows):
+        own = builder.add_run(np.array([500 + row], np.int32), 0, 3, sum(lengths))
+        builder.add_span(row, 1, own, 3)
+    plan = builder.build(np.full(rows, sum(lengths) + 2))
+    cost = CostModel((Tile(16, 64), Tile(64, 64), Tile(128, 64)), programs=(8, 8))
+    for share, more in ((True, []), (False, [(0, 3)])):
+        work = make_work(plan, cost, num_kv_heads=1, group=4, share=share)
+        assert_shows(packed(work), plan, cost, 4, work.num_states)
+        item = int(np.argmax(work.records[:, 3]))
+        first, count = int(work.records[item, 4]), int(work.records[item, 3]) - 1
+        entries = np.concatenate((work.records[item, None, 8:], work.walk[first : first + count]))
+        found = [(int(entry[0]) % 16, int(entry[3] - entry[0])) for entry in entries]
+        assert found == want + more
+        assert len(work.pages) - len(plan.run_pages) <= 8 * (len(lengths) - len(want)) * rows
+
+
 def test_padding_rows_become_empty():
     plan = tree(3)
     work = make_work(plan, COSTS["default"], num_kv_heads=1, group=1, num_rows=8)

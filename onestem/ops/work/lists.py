@@ -61,9 +61,10 @@ class WorkList:
             other items: none (0), all (1) or some (2). Words 8 to 15: its first entry.
         walk: `[num_more_entries, 8]`: lo, clear_lo, clear_hi, hi, end, step, position, 0. They
             count in slots of the list of pages: token t of a run is at x = base + t, in page
-            `run_pages[x // page_size]`. Row j of the item sees lo <= x < min(hi, end + j * step),
+            `pages[x // page_size]`. Row j of the item sees lo <= x < min(hi, end + j * step),
             less what its window hides; all rows see all of clear_lo .. clear_hi - 1. The position
             id of x is x + position.
+        pages: the plan's `run_pages`, then those of short runs that an entry walks as one.
         rows: `[num_parts]`: rows of all items.
         dest: `[num_parts]`: the state that the row's part becomes; -1: it is the row's only part.
         merges: `[num_merges, 4]`: row, its first state, number of states (0: empty row), 0.
@@ -77,6 +78,7 @@ class WorkList:
     queues: np.ndarray
     records: np.ndarray
     walk: np.ndarray
+    pages: np.ndarray
     rows: np.ndarray
     dest: np.ndarray
     merges: np.ndarray
@@ -95,7 +97,6 @@ class WorkList:
         return np.cumsum([HEADER] + [-(-size // 4) * 4 for size in sizes]).tolist()
 
     def _sections(self) -> tuple[np.ndarray, ...]:
-        plan = self.plan
         return (
             self.queues,
             self.records,
@@ -103,8 +104,8 @@ class WorkList:
             self.rows,
             self.dest,
             self.merges,
-            plan.run_pages,
-            plan.row_position,
+            self.pages,
+            self.plan.row_position,
         )
 
     @property
@@ -246,22 +247,23 @@ def _listed(
     block = blocks.block[parts.entry[head]]
     kind, count = blocks.kind[block], blocks.num_rows[block]
     wide = kind == len(cost.tiles) - 1
-    order, queues = deal.in_order(_item_ns(deal.cost, kind, parts), kind)
+    walks = _walks(plan, blocks, parts, tile_columns(cost, kind)[0])
+    head = np.flatnonzero(np.diff(walks.item, prepend=-1))
+    order, queues = deal.in_order(_item_ns(deal.cost, kind, walks), kind)
     rows = blocks.rows[ragged(blocks.row_start[block], count)]
-    entries = _entry_words(plan, blocks, parts)
-    more = np.ones(len(parts.item), bool)
+    entries = walks.words
+    more = np.ones(len(entries), bool)
     more[head] = False
 
     records = np.zeros((len(head), RECORD), np.int32)
-    num_walk = np.diff(np.append(head, len(parts.item)))
+    num_walk = np.diff(np.append(head, len(entries)))
     columns = (kind, count, before(count), num_walk, before(num_walk - 1))
     for column, values in enumerate(columns):
         records[:, column] = values
     records[:, FIRST_ENTRY:] = entries[head]
     place_of_item = np.empty(len(head), np.int64)
     place_of_item[order] = np.arange(len(head))
-    place = np.where(more, np.cumsum(more) - 1, place_of_item[parts.item])
-    last = parts.hi == blocks.hi[parts.entry]
+    place = np.where(more, np.cumsum(more) - 1, place_of_item[walks.item])
     dest, merges, num_states = _merges(rows, num_rows)
     if len(head):
         partial = np.add.reduceat(dest >= 0, before(count), dtype=np.int64)
@@ -273,13 +275,73 @@ def _listed(
         queues=_with_records(queues, records[order]),
         records=records[order],
         walk=entries[more],
+        pages=walks.pages,
         rows=rows.astype(np.int32),
         dest=dest,
         merges=merges,
         num_states=num_states,
-        last_ns=_last_ns(queues, _item_ns(cost, kind, parts)[order]),
-        entries=Entries(blocks.span[parts.entry], last, more, place),
+        last_ns=_last_ns(queues, _item_ns(cost, kind, walks)[order]),
+        entries=Entries(walks.span, walks.last, more, place),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Walks:
+    """Walk entries, item after item, `[num_entries]`: their words, item, span (the first, of an
+    entry for several runs), and whether an entry is its span's last piece; and `WorkList.pages`."""
+
+    words: np.ndarray
+    item: np.ndarray
+    span: np.ndarray
+    last: np.ndarray
+    pages: np.ndarray
+
+
+def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.ndarray) -> _Walks:
+    """The entries of segments. block_n: tokens of each item's tiles.
+
+    Tiles are walked whole, so each entry costs at least one. Short runs of which a row sees one
+    after the other, and whose pages follow each other without a gap, become one entry with a list
+    of pages of its own. Such lists take no more words than the entries that they save. A run that
+    one row sees may grow, and keeps its entry.
+    """
+    words, item = _entry_words(plan, blocks, parts), parts.item
+    span, last = blocks.span[parts.entry], parts.hi == blocks.hi[parts.entry]
+    alone = _Walks(words, item, span, last, plan.run_pages)
+    if len(block_n) == len(item):  # an entry each, as in most steps
+        return alone
+    size = plan.page_size
+    lo, hi = words[:, LO].astype(np.int64), words[:, HI].astype(np.int64)
+    fits = (hi - lo < block_n[item]) & (plan.spans[span, plan_columns.ROWS] > 1)
+    fits &= (words[:, CLEAR_LO] <= lo) & (words[:, CLEAR_HI] == hi)
+    i = np.flatnonzero(fits[1:] & fits[:-1] & (item[1:] == item[:-1])) + 1
+    i = i[lo[i] + words[i, POSITION] == hi[i - 1] + words[i - 1, POSITION]]
+    inside = lo[i] % size
+    same_page = plan.run_pages[lo[i] // size] == plan.run_pages[(hi[i - 1] - 1) // size]
+    i = i[(hi[i - 1] % size == inside) & ((inside == 0) | same_page)]
+    joined = np.zeros(len(item), bool)
+    joined[i] = True
+    first, stop = lo // size + (joined & (lo % size > 0)), -(-hi // size)
+    number = np.cumsum(~joined) - 1
+    saved = np.bincount(number, joined) * ENTRY
+    joined &= (np.bincount(number, stop - first) <= saved)[number]
+    if not joined.any():
+        return alone
+    begins = np.flatnonzero(~joined)
+    tokens = np.add.reduceat(hi - lo, begins)
+    several = np.diff(np.append(begins, len(item))) > 1
+    listed = np.repeat(several, np.diff(np.append(begins, len(item))))
+    num_pages = (stop - first) * listed
+    more = plan.run_pages[ragged(first[listed], num_pages[listed])]
+    at = (len(plan.run_pages) + before(num_pages))[begins] * size + lo[begins] % size
+    words = words[begins]
+    at, tokens, shift = at[several], tokens[several], lo[begins][several]
+    words[several, POSITION] += (shift - at).astype(np.int32)
+    words[several, LO] = words[several, CLEAR_LO] = at
+    words[several, CLEAR_HI] = words[several, HI] = words[several, END] = at + tokens
+    words[several, STEP] = 0
+    pages = np.concatenate((plan.run_pages, more))
+    return _Walks(words, item[begins], span[begins], last[begins], pages)
 
 
 def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.ndarray:
@@ -307,12 +369,12 @@ def _with_records(queues: np.ndarray, records: np.ndarray) -> np.ndarray:
     return words
 
 
-def _item_ns(cost: CostModel, kind: np.ndarray, parts: Segments) -> np.ndarray:
+def _item_ns(cost: CostModel, kind: np.ndarray, walks: _Walks) -> np.ndarray:
     """float64 `[num_items]`: the time of each item, in ns."""
     block_n, item_ns, token_ns = tile_columns(cost, kind)
-    tiles = -(-(parts.hi - parts.lo) // block_n[parts.item])
-    walked = np.bincount(parts.item, tiles, len(kind)) * block_n * token_ns
-    more = np.bincount(parts.item, minlength=len(kind)) - 1
+    tiles = -(-(walks.words[:, HI] - walks.words[:, LO]) // block_n[walks.item])
+    walked = np.bincount(walks.item, tiles, len(kind)) * block_n * token_ns
+    more = np.bincount(walks.item, minlength=len(kind)) - 1
     return item_ns + walked + more * cost.entry_ns
 
 
