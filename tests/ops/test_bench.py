@@ -338,6 +338,17 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
     assert find(16, hopper=True)[0].merge_tokens == 4 * tuned.merge_tokens  # of larger states
     assert find(16, hopper=True)[0].tiles[0].block_m == 16  # holds the queries of a row
     assert find(8) == (twin, True)
+    # Falcon's 71 queries of a row: 64 rows and 7 columns, in longer tiles.
+    tiles = {
+        (size, group): config.load_config("another", torch.bfloat16, size, group, True)[0].tiles
+        for size, group in ((64, 64), (64, 71), (64, 81), (128, 71))
+    }
+    assert [[tile.block_n for tile in each] for each in tiles.values()] == [
+        [64, 64],
+        [128],
+        [64],
+        [64],
+    ]
     assert config.load_config("another", torch.bfloat16, 128, 2) == (twin, False)
     assert config.load_config("GPU of a Kind", torch.float16, 128, 4) == (
         config.default_config(torch.float16, 128),

@@ -476,6 +476,7 @@ def test_without_merges_there_is_one_launch_on_hopper(merging):
         (96, 4, 16, 70, True),
         (160, 2, 16, None, False),
         (64, 71, 16, None, True),
+        (64, 80, 8, 60, False),
         (80, 40, 8, 60, False),
     ],
 )

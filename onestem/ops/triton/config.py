@@ -107,13 +107,16 @@ def load_config(
         and (entry.get("hopper_registers") is not None) == hopper
     ]
     if not fitting:
-        return _for_group(default_config(dtype, head_dim, hopper, memory_rate), group), False
+        config = default_config(dtype, head_dim, hopper, memory_rate)
+        return _for_group(config, head_dim, group), False
     best = min(fitting, key=lambda entry: abs(entry["group"] - group))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
-    return _for_group(KernelConfig.from_json(fields), group, best["group"]), True
+    return _for_group(KernelConfig.from_json(fields), head_dim, group, best["group"]), True
 
 
-def _for_group(config: KernelConfig, group: int, tuned: int = MERGED_HEADS) -> KernelConfig:
+def _for_group(
+    config: KernelConfig, head_dim: int, group: int, tuned: int = MERGED_HEADS
+) -> KernelConfig:
     """The configuration with tiles that all hold the queries of a row. A state's size, and so
     `merge_tokens`, is proportional to the query heads of a KV head."""
     merge_tokens = config.merge_tokens * max(group, MERGED_HEADS) // max(tuned, MERGED_HEADS)
@@ -125,6 +128,9 @@ def _for_group(config: KernelConfig, group: int, tuned: int = MERGED_HEADS) -> K
         # The form for few queries takes up to 16; beyond, items are walked by rows alone.
         few = (replace(narrow, block_m=16),) if len(wider) > 1 and group <= 16 else ()
         tiles = (*few, *(tile for tile in wider if tile.block_m >= group))
+        if head_dim <= 64 and 64 < group <= 80:
+            # One warpgroup has few queries and its registers to spare: longer tiles.
+            return replace(config, tiles=(Tile(128, 128, 4000, 10),), stages=(6,))
         return replace(config, tiles=tiles, stages=config.stages[-len(tiles) :])
     least = max(16, 1 << (group - 1).bit_length())
     tiles = tuple(replace(tile, block_m=max(least, tile.block_m)) for tile in config.tiles)

@@ -26,6 +26,8 @@ from onestem.ops.triton.sm90.walk import (
     scores,
     section,
     store_states,
+    tile_start,
+    tiles_of,
     uniform,
     word,
 )
@@ -36,6 +38,8 @@ from onestem.ops.triton.words import (
     AT_RECORDS,
     AT_ROWS,
     AT_WALK,
+    CLEAR_HI,
+    CLEAR_LO,
     END,
     ENTRY,
     FIRST_ENTRY,
@@ -102,9 +106,9 @@ def _weights(
 @gluon.jit
 def _tile(
     query, weights, running_max, denominator, total, start, lo, hi, last, oldest, distance, slope,
-    scale, softcap, ring_memory, boxes, full, empty, stage, phase, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BOX: gl.constexpr, BLOCK_D: gl.constexpr, WINDOWED: gl.constexpr,
-    ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    scale, softcap, ring_memory, boxes, full, empty, stage, phase, ARRIVALS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, BLOCK_D: gl.constexpr,
+    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend to the tile in a stage of the ring, and release it."""
     stage = uniform(stage)
@@ -125,7 +129,7 @@ def _tile(
     total = total * shrink[None, :]
     total = warpgroup_mma(values.permute((1, 0)), weights.permute((1, 0)), total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
-    mbarrier.arrive(empty.index(stage), count=2)
+    mbarrier.arrive(empty.index(stage), count=ARRIVALS)
     return running_max, denominator, total
 
 
@@ -133,18 +137,23 @@ def _tile(
 def attend_columns(
     control, begin, item, stop, count, head, q, out, lse, part_out, part_lse, slopes,
     scale, softcap, queries, ring_memory, boxes, full, empty, PART: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    WIDE: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Walk items (at least one) of at most COLUMNS queries for a KV head, through one half of the
-    ring. begin: `start_of`; its record is the first item's where count is 0.
+    ring. WIDE: of at most ROWS + COLUMNS, those from ROWS on, through the whole ring, while the
+    first warpgroup takes the others. begin: `start_of`; its record is the first item's where count
+    is 0.
 
     A load from memory takes as long as a tile, so an item's record is loaded three items ahead, its
     rows two ahead, its queries one ahead.
     """
-    ring: gl.constexpr = STAGES // 2
-    base: gl.constexpr = PART * ring
+    ring: gl.constexpr = STAGES if WIDE else STAGES // 2
+    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    first: gl.constexpr = ROWS if WIDE else 0
+    arrivals: gl.constexpr = 1 if WIDE else 2  # a tile is released after two arrivals
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     across: gl.constexpr = gl.SliceLayout(0, layout)
     two_queries = _pieces(queries, COLUMNS, BLOCK_D, BLOCK_D)
@@ -154,7 +163,7 @@ def attend_columns(
     weights = _pieces(queries, COLUMNS, BLOCK_N, BLOCK_D).index(first_weights)
     walk, records = section(control, begin, AT_WALK), section(control, begin, AT_RECORDS)
     rows, states = section(control, begin, AT_ROWS), section(control, begin, AT_DEST)
-    c = gl.arange(0, COLUMNS, across)
+    c = first + gl.arange(0, COLUMNS, across)
     j = c // GROUP  # [COLUMNS] row of the item
     q_head = head * GROUP + c % GROUP
     slope = j
@@ -168,20 +177,20 @@ def attend_columns(
     turn = 0
     stage, phase = count % ring, (count // ring) & 1
     this_row = query_rows(
-        rows, word(this, ROW_START), word(this, NUM_ROWS), 0, COLUMNS, GROUP, BLOCK_D
+        rows, word(this, ROW_START), word(this, NUM_ROWS), first, COLUMNS, GROUP, BLOCK_D
     )
     next_row = query_rows(
-        rows, word(following, ROW_START), word(following, NUM_ROWS), 0, COLUMNS, GROUP, BLOCK_D
+        rows, word(following, ROW_START), word(following, NUM_ROWS), first, COLUMNS, GROUP, BLOCK_D
     )
     two_queries.index(first_query).store(
-        load_query(q, this_row, head, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        load_query(q, this_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
     )
     fence_async_shared()
     barrier()  # here and at the end of an item: else before the products of each tile
     while item < stop:
-        next_query = load_query(q, next_row, head, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
         next_row = query_rows(
-            rows, word(later, ROW_START), word(later, NUM_ROWS), 0, COLUMNS, GROUP, BLOCK_D
+            rows, word(later, ROW_START), word(later, NUM_ROWS), first, COLUMNS, GROUP, BLOCK_D
         )
         last = record_line(records, item + 3, stop)
         row_start, num_rows, num_walk = (
@@ -208,11 +217,18 @@ def attend_columns(
             oldest = distance
             if WINDOWED:
                 oldest = distance - word(begin, QUEUED + WINDOW) + 1
-            for start in range(lo // PAGE_SIZE * PAGE_SIZE, hi, BLOCK_N):
+            page, _, clear, tail = tiles_of(
+                lo, word(entry, FIRST_ENTRY + CLEAR_LO), word(entry, FIRST_ENTRY + CLEAR_HI), hi,
+                PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+            for in_order in range(page, hi, BLOCK_N):
+                start = in_order
+                if WIDE:
+                    start = tile_start((in_order - page) // BLOCK_N, page, clear, tail, BLOCK_N)
                 running_max, denominator, total = _tile(
                     query, weights, running_max, denominator, total, start, lo, hi, ends, oldest,
                     distance, slope, scale, softcap, ring_memory, boxes, full, empty, base + stage,
-                    phase, BLOCK_N, STAGES, BOX, BLOCK_D, WINDOWED, ALIBI, SOFTCAP,
+                    phase, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, ring)
             entry = next_entry

@@ -28,12 +28,23 @@ def _attend(
     """Run a warpgroup in the role of its program."""
     start = start_of(control, PART)
     item, stop, head, columns = queue(start)
+    # Of a row with a few more queries than a warpgroup has rows (Falcon 7B: 71 query heads on a KV
+    # head), the second warpgroup takes the others as columns; `_for_group` gives it long tiles.
+    over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
+    rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
     if columns < 0:
-        attend_rows(
-            control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
-            softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
-        )  # fmt: skip
+        if rest == 0:
+            attend_rows(
+                control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
+        elif item < stop:
+            attend_columns(
+                control, start, item, stop, 0, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
     else:
         count = 0
         if item < columns:
@@ -47,8 +58,8 @@ def _attend(
                 attend_columns(
                     control, start, columns, stop, count, head, q, out, lse, part_out,
                     part_lse, slopes, scale, softcap, queries, ring_memory, boxes, full, empty,
-                    PART, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-                    COLUMNS, WINDOWED, ALIBI, SOFTCAP,
+                    PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
+                    BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
 
 
