@@ -47,6 +47,8 @@ NOT_RUN = "not run here yet"
 REMARKS = {
     "relay-fig7": "A system prompt of 64 tokens is the floor: `full` keeps 93% of its rate at "
     "2,048",
+    "relay-fig8": "A system prompt of 64 tokens is the floor: `full` keeps 95% of its rate at "
+    "2,048",
     "relay-table3": "`full` came first, beside stalls of the machine; in turns (`--repeat 2`) it "
     "takes 14.17 s at one shot, `storage` 14.31",
     "hydragen-fig6": "256 questions take half the time of 64 without sharing; above 256, attention "
