@@ -50,7 +50,6 @@ def random_plan(
     lengths = [int(rng.choice(edges)) for _ in range(num_runs)]
     one = rng.random() < 0.5
     starts = np.cumsum([0, *[n + int(rng.integers(0, 1 if one else 5)) for n in lengths]])
-    shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
     if one:
         first = int(rng.integers(0, page_size))
         pages = np.append(page_ids[used:], np.int32(2**30))
@@ -59,6 +58,8 @@ def random_plan(
             builder.add_run(pages[(first + p) // page_size :], (first + p) % page_size, n, p)
             for n, p in zip(lengths, starts[:-1].tolist(), strict=True)
         ]
+    else:
+        shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
     positions: list[int] = []
     for _ in range(num_seqs):
         rows = int(rng.choice([1, 1, 1, 2, int(rng.integers(1, max_rows))]))

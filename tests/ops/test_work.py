@@ -133,11 +133,15 @@ def test_a_run_is_walked_by_the_items_of_the_runs_below_it_where_that_costs_noth
     assert sorted(work.records[:, 3].tolist()) == [1] * 64 + [2] * 2
 
 
-def tree(num_seqs: int, *, shared: int = 300, own: int = 50, page_size: int = 16) -> AttentionPlan:
-    builder = PlanBuilder(page_size)
-    system = builder.add_run(np.arange(-(-shared // page_size), dtype=np.int32), 0, shared, 0)
-    builder.add_span(0, num_seqs, system, shared)
-    per_seq = -(-own // page_size) + 4
+def tree(num_seqs: int, *, shared: int = 300, own: int = 50, cuts: int = 0) -> AttentionPlan:
+    """Sequences that share tokens, in `cuts` + 1 runs of about equal length."""
+    builder = PlanBuilder(16)
+    pages, bounds = np.arange(-(-shared // 16), dtype=np.int32), np.arange(cuts + 2)
+    bounds = shared * bounds // (cuts + 1)
+    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        run = builder.add_run(pages[first // 16 : -(-end // 16)], first % 16, end - first, first)
+        builder.add_span(0, num_seqs, run, end - first)
+    per_seq = -(-own // 16) + 4
     for row in range(num_seqs):
         pages = 1000 + row * per_seq + np.arange(per_seq, dtype=np.int32)
         run = builder.add_run(pages.astype(np.int32), 3, own + row % 5, shared)
@@ -216,7 +220,8 @@ def test_items_take_whole_tiles():
     ],
 )
 def test_short_runs_are_walked_as_one(lengths, offsets, want):
-    """Entries of the first item: where they begin in a page, and their tokens."""
+    """Entries of the longest item: where they begin in a page, and their tokens. Spans stand in any
+    order."""
     builder = PlanBuilder(16)
     page, rows = 100, 6
     for position, length, offset in zip(np.cumsum((0, *lengths)), lengths, offsets, strict=False):
@@ -229,6 +234,8 @@ def test_short_runs_are_walked_as_one(lengths, offsets, want):
         own = builder.add_run(np.array([500 + row], np.int32), 0, 3, sum(lengths))
         builder.add_span(row, 1, own, 3)
     plan = builder.build(np.full(rows, sum(lengths) + 2))
+    order = np.random.default_rng(3).permutation(plan.num_spans)
+    plan = dataclasses.replace(plan, spans=np.ascontiguousarray(plan.spans[order]))
     cost = CostModel((Tile(16, 64), Tile(64, 64), Tile(128, 64)), programs=(8, 8))
     for share, more in ((True, []), (False, [(0, 3)])):
         work = make_work(plan, cost, num_kv_heads=1, group=4, share=share)
@@ -250,22 +257,25 @@ def test_padding_rows_become_empty():
 
 @pytest.mark.parametrize("window", [None, 40, 1000])
 @pytest.mark.parametrize("cost", sorted(COSTS))
-def test_growing_words_make_the_next_steps_list(cost, window):
-    plan = windowed(tree(9, shared=150), window)
+@pytest.mark.parametrize("cuts", [0, 11])
+def test_growing_words_make_the_next_steps_list(cuts, cost, window):
+    plan = windowed(tree(9, shared=150, cuts=cuts), window)
     model = COSTS[cost]
     work = make_work(plan, model, num_kv_heads=2, group=4)
+    # Runs of 12 tokens are walked as one, where rows see them whole.
+    assert (len(work.pages) > len(plan.run_pages)) == (cuts > 0 and window != 40)
     words = packed(work)
-    own = np.arange(1, 10)
+    own = cuts + np.arange(1, 10)
     grow = work.growing_words(own)
     assert len(np.unique(grow)) == len(grow)
-    new_page = work.page_word(np.array([4]), np.array([5]))
+    new_page = work.page_word(own[3:4], np.array([5]))
     words[new_page] = 77
     for _ in range(20):
         words[grow] += 1
         spans, runs, pages = plan.spans.copy(), plan.runs.copy(), plan.run_pages.copy()
         spans[own, 4] += 1
         runs[own, 2] += 1
-        pages[runs[4, 0] + 5] = 77
+        pages[runs[own[3], 0] + 5] = 77
         plan = dataclasses.replace(
             plan, spans=spans, runs=runs, run_pages=pages, row_position=plan.row_position + 1
         )

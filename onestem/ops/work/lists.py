@@ -300,20 +300,25 @@ class _Walks:
 def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.ndarray) -> _Walks:
     """The entries of segments. block_n: tokens of each item's tiles.
 
-    Tiles are walked whole, so each entry costs at least one. Short runs of which a row sees one
-    after the other, and whose pages follow each other without a gap, become one entry with a list
-    of pages of its own. Such lists take no more words than the entries that they save. A run that
-    one row sees may grow, and keeps its entry.
+    Tiles are walked whole, so each entry costs at least one. Short runs that an item walks, and
+    whose pages and positions follow each other without a gap, become one entry with a list of pages
+    of its own. Such lists take no more words than the entries that they save. A run that one row
+    sees may grow, and keeps its entry.
     """
     words, item = _entry_words(plan, blocks, parts), parts.item
     span, last = blocks.span[parts.entry], parts.hi == blocks.hi[parts.entry]
     alone = _Walks(words, item, span, last, plan.run_pages)
     if len(block_n) == len(item):  # an entry each, as in most steps
         return alone
+    fits = (words[:, HI] - words[:, LO] < block_n[item]) & (words[:, CLEAR_LO] <= words[:, LO])
+    fits &= (words[:, CLEAR_HI] == words[:, HI]) & (plan.spans[span, plan_columns.ROWS] > 1)
+    if np.bincount(item[fits], minlength=1).max() < 2:
+        return alone
+    # A plan's spans may come in any order.
+    order = np.lexsort((words[:, LO] + words[:, POSITION], item))
+    words, item, span, last, fits = (x[order] for x in (words, item, span, last, fits))
     size = plan.page_size
     lo, hi = words[:, LO].astype(np.int64), words[:, HI].astype(np.int64)
-    fits = (hi - lo < block_n[item]) & (plan.spans[span, plan_columns.ROWS] > 1)
-    fits &= (words[:, CLEAR_LO] <= lo) & (words[:, CLEAR_HI] == hi)
     i = np.flatnonzero(fits[1:] & fits[:-1] & (item[1:] == item[:-1])) + 1
     i = i[lo[i] + words[i, POSITION] == hi[i - 1] + words[i - 1, POSITION]]
     inside = lo[i] % size
@@ -329,8 +334,8 @@ def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.nda
         return alone
     begins = np.flatnonzero(~joined)
     tokens = np.add.reduceat(hi - lo, begins)
-    several = np.diff(np.append(begins, len(item))) > 1
-    listed = np.repeat(several, np.diff(np.append(begins, len(item))))
+    count = np.diff(np.append(begins, len(item)))
+    several, listed = count > 1, np.repeat(count > 1, count)
     num_pages = (stop - first) * listed
     more = plan.run_pages[ragged(first[listed], num_pages[listed])]
     at = (len(plan.run_pages) + before(num_pages))[begins] * size + lo[begins] % size
