@@ -32,8 +32,9 @@ class KernelConfig:
     Pairs are for items of narrower tiles, which read, and for those of the widest, which multiply.
 
     Attributes:
-        tiles: two or three shapes, narrow to wide. On Hopper all have the same `block_n`; the
-            narrowest of three is for items whose queries are columns.
+        tiles: one to three shapes, narrow to wide. On Hopper all have the same `block_n`; the
+            narrowest of three is for items whose queries are columns. With one of 128 tokens, the
+            second warpgroup takes a row's queries from 64 on as columns, 16 at most.
         stages: software pipeline depth of each (Triton's `num_stages`); on Hopper, tiles in the
             ring of shared memory (an even number).
         num_warps: warps of a program.
@@ -105,6 +106,7 @@ def load_config(
         for entry in _stored(device_name)
         if (entry["dtype"], entry["head_dim"]) == (name, head_dim)
         and (entry.get("hopper_registers") is not None) == hopper
+        and _divided(head_dim, entry["group"]) == _divided(head_dim, group)
     ]
     if not fitting:
         config = default_config(dtype, head_dim, hopper, memory_rate)
@@ -112,6 +114,11 @@ def load_config(
     best = min(fitting, key=lambda entry: abs(entry["group"] - group))
     fields = {k: v for k, v in best.items() if k not in ("dtype", "head_dim", "group")}
     return _for_group(KernelConfig.from_json(fields), head_dim, group, best["group"]), True
+
+
+def _divided(head_dim: int, group: int) -> bool:
+    """Whether Hopper's warpgroups divide a row's queries: 64, and a few as columns."""
+    return head_dim <= 64 and 64 < group <= 80
 
 
 def _for_group(
@@ -128,8 +135,7 @@ def _for_group(
         # The form for few queries takes up to 16; beyond, items are walked by rows alone.
         few = (replace(narrow, block_m=16),) if len(wider) > 1 and group <= 16 else ()
         tiles = (*few, *(tile for tile in wider if tile.block_m >= group))
-        if head_dim <= 64 and 64 < group <= 80:
-            # One warpgroup has few queries and its registers to spare: longer tiles.
+        if _divided(head_dim, group):
             return replace(config, tiles=(Tile(128, 128, 4000, 10),), stages=(6,))
         return replace(config, tiles=tiles, stages=config.stages[-len(tiles) :])
     least = max(16, 1 << (group - 1).bit_length())

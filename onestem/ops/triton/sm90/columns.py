@@ -217,14 +217,14 @@ def attend_columns(
             oldest = distance
             if WINDOWED:
                 oldest = distance - word(begin, QUEUED + WINDOW) + 1
-            page, _, clear, tail = tiles_of(
+            page, tiles, clear, tail = tiles_of(
                 lo, word(entry, FIRST_ENTRY + CLEAR_LO), word(entry, FIRST_ENTRY + CLEAR_HI), hi,
                 PAGE_SIZE, BLOCK_N,
             )  # fmt: skip
-            for in_order in range(page, hi, BLOCK_N):
-                start = in_order
+            for i in range(tiles):
+                start = page + i * BLOCK_N
                 if WIDE:
-                    start = tile_start((in_order - page) // BLOCK_N, page, clear, tail, BLOCK_N)
+                    start = tile_start(i, page, clear, tail, BLOCK_N)
                 running_max, denominator, total = _tile(
                     query, weights, running_max, denominator, total, start, lo, hi, ends, oldest,
                     distance, slope, scale, softcap, ring_memory, boxes, full, empty, base + stage,

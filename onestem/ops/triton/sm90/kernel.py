@@ -29,7 +29,7 @@ def _attend(
     start = start_of(control, PART)
     item, stop, head, columns = queue(start)
     # Of a row with a few more queries than a warpgroup has rows (Falcon 7B: 71 query heads on a KV
-    # head), the second warpgroup takes the others as columns; `_for_group` gives it long tiles.
+    # head), the second warpgroup takes the others as columns, in long tiles (`KernelConfig`).
     over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
     rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
     if columns < 0:
