@@ -32,18 +32,22 @@ OPTIONS = {"num_pages": 64, "page_size": 4}
 
 
 class Replayed(graphs.GraphRunner):
-    """`replays`: the size of each graph that was replayed; `words`: of the lists that fitted."""
+    """`replays`: the size of each graph that was replayed; `words`: of the lists that fitted;
+    `joined`: how many of those walk short runs as one."""
 
     def __init__(self, *args, **options) -> None:
         self.replays: list[int] = []
         self.words: list[int] = []
+        self.joined = 0
         super().__init__(*args, **options)
         self.depth = 1
 
     def _write_lists(self, inputs: StepInputs) -> bool:
         fits = super()._write_lists(inputs)
         if fits:
-            self.words.extend(space.work.num_words for space in self._workspaces.values())
+            lists = [space.work for space in self._workspaces.values()]
+            self.words.extend(work.num_words for work in lists)
+            self.joined += sum(len(work.pages) > len(work.plan.run_pages) for work in lists)
         return fits
 
     def _capture(self, size: int):
@@ -83,10 +87,12 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def tokens(engine: Engine) -> list[list[int]]:
-    """Of three requests with one head that end one after the other."""
-    head = list(range(5, 14))
-    prompts = ([*head, 20], [*head, 30, 31], [*head, *range(40, 52)])
+HEAD = list(range(5, 14))
+PROMPTS = ([*HEAD, 20], [*HEAD, 30, 31], [*HEAD, *range(40, 52)])
+
+
+def tokens(engine: Engine, prompts: tuple[list[int], ...] = PROMPTS) -> list[list[int]]:
+    """Of requests that end one after the other."""
     for i, ids in enumerate(prompts):
         (request,) = requests_for([ids], max_tokens=3 + i)
         engine.add_request(dataclasses.replace(request, request_id=str(i)))
@@ -104,6 +110,17 @@ def test_a_work_list_that_the_fixed_buffers_do_not_hold(with_graphs, tiny) -> No
     small = with_graphs(max(roomy.launcher.runner.words) - 1)
     assert tokens(small) == want
     assert 0 < len(small.launcher.runner.replays) < len(roomy.launcher.runner.replays)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 8), (5, 2, 3)], ids=str)
+def test_a_tree_of_short_runs(with_graphs, tiny, lengths) -> None:
+    """Whole pages, and pages that the parts of a cut run share: decodes walk such runs as one."""
+    a, b, c = (list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, 2))
+    prompts = ([*a, *b, *c, 90, 91], [*a, *b, *c, 92], [*a, *b, 93], [*a, 94])
+    want = tokens(make_engine(tiny("llama"), impl="torch", **OPTIONS), prompts)
+    engine = with_graphs(1 << 16)
+    assert tokens(engine, prompts) == want
+    assert engine.launcher.runner.joined > 0
 
 
 def test_what_is_done_to_scores_reaches_the_kernels(with_graphs, tiny) -> None:
