@@ -333,6 +333,8 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
     path = store([{**shape, "group": 8, **twin.to_json()}], "GPU of a Kind")
     assert path == tmp_path / "gpu-of-a-kind.json"
     assert len(json.loads(path.read_text())) == 2
+    for each in (tuned, twin):
+        store([{**shape, "head_dim": 64, "group": 4, **each.to_json()}], "GPU of a Kind")
     find = partial(config.load_config, "GPU of a Kind", torch.bfloat16, 128)
     assert find(4, hopper=True) == (tuned, True)
     assert find(16, hopper=True)[0].merge_tokens == 4 * tuned.merge_tokens  # of larger states
@@ -349,6 +351,10 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
         [64],
         [64],
     ]
+    # Only Hopper's kernel divides them: the twin takes the entry of any group.
+    for hopper, group in ((True, 71), (False, 71), (True, 64)):
+        _, found = config.load_config("GPU of a Kind", torch.bfloat16, 64, group, hopper)
+        assert found == (not hopper or group == 64)
     assert config.load_config("another", torch.bfloat16, 128, 2) == (twin, False)
     assert config.load_config("GPU of a Kind", torch.float16, 128, 4) == (
         config.default_config(torch.float16, 128),

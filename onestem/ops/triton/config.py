@@ -106,7 +106,7 @@ def load_config(
         for entry in _stored(device_name)
         if (entry["dtype"], entry["head_dim"]) == (name, head_dim)
         and (entry.get("hopper_registers") is not None) == hopper
-        and _divided(head_dim, entry["group"]) == _divided(head_dim, group)
+        and (not hopper or _divided(head_dim, entry["group"]) == _divided(head_dim, group))
     ]
     if not fitting:
         config = default_config(dtype, head_dim, hopper, memory_rate)
@@ -132,11 +132,11 @@ def _for_group(
     if narrow.block_m >= group:
         return config
     if config.hopper_registers is not None:
+        if _divided(head_dim, group):
+            return replace(config, tiles=(Tile(128, 128, 4000, 10),), stages=(6,))
         # The form for few queries takes up to 16; beyond, items are walked by rows alone.
         few = (replace(narrow, block_m=16),) if len(wider) > 1 and group <= 16 else ()
         tiles = (*few, *(tile for tile in wider if tile.block_m >= group))
-        if _divided(head_dim, group):
-            return replace(config, tiles=(Tile(128, 128, 4000, 10),), stages=(6,))
         return replace(config, tiles=tiles, stages=config.stages[-len(tiles) :])
     least = max(16, 1 << (group - 1).bit_length())
     tiles = tuple(replace(tile, block_m=max(least, tile.block_m)) for tile in config.tiles)
