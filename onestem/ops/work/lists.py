@@ -332,21 +332,19 @@ def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.nda
     joined &= (np.bincount(number, stop - first) <= saved)[number]
     if not joined.any():
         return alone
-    begins = np.flatnonzero(~joined)
-    tokens = np.add.reduceat(hi - lo, begins)
-    count = np.diff(np.append(begins, len(item)))
-    several, listed = count > 1, np.repeat(count > 1, count)
+    kept = ~joined
+    listed = joined | np.append(joined[1:], False)  # pieces of entries for several runs
+    heads = np.flatnonzero(listed & kept)
     num_pages = (stop - first) * listed
     more = plan.run_pages[ragged(first[listed], num_pages[listed])]
-    at = (len(plan.run_pages) + before(num_pages))[begins] * size + lo[begins] % size
-    words = words[begins]
-    at, tokens, shift = at[several], tokens[several], lo[begins][several]
-    words[several, POSITION] += (shift - at).astype(np.int32)
-    words[several, LO] = words[several, CLEAR_LO] = at
-    words[several, CLEAR_HI] = words[several, HI] = words[several, END] = at + tokens
-    words[several, STEP] = 0
+    at = (len(plan.run_pages) + before(num_pages)[heads]) * size + lo[heads] % size
+    tokens = np.add.reduceat(hi - lo, np.flatnonzero(kept))[listed[kept]]
+    words[heads, POSITION] = words[heads, POSITION] + lo[heads] - at
+    words[heads, LO] = words[heads, CLEAR_LO] = at
+    words[heads, CLEAR_HI] = words[heads, HI] = words[heads, END] = at + tokens
+    words[heads, STEP] = 0
     pages = np.concatenate((plan.run_pages, more))
-    return _Walks(words, item[begins], span[begins], last[begins], pages)
+    return _Walks(words[kept], item[kept], span[kept], last[kept], pages)
 
 
 def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.ndarray:
