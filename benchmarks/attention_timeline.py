@@ -44,10 +44,11 @@ def _queries_there(indent: int) -> Change:
     return "\n" + loop, "\n" + _stamp(indent, WAITS, HALF) + loop, 1
 
 
-def _first_tile(line: str, more: str = "") -> Change:
+def _first_tile(indent: int, line: str, more: str = "") -> Change:
     """A stamp before a line after the first tile; `more` goes after it."""
-    stamp = " " * 16 + "if count == 0:\n" + _stamp(20, TILE, HALF)
-    return " " * 16 + line, stamp + more + " " * 16 + line, 1
+    before = " " * indent
+    stamp = before + "if count == 0:\n" + _stamp(indent + 4, TILE, HALF)
+    return before + line, stamp + more + before + line, 1
 
 
 HALF = " + PART"
@@ -66,10 +67,9 @@ HOPPER: dict[str, tuple[Change, ...]] = {
     "copy.py": (
         TIMER,
         ("    control, pool, boxes", "    control, slopes, pool, boxes", 1),
-        ("pages, walk, ", "slopes, pages, walk, ", 3),
         (
-            "    if columns >= 0:\n",
-            "    if columns >= 0:\n        if SIDE == 0 and PART == 0:\n" + _stamp(12, QUEUE),
+            "    wide = columns < 0\n",
+            "    wide = columns < 0\n    if SIDE == 0 and PART == 0:\n" + _stamp(8, QUEUE),
             1,
         ),
         ("    stage, phase = 0, 1\n", "    stage, phase = 0, 1\n    copied = 0\n", 1),
@@ -86,13 +86,13 @@ HOPPER: dict[str, tuple[Change, ...]] = {
     "rows.py": (
         TIMER,
         _queries_there(8),
-        _first_tile("first_weight, running_max"),
+        _first_tile(20, "first_weight, running_max"),
         ("    return count\n", _stamp(4, END, HALF) + "    return count\n", 1),
     ),
     "columns.py": (
         TIMER,
         _queries_there(4),
-        _first_tile("stage, phase = next_stage", " " * 16 + "count += 1\n"),
+        _first_tile(16, "stage, phase = next_stage", " " * 16 + "count += 1\n"),
         (
             "        this, following, later = following, later, last\n",
             "        this, following, later = following, later, last\n" + _stamp(4, END, HALF),

@@ -10,14 +10,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onestem.ops.triton.sm90.walk import (
+    lane,
     line_of,
     next_stage,
+    over,
     queue,
     record_line,
     section,
     start_of,
     tile_start,
     tiles_of,
+    uniform,
     word,
 )
 from onestem.ops.triton.versions import copy_box, viewed
@@ -77,34 +80,29 @@ def fetch_list(control, num_words):
 
 
 @gluon.jit
-def _places(
+def _pages_of(
     start, lo, hi, pages, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr
 ):
-    """Pages and places in them at which the boxes of a tile begin. A box without any walked token
-    gets a place outside of the pool: the copy engine writes zeros."""
-    places = ()
-    for i in gl.static_range(BLOCK_N // BOX):
-        x = start + i * BOX
-        inside = (x < hi) & (x + BOX > lo)
-        page = gl.load(pages + x // PAGE_SIZE, mask=inside, other=0)
-        # Triton has no unpacking.
-        place = (gl.where(inside, page, -1), x % PAGE_SIZE)
-        places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005
-    return places
+    """Pages of a tile's boxes, each in a thread of a warp, over and over (`word` reads them). A box
+    without any walked token gets a place outside of the pool: the copy engine writes zeros."""
+    x = start + (lane() & (BLOCK_N // BOX - 1)) * BOX
+    inside = (x < hi) & (x + BOX > lo)
+    return gl.where(inside, gl.load(pages + over(x, PAGE_SIZE), mask=inside, other=0), -1)
 
 
 @gluon.jit
 def _copy_tile(
-    places, pool, head, boxes, flag, first, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    BOX: gl.constexpr,
+    page, start, pool, head, boxes, flag, first, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile to the boxes from `first` on. In shared memory they are laid out like a tile's
-    columns, 64 dimensions after 64 dimensions."""
+    columns, 64 dimensions after 64 dimensions. page: `_pages_of`."""
     across: gl.constexpr = BLOCK_N // BOX
     mbarrier.expect(flag, BLOCK_N * BLOCK_D * 2)
-    for i in gl.static_range(across):
+    # A loop that is not unrolled: in a cold cache instructions take longer than their work.
+    for i in range(uniform(across)):
         for c in gl.static_range(BLOCK_D // 64):
-            at = [places[i][0], head, places[i][1], c * 64]
+            at = [word(page, i), head, (start + i * BOX) % PAGE_SIZE, c * 64]
             copy_box(pool, at, flag, boxes.index(first + c * across + i))
 
 
@@ -122,69 +120,50 @@ def _fetch(address):
 
 
 @gluon.jit
-def _copy_items(
-    pages, walk, records, this, item, columns, stop, head, pool, boxes, full, empty,
-    SIDE: gl.constexpr, PART: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+def copy(
+    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr,
+    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys or values that items walk, tile after tile; for items from `columns` on, in
-    order. this: the first item's record. A record is loaded two items ahead, the first of its page
-    ids one ahead, a walk's entry one ahead."""
-    ring: gl.constexpr = STAGES if WIDE else STAGES // 2
-    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    """Run a copying warp: copy the keys (SIDE 0) or values (SIDE 1) that items walk, tile after
+    tile, for one warpgroup, or, as one of the first warpgroup's, for the pair. An item's
+    record and first page ids are loaded while the item before is copied, and a walk's entry is
+    loaded one ahead."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
+    shape: gl.constexpr = [boxes.shape[0], 1, 1, BOX, 64]
     size: gl.constexpr = BLOCK_D // 64 * (BLOCK_N // BOX)  # boxes of a tile
-    following = record_line(records, item + 1, stop)
+    boxes = viewed(boxes, boxes.dtype, shape, layout)
+    this = start_of(control, PART)
+    item, stop, head, columns = queue(this)
+    pages, walk = section(control, this, AT_PAGES), section(control, this, AT_WALK)
+    records = section(control, this, AT_RECORDS)
+    wide = columns < 0
+    ring, base = gl.where(wide, STAGES, STAGES // 2), 0
+    if PART == 1:
+        stop, base = gl.where(wide, item, stop), STAGES // 2
     stage, phase = 0, 1
     while item < stop:
-        later = record_line(records, item + 2, stop)
+        following = record_line(records, item + 1, stop)
         entry, num_walk = this, word(this, NUM_WALK)
         more = walk + word(this, WALK_START) * ENTRY
-        _fetch(pages + word(following, FIRST_ENTRY) // PAGE_SIZE)
         for index in range(num_walk):
             next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
             lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
             clear_lo = word(entry, FIRST_ENTRY + CLEAR_LO)
             clear_hi = word(entry, FIRST_ENTRY + CLEAR_HI)
             begin, tiles, clear, tail = tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE, BLOCK_N)
-            in_order = item >= columns
-            clear, tail = gl.where(in_order, 0, clear), gl.where(in_order, tiles, tail)
+            clear, tail = gl.where(wide, clear, 0), gl.where(wide, tail, tiles)
             for i in range(tiles):
                 start = tile_start(i, begin, clear, tail, BLOCK_N)
-                places = _places(start, lo, hi, pages, PAGE_SIZE, BLOCK_N, BOX)
+                page = _pages_of(start, lo, hi, pages, PAGE_SIZE, BLOCK_N, BOX)
                 mbarrier.wait(empty.index(base + stage), phase)
                 _copy_tile(
-                    places, pool, head, boxes, full.index(base + stage),
-                    (SIDE * STAGES + base + stage) * size, BLOCK_D, BLOCK_N, BOX,
+                    page, start, pool, head, boxes, full.index(base + stage),
+                    (SIDE * STAGES + base + stage) * size, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, ring)
+                if i == 0:
+                    _fetch(pages + over(word(following, FIRST_ENTRY), PAGE_SIZE))
             entry = next_entry
         item += 1
         this = following
-        following = later
-
-
-@gluon.jit
-def copy(
-    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr,
-    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr,
-):  # fmt: skip
-    """Run a copying warp. It copies keys (SIDE 0) or values (SIDE 1) for one warpgroup, or, as one
-    of the first warpgroup's, for the pair."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    shape: gl.constexpr = [boxes.shape[0], 1, 1, BOX, 64]
-    boxes = viewed(boxes, boxes.dtype, shape, layout)
-    start = start_of(control, PART)
-    item, stop, head, columns = queue(start)
-    pages, walk = section(control, start, AT_PAGES), section(control, start, AT_WALK)
-    records = section(control, start, AT_RECORDS)
-    if columns >= 0:
-        _copy_items(
-            pages, walk, records, start, item, columns, stop, head, pool, boxes, full, empty, SIDE,
-            PART, False, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-        )  # fmt: skip
-    elif PART == 0:
-        _copy_items(
-            pages, walk, records, start, item, stop, stop, head, pool, boxes, full, empty, SIDE,
-            PART, True, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-        )  # fmt: skip

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from onestem.ops.triton.sm90.columns import attend_columns
 from onestem.ops.triton.sm90.copy import copy, fetch_list
 from onestem.ops.triton.sm90.rows import attend_rows
-from onestem.ops.triton.sm90.walk import ROWS, queue, start_of
+from onestem.ops.triton.sm90.walk import ROWS, queue, start_of, uniform
 from onestem.ops.triton.versions import viewed
 
 __all__ = ["attend_hopper"]
@@ -93,7 +93,7 @@ def attend_hopper(
     flags: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], flags)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], flags)
-    for i in gl.static_range(STAGES):
+    for i in range(uniform(STAGES)):  # not unrolled: the start waits for its instructions
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(

@@ -1,7 +1,9 @@
 """Queries as rows of a tile, tokens as columns: the form of items with many queries.
 
-A warpgroup issues the scores of tile t and the weighted sum of tile t - 1 together, so that the
-tensor cores work while it computes weights.
+In items of the widest tiles a warpgroup issues the scores of tile t and the weighted sum of tile
+t - 1 together, so that the tensor cores work while it computes weights. Other items wait for the
+memory: they attend to one tile after the other, by the same few instructions each. For these are
+not in any cache when a launch begins, and a walk of a few tiles waits for them.
 """
 
 # mypy: allow-untyped-defs
@@ -117,6 +119,62 @@ def _products(query, keys, full, stage, phase, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _tile(
+    query, running_max, denominator, total, start, lo, hi, last, oldest, distance, slope, scale,
+    softcap, ring_memory, boxes, full, empty, count, base: gl.constexpr, ring: gl.constexpr,
+    arrivals: gl.constexpr, operand: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, BLOCK_D: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Attend to tile `count`, and release it."""
+    stage = base + count % ring
+    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+    blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    new_weight, running_max, denominator, shrink = _weights(
+        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
+        softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    total = total * gl.convert_layout(shrink, rows)[:, None]
+    weight = gl.convert_layout(new_weight.to(ring_memory.dtype), operand)
+    total = warpgroup_mma(weight, ring_memory.index(STAGES + stage), total, is_async=True)
+    total, weight = warpgroup_mma_wait(0, deps=(total, weight))
+    mbarrier.arrive(empty.index(stage), count=arrivals)
+    return running_max, denominator, total, count + 1
+
+
+@gluon.jit
+def _step(
+    query, running_max, denominator, total, weight, start, lo, hi, last, oldest, distance, slope,
+    scale, softcap, ring_memory, boxes, full, empty, count, base: gl.constexpr,
+    ring: gl.constexpr, arrivals: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, BLOCK_D: gl.constexpr,
+    MASKED: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile `count`, while the weights of the tile before are summed."""
+    stage = base + count % ring
+    before = base + (count - 1) % ring
+    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+    total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    new_weight, running_max, denominator, shrink = _weights(
+        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
+        softcap, BLOCK_N, MASKED, WINDOWED, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    denominator = _done(denominator)
+    # The new weights become operands only after the wait, in the registers of the old ones.
+    total, weight, new_weight = warpgroup_mma_wait(0, deps=(total, weight, new_weight))
+    mbarrier.arrive(empty.index(before), count=arrivals)
+    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    total = total * gl.convert_layout(shrink, rows)[:, None]
+    weight = gl.convert_layout(new_weight.to(weight.dtype), weight.type.layout)
+    if MASKED:
+        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+    return running_max, denominator, total, weight, count + 1
+
+
+@gluon.jit
 def attend_rows(
     control, begin, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
     queries, ring_memory, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
@@ -190,42 +248,53 @@ def attend_rows(
             oldest = distance
             if WINDOWED:
                 oldest = distance - word(begin, QUEUED + WINDOW) + 1
-            skip = 0
-            if index == 0:
-                # Before the first tile there are no weights to sum.
-                skip = 1
-                stage = base + count % ring
-                start = tile_start(0, page, clear, tail, BLOCK_N)
-                score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
-                score = warpgroup_mma_wait(0, deps=(score,))
-                first_weight, running_max, denominator, _ = _weights(
-                    score, running_max, denominator, start, lo, hi, last, oldest, distance, slope,
-                    scale, softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
-                )  # fmt: skip
-                weight = gl.convert_layout(first_weight.to(dtype), operand)
-                blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
-                count += 1
-            whole = tail - clear
-            for i in range(gl.minimum(skip, whole), whole):
-                running_max, denominator, total, weight, count = _step(
-                    query, running_max, denominator, total, weight, page + (clear + i) * BLOCK_N,
-                    lo, hi, last, oldest, distance, slope, scale, softcap, ring_memory, boxes,
-                    full, empty, count, base, ring, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D,
-                    False, WINDOWED, ALIBI, SOFTCAP,
-                )  # fmt: skip
-            for i in range(gl.maximum(whole, skip), tiles):
-                running_max, denominator, total, weight, count = _step(
-                    query, running_max, denominator, total, weight,
-                    tile_start(i, page, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
-                    slope, scale, softcap, ring_memory, boxes, full, empty, count, base, ring,
-                    arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, True, WINDOWED, ALIBI, SOFTCAP,
-                )  # fmt: skip
+            if WIDE:
+                skip = 0
+                if index == 0:
+                    # Before the first tile there are no weights to sum.
+                    skip = 1
+                    stage = base + count % ring
+                    start = tile_start(0, page, clear, tail, BLOCK_N)
+                    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+                    score = warpgroup_mma_wait(0, deps=(score,))
+                    first_weight, running_max, denominator, _ = _weights(
+                        score, running_max, denominator, start, lo, hi, last, oldest, distance,
+                        slope, scale, softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
+                    )  # fmt: skip
+                    weight = gl.convert_layout(first_weight.to(dtype), operand)
+                    blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+                    count += 1
+                whole = tail - clear
+                for i in range(gl.minimum(skip, whole), whole):
+                    running_max, denominator, total, weight, count = _step(
+                        query, running_max, denominator, total, weight,
+                        page + (clear + i) * BLOCK_N, lo, hi, last, oldest, distance, slope, scale,
+                        softcap, ring_memory, boxes, full, empty, count, base, ring, arrivals,
+                        BLOCK_N, STAGES, BOX, BLOCK_D, False, WINDOWED, ALIBI, SOFTCAP,
+                    )  # fmt: skip
+                for i in range(gl.maximum(whole, skip), tiles):
+                    running_max, denominator, total, weight, count = _step(
+                        query, running_max, denominator, total, weight,
+                        tile_start(i, page, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
+                        slope, scale, softcap, ring_memory, boxes, full, empty, count, base, ring,
+                        arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, True, WINDOWED, ALIBI, SOFTCAP,
+                    )  # fmt: skip
+            else:
+                for i in range(tiles):
+                    running_max, denominator, total, count = _tile(
+                        query, running_max, denominator, total, page + i * BLOCK_N, lo, hi, last,
+                        oldest, distance, slope, scale, softcap, ring_memory, boxes, full, empty,
+                        count, base, ring, arrivals, operand, BLOCK_N, STAGES, BOX, BLOCK_D,
+                        WINDOWED, ALIBI, SOFTCAP,
+                    )  # fmt: skip
             entry = next_entry
-        before = base + (count - 1) % ring
-        total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
+        if WIDE:
+            before = base + (count - 1) % ring
+            total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
         next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        total, weight = warpgroup_mma_wait(0, deps=(total, weight))
-        mbarrier.arrive(empty.index(before), count=arrivals)
+        if WIDE:
+            total, weight = warpgroup_mma_wait(0, deps=(total, weight))
+            mbarrier.arrive(empty.index(before), count=arrivals)
         store_states(
             total, gl.convert_layout(running_max, slots),
             gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, word(this, SHARED),
@@ -238,33 +307,3 @@ def attend_rows(
         item += 1
         this, following = following, later
     return count
-
-
-@gluon.jit
-def _step(
-    query, running_max, denominator, total, weight, start, lo, hi, last, oldest, distance, slope,
-    scale, softcap, ring_memory, boxes, full, empty, count, base: gl.constexpr,
-    ring: gl.constexpr, arrivals: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_D: gl.constexpr,
-    MASKED: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Scores of tile `count`, while the weights of the tile before are summed."""
-    stage = base + count % ring
-    before = base + (count - 1) % ring
-    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
-    total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
-    score = warpgroup_mma_wait(1, deps=(score,))
-    new_weight, running_max, denominator, shrink = _weights(
-        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
-        softcap, BLOCK_N, MASKED, WINDOWED, ALIBI, SOFTCAP,
-    )  # fmt: skip
-    denominator = _done(denominator)
-    # The new weights become operands only after the wait, in the registers of the old ones.
-    total, weight, new_weight = warpgroup_mma_wait(0, deps=(total, weight, new_weight))
-    mbarrier.arrive(empty.index(before), count=arrivals)
-    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    total = total * gl.convert_layout(shrink, rows)[:, None]
-    weight = gl.convert_layout(new_weight.to(weight.dtype), weight.type.layout)
-    if MASKED:
-        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
-    return running_max, denominator, total, weight, count + 1

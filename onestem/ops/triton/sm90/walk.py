@@ -19,15 +19,15 @@ from onestem.ops.triton.words import (
 )
 
 __all__ = [
-    "ROWS", "line_of", "next_stage", "queue", "record_line", "scores", "section", "start_of",
-    "store_states", "tile_start", "tiles_of", "uniform", "word",
+    "ROWS", "lane", "line_of", "next_stage", "over", "queue", "record_line", "scores", "section",
+    "start_of", "store_states", "tile_start", "tiles_of", "uniform", "word",
 ]  # fmt: skip
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 
 
 @gluon.jit
-def _lane():
+def lane():
     """A thread's number in its warp."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %laneid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
@@ -35,11 +35,17 @@ def _lane():
 
 
 @gluon.jit
+def over(x, SIZE: gl.constexpr):
+    """x // SIZE, for x >= 0: one instruction where SIZE is a power of two."""
+    return (x.to(gl.uint32) // SIZE).to(gl.int32)
+
+
+@gluon.jit
 def line_of(pointer, WORDS: gl.constexpr, there=True):
     """WORDS words of the list in one load, each in a thread of a warp, over and over (`word` reads
     them). Only their use waits for it: one value that all threads load is moved to a shared
     register right after the load, and that waits."""
-    return gl.load(pointer + _lane() % WORDS, mask=there, other=0)
+    return gl.load(pointer + (lane() & (WORDS - 1)), mask=there, other=0)
 
 
 @gluon.jit
@@ -73,9 +79,9 @@ def uniform(value):
 def start_of(control, PART: gl.constexpr):
     """What half of a program begins with, in one load: the words of its queue, which are also its
     first item's record, then the list's header (`section`)."""
-    lane = _lane()
+    i = lane()
     queue = HEADER + (2 * gl.program_id(0) + PART) * QUEUED
-    return gl.load(control + gl.where(lane < QUEUED, queue + lane, lane - QUEUED))
+    return gl.load(control + gl.where(i < QUEUED, queue + i, i - QUEUED))
 
 
 @gluon.jit
@@ -96,11 +102,11 @@ def section(control, start, AT: gl.constexpr):
 def tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
     """The tiles of a walk entry: start of the first (at a page), their number, and the range that
     all rows see whole: from `clear` on, before `tail`."""
-    begin = lo // PAGE_SIZE * PAGE_SIZE
-    tiles = (hi - begin + BLOCK_N - 1) // BLOCK_N
-    clear = (gl.maximum(clear_lo, lo) - begin + BLOCK_N - 1) // BLOCK_N
+    begin = over(lo, PAGE_SIZE) * PAGE_SIZE
+    tiles = over(hi - begin + BLOCK_N - 1, BLOCK_N)
+    clear = over(gl.maximum(clear_lo, lo) - begin + BLOCK_N - 1, BLOCK_N)
     clear = gl.minimum(clear, tiles)
-    tail = gl.maximum((clear_hi - begin) // BLOCK_N, clear)
+    tail = gl.maximum(over(gl.maximum(clear_hi - begin, 0), BLOCK_N), clear)
     return begin, tiles, clear, gl.minimum(tail, tiles)
 
 
@@ -114,10 +120,10 @@ def tile_start(i, begin, clear, tail, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def next_stage(stage, phase, RING: gl.constexpr):
+def next_stage(stage, phase, ring):
     """The next place in a ring of stages, and the parity of its barriers' phase."""
     stage += 1
-    around = stage == RING
+    around = stage == ring
     return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase)
 
 
