@@ -142,7 +142,7 @@ class _Side:
 
 def _longest(time: np.ndarray, hands: int) -> float:
     """Time at which the last hand ends."""
-    return float(np.bincount(dealt(time, hands), time).max())
+    return float(np.bincount(dealt(time, np.zeros(hands)), time).max())
 
 
 def segments_of(blocks: Blocks, cuts: np.ndarray) -> Segments:

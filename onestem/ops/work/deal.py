@@ -14,12 +14,13 @@ __all__ = ["Deal", "dealt"]
 ALIKE = 1.1  # items whose times differ by at most this factor are dealt out together
 
 
-def dealt(time: np.ndarray, hands: int) -> np.ndarray:
+def dealt(time: np.ndarray, free: np.ndarray) -> np.ndarray:
     """int64 `[len(time)]`: the hand of each item: the longest first, to the hand that is free first
-    (Graham, Bounds on multiprocessing timing anomalies, 1969, theorem 2)."""
+    (Graham, Bounds on multiprocessing timing anomalies, 1969, theorem 2). free: when each hand can
+    begin, in ns."""
     order = np.argsort(-time, kind="stable")
     hand = np.zeros(len(time), np.int64)
-    load = np.zeros(hands)
+    load, hands = free, len(free)
     size = np.floor(np.log(time[order]) / np.log(ALIKE))
     for items in np.split(order, np.flatnonzero(np.diff(size)) + 1):
         if len(items) == 0:
@@ -30,7 +31,7 @@ def dealt(time: np.ndarray, hands: int) -> np.ndarray:
         begin = load[:, None] + longest * np.arange(min(most, len(items)))
         first = np.argsort(begin.T.reshape(-1), kind="stable")[: len(items)]
         hand[items] = first % hands
-        load += np.bincount(hand[items], time[items], hands)
+        load = load + np.bincount(hand[items], time[items], hands)
     return hand
 
 
@@ -56,9 +57,13 @@ class Deal:
         multiply, read = self.split
         hands = 2 * read // self.num_kv_heads, multiply // self.num_kv_heads
         hand = np.zeros(len(time), np.int64)
-        for side, number in zip((~wide, wide), hands, strict=True):
-            chosen = np.flatnonzero(side)
-            hand[chosen] = dealt(time[chosen], number) if len(chosen) else 0
+        late = np.arange(hands[0]) >= read // self.num_kv_heads
+        late_few, late_rows = late * self.cost.late_ns[0], late * self.cost.late_ns[1]
+        rows = ~wide & ~few
+        hand[rows] = dealt(time[rows], late_rows)
+        taken = np.bincount(hand[rows], time[rows], hands[0])
+        hand[few] = dealt(time[few], taken + np.where(taken > 0, late_rows, late_few))
+        hand[wide] = dealt(time[wide], np.zeros(hands[1]))
         counts = (
             np.bincount(hand[side], minlength=number)
             for side, number in ((~wide, hands[0]), (few, hands[0]), (wide, hands[1]))
@@ -67,14 +72,15 @@ class Deal:
 
     def _queues(self, reading: np.ndarray, few: np.ndarray, wide: np.ndarray) -> np.ndarray:
         """`WorkList.queues`, from each hand's number of items that read, of those with few rows,
-        and of items that multiply. Items of hand i follow those of hand i - 1."""
+        and of items that multiply. Items of hand i follow those of hand i - 1. Of the programs that
+        read, the second halves are the first hands: they begin sooner (`CostModel.late_ns`)."""
         multiply, read = self.split
         stop = np.cumsum(np.concatenate((reading, wide)))
         start = stop - np.concatenate((reading, wide))
         program = np.repeat(np.arange(multiply + read), 2)
         multiplies = program < multiply
         half = np.arange(len(program)) % 2
-        place = np.where(multiplies, program, 2 * (program - multiply) + half)
+        place = np.where(multiplies, program, program - multiply + read * (half == 0))
         hand, head = np.divmod(place, self.num_kv_heads)
         there = hand < np.where(multiplies, len(wide), len(reading))
         hand = np.where(there, hand + len(reading) * multiplies, 0)

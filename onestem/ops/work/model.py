@@ -43,6 +43,8 @@ class CostModel:
         min_tokens: minimum tokens of a cut item.
         cut_ns: minimum that cutting must save.
         memory_ns: time of a token's keys and values of one KV head at the memory's full rate.
+        late_ns: time by which the first warpgroup of a program that reads begins after the second,
+            with items whose queries are columns, and with others: its instructions come later.
         entry_ns: time of each further run that an item walks, besides its tiles.
         cached_share: the part of `memory_ns` that a token in the cache takes.
         merge_ns, state_ns: time of merging itself, and of each state and query head. These two,
@@ -56,6 +58,7 @@ class CostModel:
     min_tokens: int = 128
     cut_ns: float = 6000.0
     memory_ns: float = 0.17
+    late_ns: tuple[float, float] = (1000.0, 4000.0)
     entry_ns: float = 600.0
     cached_share: float = 0.54
     merge_ns: float = 4500.0

@@ -32,20 +32,7 @@ def _attend(
     # head), the second warpgroup takes the others as columns, in long tiles (`KernelConfig`).
     over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
     rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
-    if columns < 0:
-        if rest == 0:
-            attend_rows(
-                control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
-        elif item < stop:
-            attend_columns(
-                control, start, item, stop, 0, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
-    else:
+    if columns >= 0:
         count = 0
         if item < columns:
             count = attend_rows(
@@ -61,6 +48,19 @@ def _attend(
                     PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
                     BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
+    else:
+        if rest == 0:
+            attend_rows(
+                control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
+        elif item < stop:
+            attend_columns(
+                control, start, item, stop, 0, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=("num_words",))
