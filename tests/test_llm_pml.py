@@ -153,7 +153,10 @@ def test_compare_needs_something_cached(tmp_path):
     for option, reason in (
         (["--isolation", "off"], "isolation is off, which is compared anyway"),
         (["--share", "off"], "share is off"),
-        (["--kv-memory", "5MiB", "--max-model-len", "600"], "too few for the prompt's modules"),
+        (
+            ["--dtype", "float32", "--kv-memory", "10MiB", "--max-model-len", "600"],
+            "too few for the prompt's modules",
+        ),
     ):
         result = CliRunner().invoke(app, ["pml", "compare", prompt, *option])
         assert reason in str(result.exception)
