@@ -42,7 +42,7 @@ class KernelConfig:
             time.
         hopper_registers: registers of a multiplying and of a copying thread of
             `sm90.attend_hopper`; None: `kernels.attend_kernel` is used.
-        merge_tokens, min_tokens, cut_ns, memory_ns: see `CostModel`.
+        merge_tokens, min_tokens, cut_ns, memory_ns, cached_share: see `CostModel`.
     """
 
     tiles: tuple[Tile, ...]
@@ -54,6 +54,7 @@ class KernelConfig:
     min_tokens: int = 128
     cut_ns: float = 6000.0
     memory_ns: float = 0.17
+    cached_share: float = 0.54
 
     def cost(self, num_sms: int) -> CostModel:
         return CostModel(
@@ -64,6 +65,7 @@ class KernelConfig:
             min_tokens=self.min_tokens,
             cut_ns=self.cut_ns,
             memory_ns=self.memory_ns,
+            cached_share=self.cached_share,
         )
 
     def to_json(self) -> dict[str, Any]:

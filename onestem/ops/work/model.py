@@ -47,8 +47,10 @@ class CostModel:
             with items whose queries are columns, and with others: its instructions come later.
         entry_ns: time of each further run that an item walks, besides its tiles.
         cached_share: the part of `memory_ns` that a token in the cache takes.
-        merge_ns, state_ns: time of merging itself, and of each state and query head. These two,
-            `entry_ns` and `cached_share` are fitted to 35 trees on an H200 (docs/gpu-attention.md).
+        merge_ns: time of merging itself.
+        state_share: time of each state and query head, in `memory_ns`: it is written and read, and
+            has as many bytes as a token. This, `merge_ns`, `entry_ns` and `cached_share` are fitted
+            to 35 trees (docs/gpu-attention.md).
     """
 
     tiles: tuple[Tile, ...]
@@ -62,7 +64,7 @@ class CostModel:
     entry_ns: float = 600.0
     cached_share: float = 0.54
     merge_ns: float = 4500.0
-    state_ns: float = 0.18
+    state_share: float = 1.5
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
@@ -71,7 +73,8 @@ class CostModel:
     def end_ns(self, last_ns: float, memory_ns: float, num_states: int) -> float:
         """Time of a step whose last program takes `last_ns` and memory `memory_ns`, and that merges
         `num_states` states, one for each query head."""
-        merge = self.merge_ns + self.state_ns * num_states if num_states else 0.0
+        state_ns = self.state_share * self.memory_ns
+        merge = self.merge_ns + state_ns * num_states if num_states else 0.0
         return max(last_ns, memory_ns) + merge
 
     def crowded(self, readers: int) -> CostModel:
