@@ -204,6 +204,29 @@ def test_an_h100_deals_a_decode_step_out_the_same_while_own_runs_grow(shared, mu
         assert work.split == (multiply, 132 - multiply)
 
 
+@pytest.mark.parametrize(
+    ("counts", "lengths", "num_kv_heads", "group", "halves"),
+    [
+        # 4 runs of 64 queries each: the form with queries as rows, in second halves
+        ((1, 4, 128), (8, 256, 32), 8, 2, [1]),
+        ((64,), (128,), 1, 16, [1]),  # 64 items for 132 programs
+        ((256,), (2048,), 8, 4, [0, 1]),  # 7 or 8 items for each half
+    ],
+)
+def test_second_halves_take_what_they_can(counts, lengths, num_kv_heads, group, halves):
+    # The first warpgroup's instructions come later (`CostModel.late_ns`).
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, True)
+    step = decode_step(counts, lengths, page_size=16)
+    work = make_work(step.plan, config.cost(132), num_kv_heads=num_kv_heads, group=group)
+    start, stop, few = (work.queues[:, word] for word in (6, 7, 15))
+    rows = (few > start) & (start < stop)
+    used = rows if rows.any() else start < stop
+    assert sorted({i % 2 for i in np.flatnonzero(used)}) == halves
+    if halves == [0, 1]:  # a program has one hand, for two heads
+        assert np.array_equal(start[::2], start[1::2])
+        assert np.array_equal(work.queues[::2, 0] + 1, work.queues[1::2, 0])
+
+
 def test_items_take_whole_tiles():
     times = item_times(np.array([1, 64, 65, 128]), 64, 1000.0, 10.0)
     assert times.tolist() == [1640, 1640, 2280, 2280]

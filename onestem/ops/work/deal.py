@@ -57,9 +57,11 @@ class Deal:
         multiply, read = self.split
         hands = 2 * read // self.num_kv_heads, multiply // self.num_kv_heads
         hand = np.zeros(len(time), np.int64)
-        late = np.arange(hands[0]) >= read // self.num_kv_heads
-        late_few, late_rows = late * self.cost.late_ns[0], late * self.cost.late_ns[1]
         rows = ~wide & ~few
+        # Where halves that begin sooner can take all items of a kind, they should.
+        apart = bool(rows.any()) or int(np.count_nonzero(few)) <= read // self.num_kv_heads
+        late = apart & (np.arange(hands[0]) >= read // self.num_kv_heads)
+        late_few, late_rows = late * self.cost.late_ns[0], late * self.cost.late_ns[1]
         hand[rows] = dealt(time[rows], late_rows)
         taken = np.bincount(hand[rows], time[rows], hands[0])
         hand[few] = dealt(time[few], taken + np.where(taken > 0, late_rows, late_few))
@@ -68,19 +70,27 @@ class Deal:
             np.bincount(hand[side], minlength=number)
             for side, number in ((~wide, hands[0]), (few, hands[0]), (wide, hands[1]))
         )
-        return np.lexsort((-time, few, hand, wide)), self._queues(*counts)
+        return np.lexsort((-time, few, hand, wide)), self._queues(*counts, apart)
 
-    def _queues(self, reading: np.ndarray, few: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    def _queues(
+        self, reading: np.ndarray, few: np.ndarray, wide: np.ndarray, apart: bool
+    ) -> np.ndarray:
         """`WorkList.queues`, from each hand's number of items that read, of those with few rows,
-        and of items that multiply. Items of hand i follow those of hand i - 1. Of the programs that
-        read, the second halves are the first hands: they begin sooner (`CostModel.late_ns`)."""
+        and of items that multiply. Items of hand i follow those of hand i - 1.
+
+        apart: of the programs that read, the second halves are the first hands, since they begin
+        sooner (`CostModel.late_ns`). Else both halves of a program have the same hand, for two KV
+        heads. These lie side by side in memory, and some sizes of heads are read faster so.
+        """
         multiply, read = self.split
         stop = np.cumsum(np.concatenate((reading, wide)))
         start = stop - np.concatenate((reading, wide))
         program = np.repeat(np.arange(multiply + read), 2)
         multiplies = program < multiply
         half = np.arange(len(program)) % 2
-        place = np.where(multiplies, program, program - multiply + read * (half == 0))
+        reader = program - multiply
+        reader = reader + read * (half == 0) if apart else 2 * reader + half
+        place = np.where(multiplies, program, reader)
         hand, head = np.divmod(place, self.num_kv_heads)
         there = hand < np.where(multiplies, len(wide), len(reading))
         hand = np.where(there, hand + len(reading) * multiplies, 0)

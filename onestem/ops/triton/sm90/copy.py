@@ -91,19 +91,35 @@ def _pages_of(
 
 
 @gluon.jit
-def _copy_tile(
-    page, start, pool, head, boxes, flag, first, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+def _copy_boxes(
+    i, page, start, pool, head, boxes, flag, first, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Copy the i-th tokens of a tile; see `_copy_tile`."""
+    for c in gl.static_range(BLOCK_D // 64):
+        at = [word(page, i), head, (start + i * BOX) % PAGE_SIZE, c * 64]
+        copy_box(pool, at, flag, boxes.index(first + c * (BLOCK_N // BOX) + i))
+
+
+@gluon.jit
+def _copy_tile(
+    page, start, pool, head, boxes, flag, first, LOOP: gl.constexpr, BLOCK_D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile to the boxes from `first` on. In shared memory they are laid out like a tile's
     columns, 64 dimensions after 64 dimensions. page: `_pages_of`."""
     across: gl.constexpr = BLOCK_N // BOX
     mbarrier.expect(flag, BLOCK_N * BLOCK_D * 2)
-    # A loop that is not unrolled: in a cold cache instructions take longer than their work.
-    for i in range(uniform(across)):
-        for c in gl.static_range(BLOCK_D // 64):
-            at = [word(page, i), head, (start + i * BOX) % PAGE_SIZE, c * 64]
-            copy_box(pool, at, flag, boxes.index(first + c * across + i))
+    if LOOP:
+        for i in range(uniform(across)):
+            _copy_boxes(
+                i, page, start, pool, head, boxes, flag, first, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX
+            )
+    else:
+        for i in gl.static_range(across):
+            _copy_boxes(
+                i, page, start, pool, head, boxes, flag, first, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX
+            )
 
 
 @gluon.jit
@@ -121,14 +137,18 @@ def _fetch(address):
 
 @gluon.jit
 def copy(
-    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr,
-    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr,
+    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr, LOOP: gl.constexpr,
+    AHEAD: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Run a copying warp: copy the keys (SIDE 0) or values (SIDE 1) that items walk, tile after
-    tile, for one warpgroup, or, as one of the first warpgroup's, for the pair. An item's
-    record and first page ids are loaded while the item before is copied, and a walk's entry is
-    loaded one ahead."""
+    tile, for one warpgroup, or, as one of the first warpgroup's, for the pair. An item's record and
+    first page ids are loaded while the item before is copied, and a walk's entry one ahead.
+
+    LOOP: whether a tile's boxes are copied by a loop. In cold caches its few instructions come
+    sooner, in warm ones the tile comes later. AHEAD: see `attend_rows`, of items with fewer rows
+    than the widest tiles.
+    """
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     shape: gl.constexpr = [boxes.shape[0], 1, 1, BOX, 64]
     size: gl.constexpr = BLOCK_D // 64 * (BLOCK_N // BOX)  # boxes of a tile
@@ -152,14 +172,15 @@ def copy(
             clear_lo = word(entry, FIRST_ENTRY + CLEAR_LO)
             clear_hi = word(entry, FIRST_ENTRY + CLEAR_HI)
             begin, tiles, clear, tail = tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE, BLOCK_N)
-            clear, tail = gl.where(wide, clear, 0), gl.where(wide, tail, tiles)
+            if not AHEAD:
+                clear, tail = gl.where(wide, clear, 0), gl.where(wide, tail, tiles)
             for i in range(tiles):
                 start = tile_start(i, begin, clear, tail, BLOCK_N)
                 page = _pages_of(start, lo, hi, pages, PAGE_SIZE, BLOCK_N, BOX)
                 mbarrier.wait(empty.index(base + stage), phase)
                 _copy_tile(
                     page, start, pool, head, boxes, full.index(base + stage),
-                    (SIDE * STAGES + base + stage) * size, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX,
+                    (SIDE * STAGES + base + stage) * size, LOOP, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, ring)
                 if i == 0:

@@ -32,13 +32,27 @@ def _attend(
     # head), the second warpgroup takes the others as columns, in long tiles (`KernelConfig`).
     over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
     rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
-    if columns >= 0:
+    if columns < 0:
+        if rest == 0:
+            attend_rows(
+                control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, True, True, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
+        elif item < stop:
+            attend_columns(
+                control, start, item, stop, 0, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
+    else:
         count = 0
         if item < columns:
             count = attend_rows(
                 control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes,
-                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS,
-                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, COLUMNS == 0,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED,
+                ALIBI, SOFTCAP,
             )  # fmt: skip
         if COLUMNS > 0:  # noqa: SIM102 - decided when compiled
             if columns < stop:
@@ -48,19 +62,6 @@ def _attend(
                     PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
                     BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
                 )  # fmt: skip
-    else:
-        if rest == 0:
-            attend_rows(
-                control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
-        elif item < stop:
-            attend_columns(
-                control, start, item, stop, 0, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=("num_words",))
@@ -96,6 +97,9 @@ def attend_hopper(
     for i in range(uniform(STAGES)):  # not unrolled: the start waits for its instructions
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
+    # Heads with dimensions that are not copied have too few bytes on their way as it is.
+    loop: gl.constexpr = HEAD_DIM == BLOCK_D
+    ahead: gl.constexpr = COLUMNS == 0
     gl.warp_specialize(
         [
             (
@@ -118,28 +122,28 @@ def attend_hopper(
                 copy,
                 (
                     control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(0),
-                    BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 copy,
                 (
                     control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(0),
-                    BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 copy,
                 (
                     control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(1),
-                    BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 copy,
                 (
                     control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(1),
-                    BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
         ],

@@ -1,9 +1,9 @@
 """Queries as rows of a tile, tokens as columns: the form of items with many queries.
 
 In items of the widest tiles a warpgroup issues the scores of tile t and the weighted sum of tile
-t - 1 together, so that the tensor cores work while it computes weights. Other items wait for the
-memory: they attend to one tile after the other, by the same few instructions each. For these are
-not in any cache when a launch begins, and a walk of a few tiles waits for them.
+t - 1 together, so that the tensor cores work while it computes weights. Items with fewer rows walk
+a few tiles: they attend to one after the other, by the same few instructions. For instructions are
+in no cache when a launch begins. Where also single rows come in this form, it works ahead as well.
 """
 
 # mypy: allow-untyped-defs
@@ -178,12 +178,13 @@ def _step(
 def attend_rows(
     control, begin, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
     queries, ring_memory, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    AHEAD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Walk items for a KV head, with their rows `first` .. `first` + 63; returns `count`. begin:
-    `start_of`."""
+    `start_of`. AHEAD: whether the scores of a tile are issued before the tile before is summed, and
+    tiles that all rows see whole come first (`tile_start`)."""
     ring: gl.constexpr = STAGES if WIDE else STAGES // 2
     base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
     first: gl.constexpr = PART * ROWS if WIDE else 0
@@ -248,7 +249,7 @@ def attend_rows(
             oldest = distance
             if WINDOWED:
                 oldest = distance - word(begin, QUEUED + WINDOW) + 1
-            if WIDE:
+            if AHEAD:
                 skip = 0
                 if index == 0:
                     # Before the first tile there are no weights to sum.
@@ -288,11 +289,11 @@ def attend_rows(
                         WINDOWED, ALIBI, SOFTCAP,
                     )  # fmt: skip
             entry = next_entry
-        if WIDE:
+        if AHEAD:
             before = base + (count - 1) % ring
             total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
         next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        if WIDE:
+        if AHEAD:
             total, weight = warpgroup_mma_wait(0, deps=(total, weight))
             mbarrier.arrive(empty.index(before), count=arrivals)
         store_states(
