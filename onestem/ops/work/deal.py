@@ -70,10 +70,10 @@ class Deal:
             np.bincount(hand[side], minlength=number)
             for side, number in ((~wide, hands[0]), (few, hands[0]), (wide, hands[1]))
         )
-        return np.lexsort((-time, few, hand, wide)), self._queues(*counts, apart)
+        return np.lexsort((-time, few, hand, wide)), self._queues(apart, *counts)
 
     def _queues(
-        self, reading: np.ndarray, few: np.ndarray, wide: np.ndarray, apart: bool
+        self, apart: bool, reading: np.ndarray, few: np.ndarray, wide: np.ndarray
     ) -> np.ndarray:
         """`WorkList.queues`, from each hand's number of items that read, of those with few rows,
         and of items that multiply. Items of hand i follow those of hand i - 1.
