@@ -87,6 +87,17 @@ HOPPER: dict[str, tuple[Change, ...]] = {
         TIMER,
         _queries_there(8),
         _first_tile(20, "first_weight, running_max"),
+        # ... of items that do not work ahead, after the tile was counted
+        (
+            " " * 20 + ")  # fmt: skip\n            entry = next_entry\n",
+            " " * 20
+            + ")  # fmt: skip\n"
+            + " " * 20
+            + "if count == 1:\n"
+            + _stamp(24, TILE, HALF)
+            + "            entry = next_entry\n",
+            1,
+        ),
         ("    return count\n", _stamp(4, END, HALF) + "    return count\n", 1),
     ),
     "columns.py": (

@@ -58,7 +58,7 @@ class Deal:
         hands = 2 * read // self.num_kv_heads, multiply // self.num_kv_heads
         hand = np.zeros(len(time), np.int64)
         rows = ~wide & ~few
-        # Where halves that begin sooner can take all items of a kind, they should.
+        # Halves that begin sooner take items in rows first, or all others if they can.
         apart = bool(rows.any()) or int(np.count_nonzero(few)) <= read // self.num_kv_heads
         late = apart & (np.arange(hands[0]) >= read // self.num_kv_heads)
         late_few, late_rows = late * self.cost.late_ns[0], late * self.cost.late_ns[1]

@@ -20,8 +20,8 @@ __all__ = ["attend_hopper"]
 @gluon.jit
 def _attend(
     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries, ring_memory, boxes,
-    full, empty, PART: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    full, empty, PART: gl.constexpr, AHEAD: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, COLUMNS: gl.constexpr,
     WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _attend(
         if item < columns:
             count = attend_rows(
                 control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes,
-                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, COLUMNS == 0,
+                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, AHEAD,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED,
                 ALIBI, SOFTCAP,
             )  # fmt: skip
@@ -99,6 +99,7 @@ def attend_hopper(
         mbarrier.init(empty.index(i), count=2)
     # Heads with dimensions that are not copied have too few bytes on their way as it is.
     loop: gl.constexpr = HEAD_DIM == BLOCK_D
+    # Items in rows and their copies must have the same order of tiles.
     ahead: gl.constexpr = COLUMNS == 0
     gl.warp_specialize(
         [
@@ -106,16 +107,18 @@ def attend_hopper(
                 _attend,
                 (
                     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-                    ring_memory, boxes, full, empty, gl.constexpr(0), NUM_KV_HEADS, GROUP, HEAD_DIM,
-                    BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
+                    ring_memory, boxes, full, empty, gl.constexpr(0), ahead, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
+                    SOFTCAP,
                 ),
             ),
             (
                 _attend,
                 (
                     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-                    ring_memory, boxes, full, empty, gl.constexpr(1), NUM_KV_HEADS, GROUP, HEAD_DIM,
-                    BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
+                    ring_memory, boxes, full, empty, gl.constexpr(1), ahead, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
+                    SOFTCAP,
                 ),
             ),
             (
