@@ -222,8 +222,9 @@ def launch(
         stamps, space.head_dim**-0.5, 0.0, len(space.control), NUM_KV_HEADS=space.num_kv_heads,
         GROUP=shape.group, PAGE_SIZE=space.page_size, BLOCK_N=block_n, STAGES=config.stages[-1],
         BOX=box, COLUMNS=config.tiles[0].block_m if len(config.tiles) > 2 else 0,
-        WINDOWED=False, ALIBI=False, SOFTCAP=False, REGISTERS=config.hopper_registers[0],
-        COPY_REGISTERS=config.hopper_registers[1], **common, num_warps=4,
+        MOST=shape.most_queries(len(q)), WINDOWED=False, ALIBI=False, SOFTCAP=False,
+        REGISTERS=config.hopper_registers[0], COPY_REGISTERS=config.hopper_registers[1], **common,
+        num_warps=4,
     )  # fmt: skip
     assert space.work is not None
     if len(space.work.merges) == 0:

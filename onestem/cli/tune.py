@@ -32,7 +32,6 @@ def tune(
     heads = Heads(q_heads, kv_heads, head_dim, dtype_of(dtype), page_size)
     check_heads(heads, "cuda")
     check_file(torch.cuda.get_device_name(), out)
-    entries = list(found(heads, torch.device("cuda")))
-    for entry in entries:
-        typer.echo(entry)
-    typer.echo(f"written: {store(entries, torch.cuda.get_device_name(), out)}")
+    entry = found(heads, torch.device("cuda"))
+    typer.echo(entry)
+    typer.echo(f"written: {store(entry, torch.cuda.get_device_name(), out)}")

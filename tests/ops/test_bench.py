@@ -263,16 +263,10 @@ def test_either_version_of_flash_attention_will_do(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "kinds"),
-    [
-        (128, 8, [True, False]),
-        (80, 8, [True, False]),
-        (72, 8, [True, False]),
-        (20, 8, [False]),
-        (128, 128, [False]),
-    ],
+    ("head_dim", "kv_heads", "hopper"),
+    [(128, 8, True), (80, 8, True), (72, 8, True), (20, 8, False), (128, 128, False)],
 )
-def test_on_hopper_each_kernel_that_runs_is_tuned(head_dim, kv_heads, kinds, monkeypatch):
+def test_on_hopper_the_kernel_that_runs_is_tuned(head_dim, kv_heads, hopper, monkeypatch):
     """A pretended GPU: what is timed on which steps, not the times."""
     pytest.importorskip("triton")
     from onestem.ops.bench import tune
@@ -286,7 +280,7 @@ def test_on_hopper_each_kernel_that_runs_is_tuned(head_dim, kv_heads, kinds, mon
             head_dim=heads.head_dim, page_size=heads.page_size, dtype=heads.dtype, device=device,
             windowed=False, config=config,
         )  # fmt: skip
-        timed.append((config.hopper_registers is not None, len(names)))
+        timed.append((config.hopper_registers is not None, names))
         return 1.0
 
     Kernels = launch.Kernels
@@ -295,12 +289,10 @@ def test_on_hopper_each_kernel_that_runs_is_tuned(head_dim, kv_heads, kinds, mon
     monkeypatch.setattr(tune, "_mean_log_ms", mean_log_ms)
     monkeypatch.setattr(tune, "measure_rates", lambda *args: Rates(flops=8e14, bytes=4e12))
     heads = Heads(kv_heads, kv_heads, head_dim)
-    entries = list(tune.tune(heads, torch.device("cuda")))
-    assert [entry["hopper_registers"] is not None for entry in entries] == kinds
-    assert {entry["memory_ns"] for entry in entries} == {head_dim / 1000}  # measured
-    few, many = len(tune.FEW_ROWS), len(tune.FEW_ROWS + tune.MANY_ROWS)
-    steps = {True: many, False: few if True in kinds else many}
-    assert set(timed) == {(hopper, steps[hopper]) for hopper in kinds}
+    entry = tune.tune(heads, torch.device("cuda"))
+    assert (entry["hopper_registers"] is not None) == hopper
+    assert entry["memory_ns"] == head_dim / 1000  # measured
+    assert set(timed) == {(hopper, tune.STEPS)}
 
 
 def test_a_file_that_cannot_hold_configurations_is_refused(tmp_path):
@@ -329,12 +321,12 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
     shape = {"dtype": "bfloat16", "head_dim": 128}
     tuned = config.default_config(torch.bfloat16, 128, hopper=True)
     twin = config.default_config(torch.bfloat16, 128)
-    store([{**shape, "group": 4, **tuned.to_json()}], "GPU of a Kind")
-    path = store([{**shape, "group": 8, **twin.to_json()}], "GPU of a Kind")
+    store({**shape, "group": 4, **tuned.to_json()}, "GPU of a Kind")
+    path = store({**shape, "group": 8, **twin.to_json()}, "GPU of a Kind")
     assert path == tmp_path / "gpu-of-a-kind.json"
     assert len(json.loads(path.read_text())) == 2
     for each in (tuned, twin):
-        store([{**shape, "head_dim": 64, "group": 4, **each.to_json()}], "GPU of a Kind")
+        store({**shape, "head_dim": 64, "group": 4, **each.to_json()}, "GPU of a Kind")
     find = partial(config.load_config, "GPU of a Kind", torch.bfloat16, 128)
     assert find(4, hopper=True) == (tuned, True)
     assert find(16, hopper=True)[0].merge_tokens == 4 * tuned.merge_tokens  # of larger states
@@ -364,4 +356,4 @@ def test_configurations_are_stored_and_found(tmp_path, monkeypatch):
     untuned, _ = config.load_config("another", torch.bfloat16, 128, 5, memory_rate=4e12)
     assert untuned.memory_ns == 0.128
     with pytest.raises(ConfigError, match="onestem tune needs a GPU"):
-        next(tune(Heads(), CPU))
+        tune(Heads(), CPU)

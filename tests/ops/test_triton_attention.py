@@ -20,7 +20,7 @@ from onestem.ops.triton import (
     launch,
     load_config,
 )
-from onestem.ops.triton.launch import Scores, takes_heads
+from onestem.ops.triton.launch import Kernels, Scores, takes_heads
 from onestem.ops.work import Tile
 from onestem.ops.work.lists import AT_RECORDS, RECORD
 from tests.ops.plans import SMALL, random_plan, written_slots
@@ -439,7 +439,7 @@ NEEDS_HOPPER = pytest.mark.skipif(
 @NEEDS_HOPPER
 @pytest.mark.parametrize("num_seqs", [3, 700])
 def test_few_and_many_turns_on_hopper(num_seqs):
-    """Steps of a few rows have kernels of their own; of many rows each reader has 40 items."""
+    """Of many rows each reader has 40 items."""
     plan = random_plan(
         np.random.default_rng(0), page_size=16, num_runs=2, num_seqs=num_seqs, max_rows=2,
         max_len=90, num_pages=16384,
@@ -448,6 +448,41 @@ def test_few_and_many_turns_on_hopper(num_seqs):
     want = attention(q, k, v, plan, impl="reference")
     for _ in range(3):
         assert_matches(attention(q, k, v, plan, impl="triton"), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("group", "largest"),  # tile of steps of so many rows
+    [(4, {1: 8, 2: 8, 3: 64, 16: 64, 17: 128, 300: 128}), (3, {2: 8, 3: 64, 21: 64, 22: 128})],
+)
+def test_steps_of_few_rows_have_a_smaller_kernel_on_hopper(group, largest):
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, hopper=True)
+    kernels = Kernels(8 * group, 8, 128, 16, config, 132, False, True, True)
+    for rows, queries in largest.items():
+        assert kernels.most_queries(rows) == queries
+        late = (0, 0) if queries < 128 else config.cost(132).late_ns
+        assert kernels.cost(rows).late_ns == late
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window", "special"),
+    [(128, 4, None, False), (64, 1, 40, True), (256, 8, None, True), (80, 16, None, False)],
+)
+def test_each_size_of_the_kernel_on_hopper(head_dim, group, window, special):
+    more = {"alibi_slopes": torch.rand(8 * group, device=DEVICE), "softcap": 3.0}
+    more = more if special else {}
+    for num_seqs in (1, 2, 4, 8, 16, 40):
+        plan = random_plan(
+            np.random.default_rng(num_seqs), page_size=16, window=window, num_seqs=num_seqs,
+            max_rows=1, max_len=900, num_pages=16384,
+        )  # fmt: skip
+        q, k, v = tensors(
+            plan, num_seqs, kv_heads=8, group=group, head_dim=head_dim, dtype=torch.bfloat16
+        )
+        want = attention(q, k, v, plan, impl="reference", **more)
+        for share in (True, False):
+            got = TritonAttention().prepare(plan, share=share).attend(q, k, v, **more)
+            assert_matches(got, want, torch.bfloat16)
 
 
 @NEEDS_HOPPER

@@ -241,7 +241,7 @@ class GraphRunner(Runner):
                 return q
             out = torch.empty_like(q)
             workspace = self._workspaces[self._kinds[layer]]
-            workspace.launch(q, k_pages, v_pages, out, scores=scores, num_rows=len(q))
+            workspace.launch(q, k_pages, v_pages, out, scores=scores)
             if heads.sinks is not None:
                 ops.share_sinks(out, workspace.lse, heads.sinks)
             return out

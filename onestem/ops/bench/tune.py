@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from onestem.ops.triton.launch import takes_hopper
 __all__ = ["check_file", "store", "tune"]
 
 # The timed cases: each is bound by something else.
-MANY_ROWS = (
-    "1x32 2048/128", "1x256 2048/256", "1x256 16384/256", "16x16 2048/256", "85x3 1568/128",
-    "1x1024 8192/128", "1x8x32 2048+512/128", "mixed",
+STEPS = (
+    "1x1 2048/128", "1x32 2048/128", "1x256 2048/256", "1x256 16384/256", "16x16 2048/256",
+    "85x3 1568/128", "1x1024 8192/128", "1x8x32 2048+512/128", "mixed",
 )  # fmt: skip
-FEW_ROWS = ("1x1 2048/128",)
 LEAST_GAIN = 0.004  # smaller differences are noise
 
 Change = Callable[[KernelConfig], KernelConfig]
@@ -67,23 +66,19 @@ TWIN: tuple[Change, ...] = (
 )
 
 
-def tune(heads: Heads, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Entries for the GPU's file of configurations, as they are found. There is one for all steps,
-    or, if the kernel for Hopper runs, one for it and one for steps of few rows."""
+def tune(heads: Heads, device: torch.device) -> dict[str, Any]:
+    """An entry for the GPU's file of configurations, of the kernel that runs these heads there."""
     if device.type != "cuda":
         raise ConfigError("onestem tune needs a GPU: attention on a CPU has nothing to tune")
     name, group = torch.cuda.get_device_name(device), heads.num_q_heads // heads.num_kv_heads
     shape = (heads.num_kv_heads, heads.head_dim, heads.page_size)
-    has_hopper = takes_hopper(device, heads.dtype, *shape)
+    hopper = takes_hopper(device, heads.dtype, *shape)
+    start, _ = load_config(name, heads.dtype, heads.head_dim, group, hopper)
     rate = measure_rates(device, heads.dtype).bytes
-    for hopper in (True, False) if has_hopper else (False,):
-        start, _ = load_config(name, heads.dtype, heads.head_dim, group, hopper)
-        start = replace(start, memory_ns=memory_ns(heads.dtype, heads.head_dim, rate))
-        steps = FEW_ROWS if has_hopper and not hopper else MANY_ROWS + FEW_ROWS
-        best = _best(start, HOPPER if hopper else TWIN, steps, heads, device)
-        dtype = str(heads.dtype).removeprefix("torch.")
-        tuned_for = {"dtype": dtype, "head_dim": heads.head_dim, "group": group}
-        yield {**tuned_for, **best.to_json()}
+    start = replace(start, memory_ns=memory_ns(heads.dtype, heads.head_dim, rate))
+    best = _best(start, HOPPER if hopper else TWIN, STEPS, heads, device)
+    dtype = str(heads.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "head_dim": heads.head_dim, "group": group, **best.to_json()}
 
 
 def _best(
@@ -123,11 +118,11 @@ def _ms(config: KernelConfig, step: Step, heads: Heads, device: torch.device) ->
     return graph_ms(lambda: prepared.attend(q, k, v), repeat=5)
 
 
-def store(entries: list[dict[str, Any]], device_name: str, path: Path | None = None) -> Path:
-    """Write entries to the GPU's file (default: the package's own). They replace its entries of the
+def store(entry: dict[str, Any], device_name: str, path: Path | None = None) -> Path:
+    """Write an entry to the GPU's file (default: the package's own). It replaces the one of the
     same shape and kernel; others stay."""
     path = config_file(device_name) if path is None else path
-    new = {_key(entry): entry for entry in [*_stored(path), *entries]}
+    new = {_key(each): each for each in [*_stored(path), entry]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([new[key] for key in sorted(new)], indent=1) + "\n")
     return path

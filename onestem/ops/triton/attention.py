@@ -106,10 +106,10 @@ class PreparedTriton:
             device=q.device,
             windowed=self.plan.window is not None,
             config=self.config,
-        ).for_rows(self.plan.num_rows)
+        )
         work = make_work(
             self.plan,
-            kernels.cost,
+            kernels.cost(self.plan.num_rows),
             num_kv_heads=num_kv_heads,
             group=kernels.group,
             share=self.share,

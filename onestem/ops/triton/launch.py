@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -74,8 +74,6 @@ class Kernels:
         windowed: whether plans have a window.
         hopper: whether items run in `sm90.attend_hopper`, on a device with Hopper's units.
         dependent: whether a launch may begin before the one that it waits for has ended.
-        few: other kernels for steps of a few rows, if any: `attend_hopper` is large and starts
-            late.
     """
 
     num_q_heads: int
@@ -87,7 +85,6 @@ class Kernels:
     windowed: bool
     hopper: bool
     dependent: bool
-    few: Kernels | None = None
 
     @staticmethod
     def make(
@@ -107,13 +104,8 @@ class Kernels:
         name, num_sms, has_hopper = _device(device)
         hopper = takes_hopper(device, dtype, num_kv_heads, head_dim, page_size)
         shape = (num_q_heads, num_kv_heads, head_dim, page_size)
-        few = None
         if config is None:
-            rate = _memory_rate(device)
-            config, _ = load_config(name, dtype, head_dim, group, hopper, rate)
-            if config.hopper_registers is not None:
-                narrow, _ = load_config(name, dtype, head_dim, group, memory_rate=rate)
-                few = Kernels(*shape, narrow, num_sms, windowed, False, has_hopper)
+            config, _ = load_config(name, dtype, head_dim, group, hopper, _memory_rate(device))
         elif config.hopper_registers is not None and not hopper:
             raise ConfigError(
                 f"the configuration is one of the kernel for Hopper, which does not run on {name} "
@@ -121,23 +113,24 @@ class Kernels:
                 "give one without hopper_registers"
             )
         hopper = hopper and config.hopper_registers is not None
-        return Kernels(*shape, config, num_sms, windowed, hopper, has_hopper, few)
+        return Kernels(*shape, config, num_sms, windowed, hopper, has_hopper)
 
-    def for_rows(self, num_rows: int | None) -> Kernels:
-        """The kernels for steps of `num_rows` rows (None: any number)."""
-        if self.few is None or num_rows is None:
-            return self
-        return self.few if num_rows * self.group <= self.few.config.tiles[0].block_m else self
+    def most_queries(self, num_rows: int) -> int:
+        """Queries of the largest tile that a step of `num_rows` rows may need. `attend_hopper` is
+        compiled for it: with less code a launch begins sooner."""
+        sizes = [tile.block_m for tile in self.config.tiles]
+        return next((size for size in sizes if size >= num_rows * self.group), sizes[-1])
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
-    @property
-    def cost(self) -> CostModel:
-        """The cost model that decides about sharing and cuts."""
-        return self.config.cost(self.num_sms)
+    def cost(self, num_rows: int) -> CostModel:
+        """The cost model that decides about sharing and cuts in a step of `num_rows` rows."""
+        cost = self.config.cost(self.num_sms)
+        few = self.most_queries(num_rows) < cost.tiles[-1].block_m
+        return replace(cost, late_ns=(0.0, 0.0)) if few else cost
 
     def launch(
         self,
@@ -159,14 +152,14 @@ class Kernels:
         scores = scores or Scores(1 / math.sqrt(self.head_dim))
         tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
         if self.hopper:
-            self._attend_hopper(tensors, scores)
+            self._attend_hopper(tensors, scores, self.most_queries(len(q)))
         else:
             if len(q) * self.group > self.config.tiles[-2].block_m:
                 self._attend(1, tensors, scores)
             self._attend(0, tensors, scores)
         self.merge(control, states, out, lse, num_merges)
 
-    def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores) -> None:
+    def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores, most: int) -> None:
         from onestem.ops.triton.sm90 import attend_hopper, box_tokens, descriptors
 
         control, q, k_pages, v_pages, *results = tensors
@@ -186,6 +179,7 @@ class Kernels:
             STAGES=self.config.stages[-1],
             BOX=box,
             COLUMNS=self.config.tiles[0].block_m if len(self.config.tiles) > 2 else 0,
+            MOST=most,
             REGISTERS=registers,
             COPY_REGISTERS=copy_registers,
             **self._common_arguments(scores),

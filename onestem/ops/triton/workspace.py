@@ -112,7 +112,7 @@ class Workspace:
 
     def write(self, plan: AttentionPlan, *, num_rows: int | None = None) -> WorkList:
         """Make and pack a step's work list. Rows after the plan's, up to `num_rows` in all, become
-        `(0, -inf)` (default: they are not written). `launch` must get the same `num_rows`."""
+        `(0, -inf)` (default: they are not written). `launch` must get as many."""
         if (plan.window is not None) != self.windowed:
             raise ConfigError(
                 f"the plan's window is {plan.window}, the workspace has windowed={self.windowed}"
@@ -120,7 +120,7 @@ class Workspace:
         assert self.states is not None
         self.work = make_work(
             plan,
-            self.kernels.for_rows(num_rows).cost,
+            self.kernels.cost(plan.num_rows if num_rows is None else num_rows),
             num_kv_heads=self.num_kv_heads,
             group=self.kernels.group,
             share=self.share,
@@ -164,7 +164,6 @@ class Workspace:
         *,
         lse: Tensor | None = None,
         scores: Scores | None = None,
-        num_rows: int | None = None,
     ) -> None:
         """Launch the plan's attention on the current stream, without synchronisation.
 
@@ -173,9 +172,7 @@ class Workspace:
             k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, contiguous.
             lse: float32 `[as q, num_q_heads]`, natural log; default: the workspace's own `lse`.
             scores: default: scale `1 / sqrt(head_dim)`.
-            num_rows: as in `write`; other kernels run for a few rows.
         """
         assert self.states is not None
         lse = self.lse if lse is None else lse
-        kernels = self.kernels.for_rows(num_rows)
-        kernels.launch(self.control, self.states, q, k_pages, v_pages, out, lse, scores)
+        self.kernels.launch(self.control, self.states, q, k_pages, v_pages, out, lse, scores)

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onestem.ops.triton.sm90.walk import (
+    ROWS,
     lane,
     line_of,
     next_stage,
@@ -138,8 +139,8 @@ def _fetch(address):
 @gluon.jit
 def copy(
     control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr, LOOP: gl.constexpr,
-    AHEAD: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BOX: gl.constexpr,
+    AHEAD: gl.constexpr, MOST: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Run a copying warp: copy the keys (SIDE 0) or values (SIDE 1) that items walk, tile after
     tile, for one warpgroup, or, as one of the first warpgroup's, for the pair. An item's record and
@@ -157,7 +158,9 @@ def copy(
     item, stop, head, columns = queue(this)
     pages, walk = section(control, this, AT_PAGES), section(control, this, AT_WALK)
     records = section(control, this, AT_RECORDS)
-    wide = columns < 0
+    wide = False
+    if MOST > ROWS:
+        wide = columns < 0
     ring, base = gl.where(wide, STAGES, STAGES // 2), 0
     if PART == 1:
         stop, base = gl.where(wide, item, stop), STAGES // 2

@@ -18,12 +18,40 @@ __all__ = ["attend_hopper"]
 
 
 @gluon.jit
+def _read(
+    control, start, item, stop, head, columns, q, out, lse, part_out, part_lse, slopes, scale,
+    softcap, queries, ring_memory, boxes, full, empty, PART: gl.constexpr, AHEAD: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    COLUMNS: gl.constexpr, MOST: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Walk a warpgroup's own items."""
+    count = 0
+    if MOST > COLUMNS:  # noqa: SIM102 - decided when compiled
+        if item < columns:
+            count = attend_rows(
+                control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes, scale,
+                softcap, queries, ring_memory, boxes, full, empty, PART, False, AHEAD, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
+            )  # fmt: skip
+    if COLUMNS > 0:  # noqa: SIM102
+        if columns < stop:
+            attend_columns(
+                control, start, columns, stop, count, head, q, out, lse, part_out, part_lse, slopes,
+                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
+                SOFTCAP,
+            )  # fmt: skip
+
+
+@gluon.jit
 def _attend(
     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries, ring_memory, boxes,
     full, empty, PART: gl.constexpr, AHEAD: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, COLUMNS: gl.constexpr,
-    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    MOST: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Run a warpgroup in the role of its program."""
     start = start_of(control, PART)
@@ -32,7 +60,14 @@ def _attend(
     # head), the second warpgroup takes the others as columns, in long tiles (`KernelConfig`).
     over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
     rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
-    if columns < 0:
+    if MOST <= ROWS:  # decided when compiled
+        _read(
+            control, start, item, stop, head, columns, q, out, lse, part_out, part_lse, slopes,
+            scale, softcap, queries, ring_memory, boxes, full, empty, PART, AHEAD, NUM_KV_HEADS,
+            GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
+            ALIBI, SOFTCAP,
+        )  # fmt: skip
+    elif columns < 0:
         if rest == 0:
             attend_rows(
                 control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
@@ -46,22 +81,12 @@ def _attend(
                 HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
     else:
-        count = 0
-        if item < columns:
-            count = attend_rows(
-                control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes,
-                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, AHEAD,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED,
-                ALIBI, SOFTCAP,
-            )  # fmt: skip
-        if COLUMNS > 0:  # noqa: SIM102 - decided when compiled
-            if columns < stop:
-                attend_columns(
-                    control, start, columns, stop, count, head, q, out, lse, part_out,
-                    part_lse, slopes, scale, softcap, queries, ring_memory, boxes, full, empty,
-                    PART, False, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
-                    BOX, COLUMNS, WINDOWED, ALIBI, SOFTCAP,
-                )  # fmt: skip
+        _read(
+            control, start, item, stop, head, columns, q, out, lse, part_out, part_lse, slopes,
+            scale, softcap, queries, ring_memory, boxes, full, empty, PART, AHEAD, NUM_KV_HEADS,
+            GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
+            ALIBI, SOFTCAP,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=("num_words",))
@@ -69,14 +94,15 @@ def attend_hopper(
     control, q, k_pages, v_pages, out, lse, part_out, part_lse, slopes, scale, softcap, num_words,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    COLUMNS: gl.constexpr, MOST: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
+    SOFTCAP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Walk all items; one program per multiprocessor, 4 warps and 8 more inside. The next launch
     may begin at once.
 
     k_pages, v_pages: `descriptors`. num_words: length of `control`. COLUMNS: queries of the items
-    with few; 0: there are none.
+    with few; 0: there are none. MOST: maximum queries of an item: without the code of larger ones
+    a launch begins sooner.
     """
     gdc_launch_dependents()
     fetch_list(control, num_words)
@@ -108,8 +134,8 @@ def attend_hopper(
                 (
                     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
                     ring_memory, boxes, full, empty, gl.constexpr(0), ahead, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
-                    SOFTCAP,
+                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
+                    ALIBI, SOFTCAP,
                 ),
             ),
             (
@@ -117,36 +143,36 @@ def attend_hopper(
                 (
                     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
                     ring_memory, boxes, full, empty, gl.constexpr(1), ahead, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
-                    SOFTCAP,
+                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
+                    ALIBI, SOFTCAP,
                 ),
             ),
             (
                 copy,
                 (
                     control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(0),
-                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 copy,
                 (
                     control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(0),
-                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 copy,
                 (
                     control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(1),
-                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
             (
                 copy,
                 (
                     control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(1),
-                    loop, ahead, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
+                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
                 ),
             ),
         ],
