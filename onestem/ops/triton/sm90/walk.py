@@ -189,5 +189,7 @@ def store_states(
         partial = (row >= 0) & (dest >= 0)
         at = dest.to(gl.int64) * NUM_HEADS + q_head
         where = part_out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
-        gl.store(where, total, mask=gl.expand_dims(partial, AXIS) & (d < HEAD_DIM))
+        there = gl.expand_dims(partial, AXIS) & (d < HEAD_DIM)
+        # Keys and values are read once. States are read again at once: they should stay in the L2.
+        gl.store(where, total, mask=there, eviction_policy="evict_last")
         gl.store(part_lse + at, log_sum, mask=partial)
