@@ -227,6 +227,41 @@ def test_second_halves_take_what_they_can(counts, lengths, num_kv_heads, group, 
         assert np.array_equal(work.queues[::2, 0] + 1, work.queues[1::2, 0])
 
 
+@pytest.mark.parametrize(
+    ("counts", "lengths", "num_items", "num_states"),
+    [
+        # 16 hands begin soon: as many pieces as they are, although 33 could read
+        ((1,), (8192,), 16, 16),
+        ((2,), (2048,), 16, 16),
+        ((16,), (512,), 16, 0),
+        # 8 pieces each, at the same places: both rows read them at the same time, once from memory
+        ((1, 2), (16384, 64), 16, 16),
+        # What 20 rows share comes from the cache: nothing is merged
+        ((1, 20), (1024, 64), 20, 0),
+    ],
+)
+def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_items, num_states):
+    """On an H100 with 32/8 heads: each of these takes 0.6 to 0.9 of the time of other cuts."""
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
+    few = counts[-1] * 4 <= 64  # its instructions come at once
+    cost = dataclasses.replace(config.cost(132), **({"late_ns": (0.0, 0.0)} if few else {}))
+    plan = decode_step(counts, lengths, page_size=16).plan
+    work = make_work(plan, cost, num_kv_heads=8, group=4)
+    assert (work.num_items, work.num_states) == (num_items, num_states)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "group", "multiply"),
+    [((1, 8, 512), (512, 512, 256), 2, 24), ((1, 256), (2048, 256), 4, 64)],
+)
+def test_both_sides_have_to_spare_where_memory_is_the_limit(counts, lengths, group, multiply):
+    """Splits that take 0.8 and 0.9 of the time of those with fewer programs that multiply."""
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, True)
+    plan = decode_step(counts, lengths, page_size=16).plan
+    work = make_work(plan, config.cost(132), num_kv_heads=8, group=group)
+    assert work.split == (multiply, 132 - multiply)
+
+
 def test_items_take_whole_tiles():
     times = item_times(np.array([1, 64, 65, 128]), 64, 1000.0, 10.0)
     assert times.tolist() == [1640, 1640, 2280, 2280]

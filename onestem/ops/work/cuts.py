@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.ops.work.arrays import before, ragged
-from onestem.ops.work.deal import dealt
+from onestem.ops.work.deal import dealt, late_hands
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks
 
@@ -25,10 +25,10 @@ class Segments:
 
 
 def cuts_of(
-    blocks: Blocks, cost: CostModel, num_kv_heads: int
+    blocks: Blocks, cost: CostModel, num_kv_heads: int, group: int, cached: float = 1.0
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """int64, ascending: where walks are cut, counted in tokens over all blocks' walks; and
-    `WorkList.split`."""
+    `WorkList.split`. cached: the part of the memory's time that what is walked takes."""
     length = np.bincount(blocks.block, blocks.hi - blocks.lo, len(blocks.kind)).astype(np.int64)
     is_wide = blocks.kind == len(cost.tiles) - 1
     reading, wide = (
@@ -41,12 +41,49 @@ def cuts_of(
         split = _split(wide, reading, cost, num_kv_heads)
         read = 2 * split[1]
         reading = _Side.of(blocks.kind, length, reading.block, cost.crowded(read))
-    start = before(length)
-    cuts = (
-        reading.cuts(start, max(1, read // num_kv_heads), cost),
-        wide.cuts(start, max(1, split[0] // num_kv_heads), cost),
-    )
-    return np.unique(np.concatenate(cuts)), split
+    start, hands = before(length), max(1, read // num_kv_heads)
+    cuts = reading.cuts(start, hands, cost)
+    alike = hands if cached < 1 else hands // 2
+    if cost.together and len(wide.block) == 0 and 0 < len(reading.block) <= alike:
+        # Fewer pieces, which the halves of programs that begin sooner take, may end sooner. With
+        # more walks some programs would have two, and be late where the memory is the limit.
+        even = reading.even_cuts(start, max(1, hands // 2), cost)
+        if not np.array_equal(cuts, even):
+            rest = start, hands, num_kv_heads, group, cached, cost
+            ends = [_end_ns(reading, blocks, each, *rest) for each in (cuts, even)]
+            cuts = cuts if ends[0] <= ends[1] else even
+    wide_cuts = wide.cuts(start, max(1, split[0] // num_kv_heads), cost)
+    return np.unique(np.concatenate((cuts, wide_cuts))), split
+
+
+def _end_ns(
+    side: _Side,
+    blocks: Blocks,
+    cuts: np.ndarray,
+    start: np.ndarray,
+    hands: int,
+    num_kv_heads: int,
+    group: int,
+    cached: float,
+    cost: CostModel,
+) -> float:
+    """About when a step ends whose blocks, all on this side, are cut at `cuts`."""
+    first, length = start[side.block], side.length
+    begin = np.union1d(first, cuts)
+    piece = np.searchsorted(first, begin, "right") - 1
+    stop = np.minimum(np.append(begin[1:], first[-1] + length[-1]), (first + length)[piece])
+    readers = min(hands, len(begin)) * num_kv_heads
+    tiles = tile_columns(cost.crowded(readers, cached * cost.crowd), blocks.kind[side.block[piece]])
+    time, late = item_times(stop - begin, *tiles), late_hands(hands, cost)
+    hand = dealt(time, late)
+    load = np.bincount(hand, time, hands)
+    num_rows = blocks.num_rows[side.block]
+    rows = blocks.rows[ragged(blocks.row_start[side.block], num_rows)]
+    parts = np.bincount(rows, np.repeat(np.bincount(piece), num_rows))
+    memory_ns = cached * float(length.sum()) * num_kv_heads * cost.memory_ns
+    num_states = int(parts[parts > 1].sum()) * num_kv_heads * group
+    last_ns = float((load + late * (load > 0)).max())
+    return cost.end_ns(last_ns, memory_ns, num_states, int(parts.max()))
 
 
 def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> tuple[int, int]:
@@ -58,9 +95,14 @@ def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> t
     programs = hands * num_kv_heads
     once = float(reading.length.sum()) * num_kv_heads * cost.memory_ns
     memory = once + _read_again(wide, hands, num_kv_heads, cost)
-    read = reading.ends(2 * (most - programs) // num_kv_heads, cost)
-    end = np.maximum(wide.ends(hands, cost), np.maximum(read, memory))
-    chosen = int(programs[np.flatnonzero(end <= 1.02 * end.min())[0]])
+    sides = np.maximum(
+        wide.ends(hands, cost), reading.ends(2 * (most - programs) // num_kv_heads, cost)
+    )
+    end = np.maximum(sides, memory)
+    good = np.flatnonzero(end <= 1.02 * end.min())
+    # Where the memory is the limit both sides wait for it: then they should have the same to spare.
+    bound = once >= sides[good[0]]
+    chosen = int(programs[good[np.argmin(sides[good])] if bound else good[0]])
     return chosen, most - chosen
 
 
@@ -138,6 +180,19 @@ class _Side:
         shortest = np.maximum(cost.min_tokens, block_n[i])
         keep = (at >= shortest) & (at <= length[i] - shortest)
         return start[self.block[long[i]]][keep] + at[keep]
+
+    def even_cuts(self, start: np.ndarray, at_once: int, cost: CostModel) -> np.ndarray:
+        """Where these walks are cut into `at_once` pieces, if they are fewer: each into equal
+        pieces, as many as are its share."""
+        walk = self.length * self.token_ns
+        tiles = -(-self.length // self.block_n)
+        pieces = np.floor(at_once * walk / walk.sum() + 1e-9).astype(np.int64)
+        pieces = np.maximum(1, np.minimum(pieces, self.length // cost.min_tokens))
+        i = np.repeat(np.arange(len(tiles)), pieces - 1)
+        at = np.rint(
+            ragged(np.ones(len(tiles), np.int64), pieces - 1) * tiles[i] / pieces[i]
+        ).astype(np.int64)
+        return start[self.block[i]] + at * self.block_n[i]
 
 
 def _longest(time: np.ndarray, hands: int) -> float:

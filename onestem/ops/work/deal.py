@@ -8,7 +8,7 @@ import numpy as np
 
 from onestem.ops.work.model import CostModel
 
-__all__ = ["Deal", "dealt"]
+__all__ = ["Deal", "dealt", "late_hands"]
 
 
 ALIKE = 1.1  # items whose times differ by at most this factor are dealt out together
@@ -33,6 +33,12 @@ def dealt(time: np.ndarray, free: np.ndarray) -> np.ndarray:
         hand[items] = first % hands
         load = load + np.bincount(hand[items], time[items], hands)
     return hand
+
+
+def late_hands(hands: int, cost: CostModel) -> np.ndarray:
+    """float64 `[hands]`: when each hand that reads can begin, if the halves of programs that begin
+    sooner are the first hands."""
+    return np.where(np.arange(hands) >= hands // 2, cost.late_ns[0], 0.0)
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,10 @@ class Deal:
         rows = ~wide & ~few
         # Halves that begin sooner take items in rows first, or all others if they can.
         apart = bool(rows.any()) or int(np.count_nonzero(few)) <= read // self.num_kv_heads
-        late = apart & (np.arange(hands[0]) >= read // self.num_kv_heads)
-        late_few, late_rows = late * self.cost.late_ns[0], late * self.cost.late_ns[1]
-        hand[rows] = dealt(time[rows], late_rows)
+        late = late_hands(hands[0], self.cost) * apart
+        hand[rows] = dealt(time[rows], late)
         taken = np.bincount(hand[rows], time[rows], hands[0])
-        hand[few] = dealt(time[few], taken + np.where(taken > 0, late_rows, late_few))
+        hand[few] = dealt(time[few], taken + late)
         hand[wide] = dealt(time[wide], np.zeros(hands[1]))
         counts = (
             np.bincount(hand[side], minlength=number)

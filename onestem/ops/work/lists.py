@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -89,6 +89,11 @@ class WorkList:
     @property
     def num_items(self) -> int:
         return len(self.records)
+
+    @property
+    def most_parts(self) -> int:
+        """States of the row that has the most."""
+        return int(self.merges[:, NUM_PARTS].max(initial=0))
 
     def _starts(self) -> list[int]:
         """Starts of the sections in a packed buffer, and its length: queues, records, walk, rows,
@@ -207,31 +212,37 @@ def make_work(
     padded = plan.num_rows if num_rows is None else num_rows
     room = None if max_states is None else max_states - plan.num_rows
 
-    def listed(room: int | None) -> tuple[WorkList, float]:
-        """A list, and the memory's time for all that it walks, in ns."""
+    def listed(room: int | None, tokens: int | None = None) -> tuple[WorkList, int, float]:
+        """A list, the tokens that it walks, and the memory's time for them, in ns, if they are
+        `tokens` different ones (None: all)."""
         groups = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
         blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
-        cuts, split = cuts_of(blocks, cost, num_kv_heads)
+        walked = int((blocks.hi - blocks.lo).sum())
+        cached = 1.0
+        if tokens is not None and tokens < walked:
+            cached = max(cost.cached_share, tokens / walked)
+        cuts, split = cuts_of(blocks, cost, num_kv_heads, group, cached)
+        model = replace(cost, crowd=cached * cost.crowd)
         deal = Deal(split, num_kv_heads, cost.crowded(2 * split[1]) if cost.together else cost)
-        work = _listed(plan, cost, blocks, segments_of(blocks, cuts), padded, deal)
+        work = _listed(plan, model, blocks, segments_of(blocks, cuts), padded, deal)
         if max_states is not None and work.num_states > max_states:
-            work = _listed(plan, cost, blocks, segments_of(blocks, cuts[:0]), padded, deal)
-        return work, float((blocks.hi - blocks.lo).sum()) * num_kv_heads * cost.memory_ns
+            work = _listed(plan, model, blocks, segments_of(blocks, cuts[:0]), padded, deal)
+        return work, walked, cached * walked * num_kv_heads * cost.memory_ns
 
     if not share:
         return listed(-1)[0]
-    work, memory = listed(room)
-    if not cost.together or work.num_states == 0:
+    work, tokens, memory = listed(room)
+    seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
+    if not cost.together or work.num_states == 0 or seen == tokens:
         return work
     # In a small step, merging may take longer than sharing saves.
     heads = num_kv_heads * group
-    end = cost.end_ns(work.last_ns, memory, work.num_states * heads)
-    seen = float((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
+    end = cost.end_ns(work.last_ns, memory, work.num_states * heads, work.most_parts)
     if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end:
         return work
-    alone, again = listed(-1)
-    memory = max(memory, cost.cached_share * again)
-    return alone if cost.end_ns(alone.last_ns, memory, alone.num_states * heads) < end else work
+    alone, _, memory = listed(-1, tokens)
+    states = alone.num_states * heads, alone.most_parts
+    return alone if cost.end_ns(alone.last_ns, memory, *states) < end else work
 
 
 def _listed(
@@ -280,7 +291,7 @@ def _listed(
         dest=dest,
         merges=merges,
         num_states=num_states,
-        last_ns=_last_ns(queues, _item_ns(cost, kind, walks)[order]),
+        last_ns=_last_ns(queues, order, kind, walks, cost),
         entries=Entries(walks.span, walks.last, more, place),
     )
 
@@ -381,10 +392,17 @@ def _item_ns(cost: CostModel, kind: np.ndarray, walks: _Walks) -> np.ndarray:
     return item_ns + walked + more * cost.entry_ns
 
 
-def _last_ns(queues: np.ndarray, time: np.ndarray) -> float:
-    """Time at which the last program ends, with items of these times dealt out in `queues`."""
-    ends = np.append(0.0, np.cumsum(time))
-    return float((ends[queues[:, 1]] - ends[queues[:, 0]]).max(initial=0.0))
+def _last_ns(
+    queues: np.ndarray, order: np.ndarray, kind: np.ndarray, walks: _Walks, cost: CostModel
+) -> float:
+    """Time at which the last program ends that has items of `queues` (`Deal.in_order`)."""
+    start, stop, _, few = queues.T
+    used = start < stop
+    crowded = cost.crowded(int(np.count_nonzero(used & (few >= 0))), cost.crowd)
+    ends = np.append(0.0, np.cumsum(_item_ns(crowded, kind, walks)[order]))
+    first = np.arange(len(queues)) % 2 == 0
+    late = np.where(few < 0, cost.late_ns[1], cost.late_ns[0] * first) * used
+    return float((ends[stop] - ends[start] + late).max(initial=0.0))
 
 
 def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:

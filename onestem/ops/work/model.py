@@ -44,13 +44,18 @@ class CostModel:
         cut_ns: minimum that cutting must save.
         memory_ns: time of a token's keys and values of one KV head at the memory's full rate.
         late_ns: time by which the first warpgroup of a program that reads begins after the second,
-            with items whose queries are columns, and with others: its instructions come later.
+            and by which programs that multiply do: their instructions come later.
         entry_ns: time of each further run that an item walks, besides its tiles.
         cached_share: the part of `memory_ns` that a token in the cache takes.
+        crowd: the part of `memory_ns` by which each program that reads at the same time slows a
+            token of the others down: they do not all wait at the same time.
         merge_ns: time of merging itself.
         state_share: time of each state and query head, in `memory_ns`: it is written and read, and
-            has as many bytes as a token. This, `merge_ns`, `entry_ns` and `cached_share` are fitted
-            to 35 trees (docs/gpu-attention.md).
+            has as many bytes as a token.
+        part_ns: time of each state of the row that has the most: they are merged in turn.
+
+    `late_ns` and all after it are fitted to 35 trees and to steps of few rows
+    (docs/gpu-attention.md).
     """
 
     tiles: tuple[Tile, ...]
@@ -60,25 +65,27 @@ class CostModel:
     min_tokens: int = 128
     cut_ns: float = 6000.0
     memory_ns: float = 0.17
-    late_ns: tuple[float, float] = (1000.0, 4000.0)
+    late_ns: tuple[float, float] = (4000.0, 12000.0)
     entry_ns: float = 600.0
     cached_share: float = 0.54
-    merge_ns: float = 4500.0
+    crowd: float = 0.5
+    merge_ns: float = 3000.0
     state_share: float = 1.5
+    part_ns: float = 24.0
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
         return np.array([tile.block_m // group for tile in self.tiles])
 
-    def end_ns(self, last_ns: float, memory_ns: float, num_states: int) -> float:
+    def end_ns(self, last_ns: float, memory_ns: float, num_states: int, parts: int) -> float:
         """Time of a step whose last program takes `last_ns` and memory `memory_ns`, and that merges
-        `num_states` states, one for each query head."""
-        state_ns = self.state_share * self.memory_ns
-        merge = self.merge_ns + state_ns * num_states if num_states else 0.0
-        return max(last_ns, memory_ns) + merge
+        `num_states` states, one for each query head, `parts` of one row at most."""
+        merge = self.merge_ns + self.state_share * self.memory_ns * num_states
+        merge += self.part_ns * parts
+        return max(last_ns, memory_ns) + merge * (num_states > 0)
 
-    def crowded(self, readers: int) -> CostModel:
+    def crowded(self, readers: int, crowd: float = 1.0) -> CostModel:
         """The model with `readers` programs reading at a time: together no faster than memory."""
-        slowest = self.memory_ns * readers
+        slowest = crowd * self.memory_ns * readers
         narrow = (replace(t, token_ns=max(t.token_ns, slowest)) for t in self.tiles[:-1])
         return replace(self, tiles=(*narrow, self.tiles[-1]))
