@@ -56,6 +56,7 @@ EXCHANGE = {
 }
 ONE_ROW = {"ZERO": 8, "HALVES": 2, "GROUPS": 2, "HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8}
 ONE_ROW |= {"GELU": False}
+HOPPER = {**HEADS, "COLUMNS": 8, "STAGES": 6, "BOX": 16, "BLOCK_N": 64, **ROLES}
 KERNELS = {
     "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": 8}, 4),
     "zeros": ("tiled", "_groups_product", 90, GROUPS, {**FOUR_BITS, **CUT, "ZERO": -1}, 4),
@@ -72,7 +73,13 @@ KERNELS = {
     "Hopper": (
         *("sm90", "attend_hopper", 90),
         {**ATTEND, "k_pages": PAGES, "v_pages": PAGES, "num_words": "i32"},
-        {**HEADS, "COLUMNS": 8, "STAGES": 6, "BOX": 16, "BLOCK_N": 64, **ROLES},
+        {**HOPPER, "MOST": 128},
+        4,
+    ),
+    "Hopper, few rows": (
+        *("sm90", "attend_hopper", 90),
+        {**ATTEND, "k_pages": PAGES, "v_pages": PAGES, "num_words": "i32"},
+        {**HOPPER, "MOST": 8},
         4,
     ),
     "dense": ("tiled", "_groups_dense", 90, GROUPS, {**FOUR_BITS, "ZERO": -1}, 4),
@@ -130,6 +137,7 @@ INSTRUCTIONS = {
         *("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "setmaxnreg.inc"),
         *("cp.async.bulk.tensor.4d", "griddepcontrol.launch_dependents"),
     ),
+    "Hopper, few rows": ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16", "L2::evict_last"),
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),
@@ -188,3 +196,8 @@ def test_kernels_compile_to_what_they_are_written_for(name: str, assembly: dict[
     for instruction in INSTRUCTIONS.get(name, ("fma.rn.bf16x2",)):
         assert instruction in assembly[name]
     assert "call.uni" not in assembly[name]
+
+
+def test_a_kernel_for_few_rows_is_without_what_they_do_not_need(assembly: dict[str, str]) -> None:
+    assert "m64n64k16" not in assembly["Hopper, few rows"]  # queries as rows
+    assert len(assembly["Hopper, few rows"]) < len(assembly["Hopper"]) / 3

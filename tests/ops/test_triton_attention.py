@@ -474,7 +474,7 @@ def test_each_size_of_the_kernel_on_hopper(head_dim, group, window, special):
     for num_seqs in (1, 2, 4, 8, 16, 40):
         plan = random_plan(
             np.random.default_rng(num_seqs), page_size=16, window=window, num_seqs=num_seqs,
-            max_rows=1, max_len=900, num_pages=16384,
+            max_rows=2, max_len=900, num_pages=16384,
         )  # fmt: skip
         q, k, v = tensors(
             plan, num_seqs, kv_heads=8, group=group, head_dim=head_dim, dtype=torch.bfloat16
