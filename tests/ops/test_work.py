@@ -16,6 +16,7 @@ from onestem.ops import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.bench.cases import decode_step
 from onestem.ops.reference import visible
 from onestem.ops.triton import load_config
+from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, make_work
 from onestem.ops.work.cuts import item_times
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
@@ -243,10 +244,9 @@ def test_second_halves_take_what_they_can(counts, lengths, num_kv_heads, group, 
 def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_items, num_states):
     """On an H100 with 32/8 heads: each of these takes 0.6 to 0.9 of the time of other cuts."""
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
-    few = counts[-1] * 4 <= 64  # its instructions come at once
-    cost = dataclasses.replace(config.cost(132), **({"late_ns": (0.0, 0.0)} if few else {}))
+    kernels = Kernels(32, 8, 128, 16, config, 132, windowed=False, hopper=True, dependent=True)
     plan = decode_step(counts, lengths, page_size=16).plan
-    work = make_work(plan, cost, num_kv_heads=8, group=4)
+    work = make_work(plan, kernels.cost(plan.num_rows), num_kv_heads=8, group=4)
     assert (work.num_items, work.num_states) == (num_items, num_states)
 
 

@@ -28,7 +28,8 @@ def cuts_of(
     blocks: Blocks, cost: CostModel, num_kv_heads: int, group: int, cached: float = 1.0
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """int64, ascending: where walks are cut, counted in tokens over all blocks' walks; and
-    `WorkList.split`. cached: the part of the memory's time that what is walked takes."""
+    `WorkList.split`. cached: the part of the memory's time that what is walked takes; `cost.crowd`
+    counts it."""
     length = np.bincount(blocks.block, blocks.hi - blocks.lo, len(blocks.kind)).astype(np.int64)
     is_wide = blocks.kind == len(cost.tiles) - 1
     reading, wide = (
@@ -73,7 +74,7 @@ def _end_ns(
     piece = np.searchsorted(first, begin, "right") - 1
     stop = np.minimum(np.append(begin[1:], first[-1] + length[-1]), (first + length)[piece])
     readers = min(hands, len(begin)) * num_kv_heads
-    tiles = tile_columns(cost.crowded(readers, cached * cost.crowd), blocks.kind[side.block[piece]])
+    tiles = tile_columns(cost.crowded(readers, cost.crowd), blocks.kind[side.block[piece]])
     time, late = item_times(stop - begin, *tiles), late_hands(hands, cost)
     hand = dealt(time, late)
     load = np.bincount(hand, time, hands)

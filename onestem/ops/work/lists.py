@@ -221,8 +221,8 @@ def make_work(
         cached = 1.0
         if tokens is not None and tokens < walked:
             cached = max(cost.cached_share, tokens / walked)
-        cuts, split = cuts_of(blocks, cost, num_kv_heads, group, cached)
         model = replace(cost, crowd=cached * cost.crowd)
+        cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
         deal = Deal(split, num_kv_heads, cost.crowded(2 * split[1]) if cost.together else cost)
         work = _listed(plan, model, blocks, segments_of(blocks, cuts), padded, deal)
         if max_states is not None and work.num_states > max_states:

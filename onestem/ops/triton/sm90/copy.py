@@ -158,9 +158,7 @@ def copy(
     item, stop, head, columns = queue(this)
     pages, walk = section(control, this, AT_PAGES), section(control, this, AT_WALK)
     records = section(control, this, AT_RECORDS)
-    wide = False
-    if MOST > ROWS:
-        wide = columns < 0
+    wide = MOST > ROWS and columns < 0
     ring, base = gl.where(wide, STAGES, STAGES // 2), 0
     if PART == 1:
         stop, base = gl.where(wide, item, stop), STAGES // 2

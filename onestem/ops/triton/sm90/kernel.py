@@ -18,34 +18,6 @@ __all__ = ["attend_hopper"]
 
 
 @gluon.jit
-def _read(
-    control, start, item, stop, head, columns, q, out, lse, part_out, part_lse, slopes, scale,
-    softcap, queries, ring_memory, boxes, full, empty, PART: gl.constexpr, AHEAD: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    COLUMNS: gl.constexpr, MOST: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Walk a warpgroup's own items."""
-    count = 0
-    if MOST > COLUMNS:  # noqa: SIM102 - decided when compiled
-        if item < columns:
-            count = attend_rows(
-                control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, False, AHEAD, NUM_KV_HEADS,
-                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
-    if COLUMNS > 0:  # noqa: SIM102
-        if columns < stop:
-            attend_columns(
-                control, start, columns, stop, count, head, q, out, lse, part_out, part_lse, slopes,
-                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS,
-                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
-                SOFTCAP,
-            )  # fmt: skip
-
-
-@gluon.jit
 def _attend(
     control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries, ring_memory, boxes,
     full, empty, PART: gl.constexpr, AHEAD: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
@@ -60,14 +32,7 @@ def _attend(
     # head), the second warpgroup takes the others as columns, in long tiles (`KernelConfig`).
     over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
     rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
-    if MOST <= ROWS:  # decided when compiled
-        _read(
-            control, start, item, stop, head, columns, q, out, lse, part_out, part_lse, slopes,
-            scale, softcap, queries, ring_memory, boxes, full, empty, PART, AHEAD, NUM_KV_HEADS,
-            GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
-            ALIBI, SOFTCAP,
-        )  # fmt: skip
-    elif columns < 0:
+    if MOST > ROWS and columns < 0:
         if rest == 0:
             attend_rows(
                 control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
@@ -81,12 +46,21 @@ def _attend(
                 HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
             )  # fmt: skip
     else:
-        _read(
-            control, start, item, stop, head, columns, q, out, lse, part_out, part_lse, slopes,
-            scale, softcap, queries, ring_memory, boxes, full, empty, PART, AHEAD, NUM_KV_HEADS,
-            GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
-            ALIBI, SOFTCAP,
-        )  # fmt: skip
+        count = 0
+        if MOST > COLUMNS and item < columns:
+            count = attend_rows(
+                control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes,
+                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, AHEAD,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED,
+                ALIBI, SOFTCAP,
+            )  # fmt: skip
+        if COLUMNS > 0 and columns < stop:
+            attend_columns(
+                control, start, columns, stop, count, head, q, out, lse, part_out, part_lse, slopes,
+                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
+                SOFTCAP,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=("num_words",))
