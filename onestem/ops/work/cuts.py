@@ -96,14 +96,22 @@ def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> t
     programs = hands * num_kv_heads
     once = float(reading.length.sum()) * num_kv_heads * cost.memory_ns
     memory = once + _read_again(wide, hands, num_kv_heads, cost)
-    sides = np.maximum(
-        wide.ends(hands, cost), reading.ends(2 * (most - programs) // num_kv_heads, cost)
-    )
+    multiplied = wide.ends(hands, cost)
+    read = reading.ends(2 * (most - programs) // num_kv_heads, cost)
+    sides = np.maximum(multiplied, read)
     end = np.maximum(sides, memory)
     good = np.flatnonzero(end <= 1.02 * end.min())
+    if once < sides[good].min():
+        chosen = int(programs[good[0]])
+        return chosen, most - chosen
     # Where the memory is the limit both sides wait for it: then they should have the same to spare.
-    bound = once >= sides[good[0]]
-    chosen = int(programs[good[np.argmin(sides[good])] if bound else good[0]])
+    # Programs that multiply as many blocks each walk the same keys at the same time.
+    sides = np.maximum(cost.bound_factor * multiplied, read)
+    best = good[np.argmin(sides[good])]
+    alike = good[(good >= best) & (len(wide.block) % hands[good] == 0)]
+    if len(alike) and sides[alike[0]] <= 1.25 * sides[best]:
+        best = alike[0]
+    chosen = int(programs[best])
     return chosen, most - chosen
 
 

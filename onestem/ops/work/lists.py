@@ -12,7 +12,7 @@ from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
-from onestem.ops.work.groups import shared_groups
+from onestem.ops.work.groups import Pairs, shared_groups
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, units_of
 
@@ -212,37 +212,46 @@ def make_work(
     padded = plan.num_rows if num_rows is None else num_rows
     room = None if max_states is None else max_states - plan.num_rows
 
-    def listed(room: int | None, tokens: int | None = None) -> tuple[WorkList, int, float]:
-        """A list, the tokens that it walks, and the memory's time for them, in ns, if they are
-        `tokens` different ones (None: all)."""
+    def listed(room: int | None, cached: float = 1.0) -> tuple[WorkList, int]:
+        """A list, and the tokens that it walks, which take `cached` of the memory's time."""
         groups = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
         blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
-        walked = int((blocks.hi - blocks.lo).sum())
-        cached = 1.0
-        if tokens is not None and tokens < walked:
-            cached = max(cost.cached_share, tokens / walked)
         model = replace(cost, crowd=cached * cost.crowd)
         cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
         deal = Deal(split, num_kv_heads, cost.crowded(2 * split[1]) if cost.together else cost)
         work = _listed(plan, model, blocks, segments_of(blocks, cuts), padded, deal)
         if max_states is not None and work.num_states > max_states:
             work = _listed(plan, model, blocks, segments_of(blocks, cuts[:0]), padded, deal)
-        return work, walked, cached * walked * num_kv_heads * cost.memory_ns
+        return work, int((blocks.hi - blocks.lo).sum())
 
     if not share:
         return listed(-1)[0]
-    work, tokens, memory = listed(room)
+    work, walked = listed(room)
     seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
-    if not cost.together or work.num_states == 0 or seen == tokens:
+    if not cost.together or work.num_states == 0 or seen == walked:
         return work
     # In a small step, merging may take longer than sharing saves.
-    heads = num_kv_heads * group
-    end = cost.end_ns(work.last_ns, memory, work.num_states * heads, work.most_parts)
+    different = _different_tokens(pairs)
+
+    def end_ns(work: WorkList, walked: int) -> float:
+        read_ns = cost.read_share(different / walked) * walked * num_kv_heads * cost.memory_ns
+        num_states = work.num_states * num_kv_heads * group
+        return cost.end_ns(work.last_ns, read_ns, num_states, work.most_parts)
+
+    end = end_ns(work, walked)
     if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end:
         return work
-    alone, _, memory = listed(-1, tokens)
-    states = alone.num_states * heads, alone.most_parts
-    return alone if cost.end_ns(alone.last_ns, memory, *states) < end else work
+    alone, seen = listed(-1, cost.read_share(different / seen))
+    return alone if end_ns(alone, seen) < end else work
+
+
+def _different_tokens(pairs: Pairs) -> int:
+    """Tokens of all runs that some row sees."""
+    _, _, run, first, end, _ = pairs.spans
+    order = argsort(run)
+    start = np.flatnonzero(np.diff(run[order], prepend=-1))
+    first, end = np.minimum.reduceat(first[order], start), np.maximum.reduceat(end[order], start)
+    return int((end - first).sum())
 
 
 def _listed(

@@ -49,7 +49,10 @@ class CostModel:
         cached_share: the part of `memory_ns` that a token in the cache takes.
         crowd: the part of `memory_ns` by which each program that reads at the same time slows a
             token of the others down: they do not all wait at the same time.
+        bound_factor: how many times as long programs that multiply take where the memory is the
+            limit: they get their share of it like all others.
         merge_ns: time of merging itself.
+        mixed_factor: how many times as long tokens from memory take beside tokens from the cache.
         state_share: time of each state and query head, in `memory_ns`: it is written and read, and
             has as many bytes as a token.
         part_ns: time of each state of the row that has the most: they are merged in turn.
@@ -69,13 +72,20 @@ class CostModel:
     entry_ns: float = 600.0
     cached_share: float = 0.54
     crowd: float = 0.5
+    bound_factor: float = 1.5
     merge_ns: float = 3000.0
+    mixed_factor: float = 1.1
     state_share: float = 1.5
     part_ns: float = 24.0
 
     def tile_rows(self, group: int) -> np.ndarray:
         """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
         return np.array([tile.block_m // group for tile in self.tiles])
+
+    def read_share(self, different: float) -> float:
+        """The part of the memory's time that tokens take of which a part, `different`, comes from
+        memory and the others from the cache."""
+        return min(1.0, max(self.cached_share, self.mixed_factor * different))
 
     def end_ns(self, last_ns: float, memory_ns: float, num_states: int, parts: int) -> float:
         """Time of a step whose last program takes `last_ns` and memory `memory_ns`, and that merges
