@@ -69,7 +69,8 @@ HOPPER: dict[str, tuple[Change, ...]] = {
         ("    control, pool, boxes", "    control, slopes, pool, boxes", 1),
         (
             "    wide = MOST > ROWS and columns < 0\n",
-            "    wide = MOST > ROWS and columns < 0\n    if SIDE == 0 and PART == 0:\n" + _stamp(8, QUEUE),
+            "    wide = MOST > ROWS and columns < 0\n    if SIDE == 0 and PART == 0:\n"
+            + _stamp(8, QUEUE),
             1,
         ),
         ("    stage, phase = 0, 1\n", "    stage, phase = 0, 1\n    copied = 0\n", 1),

@@ -6,35 +6,56 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 __all__ = ["Held", "exit_on_sigterm", "uninterrupted"]
 
+Handler = Callable[[int, FrameType | None], Any]
+
+# Those whose handlers callers set to end a call: Ctrl-C, a time limit, a job that is to stop.
+NAMES = ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
+HELD = tuple(getattr(signal, f"SIG{name}") for name in NAMES if hasattr(signal, f"SIG{name}"))
+
 
 class Held:
-    """SIGINT, held back."""
+    """Signals with handlers in Python, held back.
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._handler = handler
-        self._caught: list[FrameType | None] = []
+    Attributes:
+        raised: what a handler raised that was let through.
+    """
+
+    def __init__(self, handlers: Mapping[int, Handler]) -> None:
+        self.raised: BaseException | None = None
+        self._handlers = handlers
+        self._caught: dict[int, FrameType | None] = {}
         self._is_lifted = False
 
     def catch(self, number: int, frame: FrameType | None) -> None:
         if self._is_lifted:
-            self._handler(number, frame)
+            self._handle(number, frame)
         else:
-            self._caught.append(frame)
+            self._caught[number] = frame
 
     def deliver(self) -> None:
-        """Call the handler for what has come."""
+        """Call the handlers for what has come."""
         if self._caught:
-            self._handler(signal.SIGINT, self._caught.pop())
+            try:
+                self._handle(*self._caught.popitem())
+            finally:
+                self.deliver()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            self.raised = error
+            raise
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let SIGINT through until the end of the block."""
+        """Let signals through until the end of the block."""
         self._is_lifted = True
         try:
             self.deliver()
@@ -45,21 +66,23 @@ class Held:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[Held]:
-    """Hold SIGINT back until the end of the block, where its handler is called.
+    """Hold signals back until the end of the block, where their handlers are called.
 
     Steps take milliseconds of host work between computations that may take seconds; `lifted` lets
-    an interrupt through during these. Only the main thread is ever interrupted.
+    signals through during these. Only the main thread is ever interrupted.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield Held(lambda number, frame: None)
-        return
-    held = Held(handler)
-    signal.signal(signal.SIGINT, held.catch)
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        found = ((number, signal.getsignal(number)) for number in HELD)
+        handlers = {number: handler for number, handler in found if callable(handler)}
+    held = Held(handlers)
     try:
+        for number in handlers:
+            signal.signal(number, held.catch)
         yield held
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         held.deliver()
 
 

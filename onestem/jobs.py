@@ -97,11 +97,23 @@ def check_trace(
     source: str | os.PathLike[str] | JobInput,
     output: str | os.PathLike[str],
 ) -> None:
-    """Raise `JobError` where a job's trace would be written over its input or its output."""
-    place = source.path if isinstance(source, JobInput) else source
-    for path, what in ((place, "input"), (output, "output")):
-        if options.trace is not None and os.path.realpath(options.trace) == os.path.realpath(path):
-            raise JobError(f"trace {options.trace} is the job's {what}: choose another file")
+    """Raise `JobError` where a job's trace would be written over a file of the job."""
+    if options.trace is None:
+        return
+    trace, workplace = Path(options.trace), Workplace(Path(output))
+    given = Path(source.path if isinstance(source, JobInput) else source)
+    files = {
+        "input": given,
+        "output": workplace.output,
+        "unfinished output": workplace.partial,
+        "work folder": workplace.folder,
+    }
+    for what, path in files.items():
+        same = trace.exists() and path.exists() and trace.samefile(path)
+        if same or os.path.realpath(trace) == os.path.realpath(path):
+            raise JobError(f"trace {trace} is the job's {what}: choose another file")
+        if path.is_dir() and path.resolve() in trace.resolve().parents:
+            raise JobError(f"trace {trace} is inside of the job's {what}: choose another file")
 
 
 def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:

@@ -302,14 +302,15 @@ class LLM:
                 (`delta`).
 
         Raises:
-            RequestError: as `generate`, at once.
+            RequestError: as `generate`, at once; or, when it is read, the LLM is asleep. After
+                `wake_up` the iterator goes on.
         """
         check_output_kind(output_kind)
         many = [_plain(prompt) for prompt in several_prompts(prompts)]
         requests, order = self._planned(self._ids(many), _texts(many), sampling_params)
         streams = [dataclasses.replace(request, stream=True) for request in requests]
         answers = self._run(planned(streams, order), output_kind) if requests else iter(())
-        return self._with_index(answers, requests, order)
+        return _Awake(self.engine, self._with_index(answers, requests, order))
 
     def beam_search(self, *prompts: object, **params: object) -> NoReturn:
         """Beam search is not supported.
@@ -740,7 +741,7 @@ class LLM:
 
     def _with_index(
         self, answers: Iterator[Answer], requests: Sequence[Request], order: RunningOrder
-    ) -> Iterator[Answer]:
+    ) -> Generator[Answer]:
         """Answers with their prompt's index; the order learns the lengths of those that ended."""
         position = {request.request_id: i for i, request in enumerate(requests)}
         num_open = len(requests)
@@ -784,6 +785,22 @@ class LLM:
                 f"{what} needs a tokenizer, and {self.path} has none: give token ids"
             )
         return self.tokenizer
+
+
+class _Awake(Iterator[Answer]):
+    """Answers of an engine, refused while it sleeps. A generator that raises would have ended."""
+
+    def __init__(self, engine: Engine, answers: Generator[Answer]) -> None:
+        self._engine, self._answers = engine, answers
+
+    def __next__(self) -> Answer:
+        if self._engine.has_unfinished():
+            self._engine.residence.check_ready()
+        return next(self._answers)
+
+    def close(self) -> None:
+        """End what is unfinished."""
+        self._answers.close()
 
 
 def path_scores(output: RequestOutput) -> list[PathScores]:

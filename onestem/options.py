@@ -276,8 +276,10 @@ class EngineOptions(Options):
         settled, as `LLM` has them."""
         fields = type(self).model_fields.items()
         marked = {name for name, field in fields if extra_of(field).get("identity")}
-        device = {"device": self.device.partition(":")[0]}
-        return device | {name: getattr(self, name) for name in sorted(marked)}
+        identity = {"device": self.device.partition(":")[0]}
+        identity |= {name: getattr(self, name) for name in sorted(marked)}
+        # Seeds of a job's lines are derived from its identity.
+        return identity if self.seed is None else identity | {"seed": self.seed}
 
 
 class InputOptions(Options):

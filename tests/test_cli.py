@@ -255,12 +255,35 @@ def test_a_trace_takes_no_file_of_its_job(model, tmp_path):
     refused = onestem(*job, source, code=2).stderr
     assert "in.jsonl is the job's input: choose another file" in refused
     assert "out.jsonl is the job's output" in onestem(*job, output, code=2).stderr
+    partial = onestem(*job, tmp_path / "out.jsonl.partial", code=2).stderr
+    assert "out.jsonl.partial is the job's unfinished output" in partial
+    assert "is the job's work folder" in onestem(*job, tmp_path / "out.jsonl.work", code=2).stderr
+    (link := tmp_path / "link.jsonl").hardlink_to(source)
+    assert "link.jsonl is the job's input" in onestem(*job, link, code=2).stderr
     assert source.read_bytes() == text
     onestem(*job, tmp_path / "steps.jsonl")
     onestem(*job, kept)  # it is complete: no step is computed
     assert kept.read_text() == "of before\n"
     with LLM(model, trace=source) as llm, pytest.raises(JobError, match="is the job's input"):
         run_file(llm, source, output)
+
+
+def test_a_seed_gives_a_job_other_answers(model, tmp_path):
+    lines = job_lines(6)[1::2]  # of temperature 1
+    write_job(source := tmp_path / "in.jsonl", lines)
+    job = ("batch", source, "--model", model, "-q")
+
+    def answers(name: str, *flags: object) -> list:
+        onestem(*job, "-o", tmp_path / name, *flags)
+        records = map(json.loads, (tmp_path / name).read_text().splitlines())
+        return [one["response"]["body"]["choices"] for one in records]
+
+    first = answers("a.jsonl", "--seed", "5")
+    assert answers("b.jsonl", "--seed", "5") == first
+    assert all(a != b for a, b in zip(answers("c.jsonl", "--seed", "6"), first, strict=True))
+    assert answers("d.jsonl") == answers("e.jsonl")
+    refused = onestem(*job, "-o", tmp_path / "a.jsonl", "--seed", "6", code=2).stderr
+    assert "--force" in refused
 
 
 def test_plan_refuses_what_batch_refuses(model, tmp_path):

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import shutil
+import signal
 import weakref
 from typing import get_args
 
@@ -69,6 +70,43 @@ def test_generate_keeps_the_order_and_shares(llm):
         assert output.metrics.num_cached_tokens + output.metrics.num_computed_tokens == len(
             output.prompt_token_ids
         )
+
+
+class LeftError(BaseException):
+    """No `Exception`, as `SystemExit` is none."""
+
+
+@pytest.mark.parametrize("place", ["forward", "edits"])
+@pytest.mark.parametrize("error", [TimeoutError, LeftError])
+def test_what_a_signals_handler_raises_ends_the_call(llm, monkeypatch, place, error):
+    """A caller's own limit, in a computation or while a step's books are half done."""
+    engine = llm.engine
+    held = {"forward": engine.launcher, "edits": engine.scheduler}[place]
+    run, calls = getattr(held, place), itertools.count()
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGALRM)
+        return run(*args, **kwargs)
+
+    def stop(number, frame):
+        raise error("it takes too long")
+
+    prompts = ["The fox", "The fox jumps"]
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    want = [one.outputs for one in llm.generate(prompts, params)]
+    before = signal.signal(signal.SIGALRM, stop)
+    monkeypatch.setattr(held, place, interrupted)
+    try:
+        with pytest.raises(error, match="too long"):
+            llm.generate(prompts, params)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        monkeypatch.undo()
+    assert next(calls) >= 4
+    assert not engine.has_unfinished()
+    assert [one.outputs for one in llm.generate(prompts, params)] == want
+    engine.check()
 
 
 def test_one_prompt_and_token_ids_and_params_each(llm, bare):

@@ -69,6 +69,11 @@ def test_choices(llm):
     assert found[0].cumulative_logprob == pytest.approx(found[1].cumulative_logprob, abs=1e-4)
 
 
+def test_an_unknown_schema_is_not_encoded(llm):
+    with pytest.raises(PmlError, match=r"schema 'travle' is unknown"):
+        list(llm.encode_schema("travle"))
+
+
 @pytest.mark.parametrize("isolation", ["anchored", "isolated"])
 def test_an_encoded_schema_is_not_computed_again(isolation):
     llm = LLM(**OPTIONS)

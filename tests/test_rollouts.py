@@ -422,9 +422,18 @@ def test_answers_that_run_sleep_too(llm):
     stream = llm.stream(PROMPTS, params)
     next(stream)
     llm.sleep(1)
-    with pytest.raises(RequestError, match="asleep"):
-        list(stream)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="asleep"):
+            next(stream)
     llm.wake_up()
+    last = {answer.index: answer for answer in stream}
+    assert [one.token_ids for i in range(len(PROMPTS)) for one in last[i].outputs] == tokens
+    llm.sleep(1)
+    assert next(stream, None) is None
+    llm.wake_up()
+    stream = llm.stream(PROMPTS, params)
+    next(stream)
+    stream.close()
     assert not llm.engine.has_unfinished()
 
 

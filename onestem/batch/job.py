@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def run_job(
     max_model_len: int | None = None,
     model_identity: str,
     model_name: str,
+    model_names: Collection[str] | None = None,
     options: Mapping[str, Any],
     token_bytes: Callable[[int], bytes] | None = None,
     compile_pml: CompilePml | None = None,
@@ -98,7 +99,9 @@ def run_job(
         planner: None: input order.
         max_model_len: at which answers end, whatever `max_tokens` says.
         model_identity: differs whenever weights, config or tokenizer do.
-        model_name: `model` in results of lines that name none.
+        model_name: `model` in results.
+        model_names: lines that name another model get an error. None: lines may name any, and
+            results have `model_name`.
         options: all other options that change answers, by the names that users know.
         token_bytes: the bytes of a token, for log-probabilities.
         compile_pml: markup and isolation to segments; None: lines with `pml` get an error. Put its
@@ -133,7 +136,7 @@ def run_job(
     job = _Job(
         source, place, survey, identity,
         tokenizer=tokenizer, validate=validate, run=run, planner=planner,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len, model_names=model_names,
         token_bytes=token_bytes, compile_pml=compile_pml,
         tell=on_progress or (lambda progress: None),
         first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
@@ -171,6 +174,7 @@ class _Job:
         run: Run,
         planner: Planner | None,
         max_model_len: int | None,
+        model_names: Collection[str] | None,
         token_bytes: Callable[[int], bytes] | None,
         compile_pml: CompilePml | None,
         tell: Callable[[Progress], object],
@@ -180,7 +184,7 @@ class _Job:
         self._survey, self._identity = survey, identity
         self._tokenizer, self._validate = tokenizer, validate
         self._run, self._planner = run, planner
-        self._max_model_len = max_model_len
+        self._max_model_len, self._model_names = max_model_len, model_names
         self._token_bytes, self._tell = token_bytes, tell
         self._compile_pml = compile_pml
         self._first_lines = first_lines
@@ -293,6 +297,7 @@ class _Job:
                 on_chunk=self._tell_read,
                 first_lines=self._first_lines,
                 max_model_len=self._max_model_len,
+                model_names=self._model_names,
                 compile_pml=self._compile_pml,
             )
             if sha256 != self._identity.input_sha256:
@@ -418,7 +423,9 @@ class _Job:
             return self._error(asked, "engine_error", str(error)), True
 
     def _body(self, name: str, asked: SpooledRequest, output: RequestOutput) -> dict[str, Any]:
-        model = self._identity.model_name if asked.model is None else asked.model
+        model = self._identity.model_name
+        if self._model_names is not None and asked.model is not None:
+            model = asked.model
         task = asked.task(output.prompt_token_ids)
         if task is not None:
             return scores_body(name, model, [(task, output.scores)])

@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -34,7 +34,7 @@ from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.engine.grammar.schema import check_schema
 from onestem.errors import OnestemError, RequestError
-from onestem.openai.read import Prompt
+from onestem.openai.read import Prompt, unknown_model
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
 from onestem.planner import Prompts
@@ -267,6 +267,7 @@ def write_spool(
     on_chunk: Callable[[int, int], object],
     first_lines: FirstLines,
     max_model_len: int | None = None,
+    model_names: Collection[str] | None = None,
     compile_pml: CompilePml | None = None,
 ) -> tuple[str, dict[str, int]]:
     """Do the first pass.
@@ -277,6 +278,7 @@ def write_spool(
         on_chunk: called after each chunk with the numbers of lines and bytes read so far.
         first_lines: sees all lines; it may refuse the job.
         max_model_len: at which answers end, whatever `max_tokens` says.
+        model_names: of models that lines may name; None: any.
         compile_pml: None: lines with `pml` are refused.
 
     Returns:
@@ -295,7 +297,7 @@ def write_spool(
         open(place.lines, "wb") as table,
     ):
         writer = _Writer(ids, requests, table, max_model_len)
-        first_pass = _FirstPass(job, tokenizer, validate, compile_pml)
+        first_pass = _FirstPass(job, tokenizer, validate, compile_pml, model_names)
         for chunk in _chunks(source.read(see)):
             lines = first_pass.read(chunk)
             first_lines.see([(line.number, line.error) for line in lines])
@@ -338,8 +340,10 @@ class _FirstPass:
         tokenizer: Tokenizer | None,
         validate: Validate,
         compile_pml: CompilePml | None,
+        model_names: Collection[str] | None,
     ) -> None:
         self._job = job
+        self._model_names = model_names
         self._compile_pml = compile_pml
         self._tokenizer = tokenizer
         self._validate = validate
@@ -359,9 +363,16 @@ class _FirstPass:
             if isinstance(raw, LineError):
                 raise raw
             request = parse_line(raw)
+            self._check_model(request)
             return _Line(number, request.custom_id, request=self._held(request))
         except LineError as error:
             return _Line(number, error.custom_id, error=error)
+
+    def _check_model(self, request: BatchRequest) -> None:
+        name, names = request.asked.model, self._model_names
+        if name is not None and names is not None and name not in names:
+            message = unknown_model(name, names)
+            raise LineError("model_not_found", message, request.custom_id)
 
     def _refuse_duplicates(self, named: list[_Line]) -> None:
         for line, seen in zip(named, self._seen.add([str(one.custom_id) for one in named])):

@@ -46,7 +46,7 @@ from onestem.engine.step.slots import Slots
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.errors import ConfigError, RankError, RequestError
-from onestem.interrupts import uninterrupted
+from onestem.interrupts import Held, uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import resolve
@@ -475,14 +475,15 @@ class Engine:
         streaming requests that have news and go on."""
         if self._queue.holds and not self._states and self._queue.peek() is None:
             self._factory.wait(GATE_SECONDS)
-        try:
-            if self.can_step:
-                self._step()
-        except Exception as error:
-            self._contain(error)
-        except BaseException:  # Ctrl-C
-            self._recover()
-            raise
+        with uninterrupted() as interrupts:
+            try:
+                if self.can_step:
+                    self._step(interrupts)
+            except BaseException as error:
+                if not isinstance(error, Exception) or error is interrupts.raised:
+                    self._recover()  # Ctrl-C, or what another signal's handler raised
+                    raise
+                self._contain(error)
         self._forget_ended()
         touched, self._results.touched = self._results.touched, {}
         outputs, self._factory.refused = self._factory.refused, []
@@ -496,30 +497,29 @@ class Engine:
                 going_on.append(state)
         return outputs, going_on
 
-    def _step(self) -> None:
+    def _step(self, interrupts: Held) -> None:
         """Choose the rows of the next step, launch it, and take what the one before gave (on a CPU:
         what it gave itself)."""
         tried, launcher = self._suspects.tried, self.launcher
         began = time.perf_counter()
-        with uninterrupted() as interrupts:
-            edits = self.scheduler.edits(self.order, may_preempt=not launcher.flights, only=tried)
-            if self.scheduler.opened:
-                self.on_begin(self.scheduler.opened)
-            has_rows = edits is not None and self._apply(edits)
-            self.stats.host_seconds += time.perf_counter() - began
-            if edits is not None and has_rows:
-                if launcher.runner.may_be_interrupted:
-                    with interrupts.lifted():
-                        logits = launcher.forward(self.order)
-                else:
-                    interrupts.deliver()
+        edits = self.scheduler.edits(self.order, may_preempt=not launcher.flights, only=tried)
+        if self.scheduler.opened:
+            self.on_begin(self.scheduler.opened)
+        has_rows = edits is not None and self._apply(edits)
+        self.stats.host_seconds += time.perf_counter() - began
+        if edits is not None and has_rows:
+            if launcher.runner.may_be_interrupted:
+                with interrupts.lifted():
                     logits = launcher.forward(self.order)
-                self._sample(edits, logits)
-            depth = launcher.runner.depth if has_rows and tried is None else 1
-            self._commit(depth - 1 if has_rows else 0)
-            if not self.scheduler.running:  # sequences still in flight have ended
-                launcher.abandon()
-            self._suspects.passed(has_rows=has_rows)
+            else:
+                interrupts.deliver()
+                logits = launcher.forward(self.order)
+            self._sample(edits, logits)
+        depth = launcher.runner.depth if has_rows and tried is None else 1
+        self._commit(depth - 1 if has_rows else 0)
+        if not self.scheduler.running:  # sequences still in flight have ended
+            launcher.abandon()
+        self._suspects.passed(has_rows=has_rows)
 
     def _apply(self, edits: Edits) -> bool:
         """Make the rows of the next step. Returns whether there are any."""

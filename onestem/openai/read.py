@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ __all__ = [
     "read_line_body",
     "read_object",
     "read_prefix",
+    "unknown_model",
 ]
 
 JsonObject = dict[str, Any]
@@ -56,6 +57,11 @@ class JsonError(RequestError):
     def __init__(self, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
         self.custom_id = custom_id
+
+
+def unknown_model(name: str, names: Iterable[str]) -> str:
+    """What is said of a model that is not served."""
+    return f"there is no model {name[:80]!r} here, there is {', '.join(names)}"
 
 
 def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> JsonObject:

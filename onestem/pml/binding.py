@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from onestem.pml.nodes import Import, Member, Module, Node, Prompt, Schema, imports_of, modules_of
-from onestem.pml.place import PmlError
+from onestem.pml.place import Place, PmlError
 
-__all__ = ["Binding", "bind", "find_schema"]
+__all__ = ["Binding", "bind", "find_schema", "unknown_schema"]
 
 Path = tuple[str, ...]
 T = TypeVar("T")
@@ -39,14 +39,14 @@ def bind(schema: Schema, prompt: Prompt) -> list[Binding]:
             missing argument.
     """
     if prompt.schema != schema.name:
-        raise _unknown_schema(prompt, [schema.name])
+        raise unknown_schema(prompt.schema, [schema.name], prompt.at)
     return list(_bind_scope(schema, (), schema, prompt.body))
 
 
 def find_schema(prompt: Prompt, schemas: Mapping[str, T]) -> T:
     """The value that `schemas` has for a prompt's schema."""
     if prompt.schema not in schemas:
-        raise _unknown_schema(prompt, list(schemas))
+        raise unknown_schema(prompt.schema, schemas, prompt.at)
     return schemas[prompt.schema]
 
 
@@ -120,10 +120,9 @@ def _paths(body: Sequence[Node | str], outer: Path = ()) -> Iterator[Path]:
         yield from _paths(module.body, (*outer, module.name))
 
 
-def _unknown_schema(prompt: Prompt, known: Sequence[str]) -> PmlError:
-    return PmlError(
-        f"schema {prompt.schema!r} is unknown{_instead(prompt.schema, known)}", prompt.at
-    )
+def unknown_schema(name: str, known: Iterable[str], at: Place | None = None) -> PmlError:
+    """The error of a name that no schema has."""
+    return PmlError(f"schema {name!r} is unknown{_instead(name, known)}", at)
 
 
 def _instead(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from onestem.pml.binding import find_schema
+from onestem.pml.binding import find_schema, unknown_schema
 from onestem.pml.compile import compile_prompt
 from onestem.pml.layout import Block, Layout, lay_out
 from onestem.pml.nodes import Prompt, Schema, modules_of
@@ -73,9 +73,15 @@ class Library:
         return compile_prompt(layout, prompt, encoding.isolation, encoding=encoding)
 
     def encoding(self, name: str, isolation: str) -> Encoding:
-        """The part of a schema that is computed once."""
+        """The part of a schema that is computed once.
+
+        Raises:
+            PmlError: there is no such schema.
+        """
         key = (name, parse_isolation(isolation))
         if key not in self._encodings:
+            if name not in self.layouts:
+                raise unknown_schema(name, self.layouts)
             self._encodings[key] = Encoding(self.layouts[name], key[1])
         return self._encodings[key]
 

@@ -18,6 +18,7 @@ from onestem.engine.schedule.admission import MAX_CHOICE_TOKENS, check_request
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
+from onestem.openai.read import unknown_model
 from onestem.planner import planner_of
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
@@ -215,7 +216,7 @@ class Service:
         if name is not None and name not in self.settings.names:
             raise ApiError(
                 404,
-                f"there is no model {name[:80]!r} here, there is {', '.join(self.settings.names)}",
+                unknown_model(name, self.settings.names),
                 param="model",
                 code="model_not_found",
             )
@@ -267,6 +268,7 @@ class Service:
             tokenizer=self.bounded_tokenizer,
             identity=self._identity,
             name=str(self.settings.engine.model),
+            names=self.settings.names,
             options=facts.options.identity(),
             planner=planner_of(facts.options, facts.kv_tokens),
             max_model_len=facts.max_model_len,

@@ -280,7 +280,7 @@ def test_chat_result(tmp_path):
     assert record["response"]["status_code"] == 200
     body = record["response"]["body"]
     assert body["id"].startswith("chatcmpl-")
-    assert (body["object"], body["created"], body["model"]) == ("chat.completion", 0, "my-model")
+    assert (body["object"], body["created"], body["model"]) == ("chat.completion", 0, "tiny")
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["choices"][0]["message"]["role"] == "assistant"
     tokens = body["choices"][0]["logprobs"]["content"]
@@ -291,6 +291,14 @@ def test_chat_result(tmp_path):
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert "prompt_logprobs" not in body
+
+
+def test_lines_may_name_the_models_that_are_served(tmp_path):
+    lines = [completion("a", model="big"), completion("b", model="gpt"), completion("c")]
+    a, b, c = run_lines(tmp_path, *lines, model_names=["small", "big"])
+    assert [record["response"]["body"]["model"] for record in (a, c)] == ["big", "tiny"]
+    assert b["error"]["code"] == "model_not_found"
+    assert b["error"]["message"] == "there is no model 'gpt' here, there is small, big"
 
 
 def test_completion_result(tmp_path):

@@ -112,6 +112,24 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
         server.check()
 
 
+def test_a_line_that_names_another_model_gets_an_error(tmp_path, tiny_model):
+    with running(tmp_path, model=tiny_model) as server, server.http() as http:
+        names = [server.service.settings.names[0], "gpt"]
+        raw = [
+            json.dumps({
+                "custom_id": name, "method": "POST", "url": "/v1/completions",
+                "body": {"prompt": "a", "max_tokens": 2, "model": name},
+            })
+            for name in names
+        ]  # fmt: skip
+        batch = ended(http, create(http, "\n".join(raw).encode())["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        (error,) = map(
+            json.loads, http.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()
+        )
+        assert error["error"]["code"] == "model_not_found"
+
+
 def test_a_batch_of_bad_lines_alone_is_completed(tmp_path, tiny_model):
     with running(tmp_path, model=tiny_model) as server, server.http() as http:
         batch = ended(http, create(http, b'{"id": 1, "prompt": "a"}\n' * 300)["id"])

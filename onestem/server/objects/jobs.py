@@ -10,7 +10,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -56,6 +56,7 @@ class JobModel:
     tokenizer: Any
     identity: str
     name: str
+    names: Collection[str]  # that lines may give
     options: Mapping[str, Any]
     planner: Planner
     max_model_len: int
@@ -252,6 +253,7 @@ class Jobs:
             max_model_len=model.max_model_len,
             model_identity=model.identity,
             model_name=model.name,
+            model_names=model.names,
             options={**model.options, **schema_options(markups)},
             compile_pml=self._schemas.compiler(markups),
             token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
