@@ -791,11 +791,16 @@ class _Awake(Iterator[Answer]):
     """Answers of an engine, refused while it sleeps. A generator that raises would have ended."""
 
     def __init__(self, engine: Engine, answers: Generator[Answer]) -> None:
-        self._engine, self._answers = engine, answers
+        self._engine = weakref.ref(engine)  # an LLM that is closed lets it go
+        self._answers = answers
+        self._has_begun = False
 
     def __next__(self) -> Answer:
-        if self._engine.has_unfinished():
-            self._engine.residence.check_ready()
+        engine = self._engine()
+        if engine is not None and (not self._has_begun or engine.has_unfinished()):
+            engine.residence.check_ready()
+        del engine
+        self._has_begun = True
         return next(self._answers)
 
     def close(self) -> None:

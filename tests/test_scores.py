@@ -105,8 +105,8 @@ def test_scores_under_preemption(model, llm, monkeypatch):
     with LLM(model, **OPTIONS, max_step_tokens=16) as small:
         scheduler, step = small.engine.scheduler, small.engine._step
 
-        def disturbed():
-            step()
+        def disturbed(*args):
+            step(*args)
             if scheduler.num_preempted < 9 and scheduler.running:
                 scheduler.preempt(scheduler.running[-1])
 
