@@ -101,16 +101,15 @@ def _split(wide: _Side, reading: _Side, cost: CostModel, num_kv_heads: int) -> t
     sides = np.maximum(multiplied, read)
     end = np.maximum(sides, memory)
     good = np.flatnonzero(end <= 1.02 * end.min())
-    if once < sides[good].min():
-        chosen = int(programs[good[0]])
-        return chosen, most - chosen
-    # Where the memory is the limit both sides wait for it: then they should have the same to spare.
-    # Programs that multiply as many blocks each walk the same keys at the same time.
-    sides = np.maximum(cost.bound_factor * multiplied, read)
-    best = good[np.argmin(sides[good])]
-    alike = good[(good >= best) & (len(wide.block) % hands[good] == 0)]
-    if len(alike) and sides[alike[0]] <= 1.25 * sides[best]:
-        best = alike[0]
+    best = good[0]
+    if once >= sides[good].min():
+        # The memory is the limit. Both sides wait for it: they should have the same to spare.
+        # Programs that multiply as many blocks each walk the same keys at the same time.
+        sides = np.maximum(cost.bound_factor * multiplied, read)
+        best = good[np.argmin(sides[good])]
+        alike = good[(good >= best) & (len(wide.block) % hands[good] == 0)]
+        if len(alike) and sides[alike[0]] <= 1.25 * sides[best]:
+            best = alike[0]
     chosen = int(programs[best])
     return chosen, most - chosen
 
