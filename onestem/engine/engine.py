@@ -290,7 +290,14 @@ class Engine:
                 f"request id {request.request_id!r} is in use: give each request its own"
             )
 
-    def add_job(self, job_id: str, requests: Iterable[Request], *, first: bool = False) -> None:
+    def add_job(
+        self,
+        job_id: str,
+        requests: Iterable[Request],
+        *,
+        first: bool = False,
+        groups: dict[int, int] | None = None,
+    ) -> None:
         """Queue a job after those that are here. Its requests, in planned order and read as there
         is room, run in what interactive requests leave free. One that can never be answered comes
         back from `step` as an error. `step` raises an exception of the iterator, and the next step
@@ -298,6 +305,8 @@ class Engine:
 
         Args:
             first: before other jobs' requests, except those that have begun.
+            groups: one empty dict for all parts of a job that comes in parts, each a job here:
+                their groups of one number are the same group. None: the job is whole.
 
         Raises:
             RequestError: the engine has a job of this name that has not ended.
@@ -306,7 +315,7 @@ class Engine:
         self._jobs.add(job_id)
         # Not a generator, which would end with the first error that it passes on.
         checked = filter(None, map(partial(self._of_job, job_id), requests))
-        self._queue.add_job(job_id, checked, first=first)
+        self._queue.add_job(job_id, checked, first=first, groups=groups)
 
     def _of_job(self, job_id: str, request: Request) -> Request | None:
         try:
@@ -392,8 +401,6 @@ class Engine:
             return True
         if not self.scheduler.idle():
             return True
-        if self._trace is not None:
-            self._trace.flush()
         self._check_now_and_then()
         return False
 

@@ -85,6 +85,7 @@ class Worker:
         self._run = 0
         self._num_jobs = 0
         self._num_waiting = 0
+        self._groups: dict[int, int] = {}  # of this run, which hand-outs may cut
 
     def load(self) -> Facts | Failure:
         """Load the model."""
@@ -108,7 +109,9 @@ class Worker:
             if requests:
                 self._num_jobs += 1
                 self._num_waiting += len(requests)
-                engine.add_job(str(self._num_jobs), self._counted(list(requests)))
+                engine.add_job(
+                    str(self._num_jobs), self._counted(list(requests)), groups=self._groups
+                )
             had_waiting = self._num_waiting > 0
             while engine.has_unfinished():
                 outputs += [output for output in engine.step() if output.finished]
@@ -123,7 +126,7 @@ class Worker:
     def _forget(self, run: int) -> None:
         for job in self._llm.engine.job_ids:
             self._llm.engine.remove_job(job)
-        self._run, self._num_waiting = run, 0
+        self._run, self._num_waiting, self._groups = run, 0, {}
 
     def _counted(self, requests: list[Request]) -> Iterator[Request]:
         run = self._run

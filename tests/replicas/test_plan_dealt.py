@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 
 from onestem.cost import TOKENS, Weights, Work, deal_costs
+from onestem.engine.schedule.queue import HybridQueue
 from onestem.errors import ConfigError
-from onestem.forecasts import Target
+from onestem.forecasts import STEAL_REQUESTS, Target
 from onestem.jobs import plan_file
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
 from onestem.paper.jobs import job
-from onestem.planner import plan_job
+from onestem.planner import RunningOrder, plan_job
+from onestem.replicas.replicas import _Listed
+from onestem.request import Request, SamplingParams
+from onestem.tree import Node, RadixTree
+from tests.engine.simulation import Simulation
 
 OPTIONS = EngineOptions(model="shape:llama3.1-8b", device="h200")
 
@@ -56,6 +61,34 @@ def test_a_cut_computes_its_prefix_again(target):
     assert dealt.whole.computed_prompt_tokens == one.computed_prompt_tokens + 3 * 400
     assert len(dealt.each) == 4
     assert dealt.whole.seconds < one.seconds
+
+
+@pytest.mark.parametrize("levels", ["all", "one", "heuristic"])
+def test_replicas_compute_the_prompt_tokens_that_are_predicted(target, levels):
+    """Each gets its part in hand-outs of 16, which cut groups of 40."""
+    case = job(6, (20, 2), (200, 101), 299, 4).requests(30_000)
+    prompts = [ids for ids, _ in case]
+    plan = plan_job(prompts, output_lengths=4, levels=levels)
+    work = Work.of(plan, np.full(len(prompts), 4))
+    params = SamplingParams(max_tokens=4)
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=ids, params=params)
+        for i, ids in enumerate(prompts)
+    ]
+    listed = _Listed(requests, RunningOrder(plan))
+    owner, _ = target.deal(plan, work, "full", 3, "groups")
+    computed = 0
+    for replica in range(3):
+        mine = np.flatnonzero(owner == replica).tolist()
+        queue, groups = HybridQueue(RadixTree(Node((), None, 0)), max_passed=0), {}
+        for first in range(0, len(mine), STEAL_REQUESTS):
+            part = [listed.request(position) for position in mine[first : first + STEAL_REQUESTS]]
+            queue.add_job(str(first), part, groups=groups)
+        simulation = Simulation(queue, kv_tokens=100_000)
+        simulation.run()
+        computed += simulation.processed
+    predicted = target.forecast_dealt(plan, work, "full", 3).whole
+    assert computed == predicted.computed_prompt_tokens
 
 
 def test_costs_are_the_plans_tokens():

@@ -8,6 +8,8 @@ import pytest
 
 from onestem import LLM, EngineOptions, SamplingParams
 from onestem.errors import RankError
+from onestem.planner import RunningOrder, plan_job
+from onestem.replicas.replicas import _Listed
 from onestem.replicas.worker import Facts, Failure, Worker
 from onestem.request import Request
 
@@ -74,6 +76,25 @@ def test_a_request_that_cannot_be_answered_costs_itself(worker):
     found = {output.request_id: output.outputs[0].finish_reason for output in report.outputs}
     found |= dict.fromkeys(to_the_end(worker, 5), "length")
     assert found == {"bad": "error", "a": "length"}
+
+
+@pytest.mark.parametrize(("run", "levels"), [(8, "one"), (9, "heuristic")])
+def test_hand_outs_that_cut_a_group_compute_its_prefix_once(worker, run, levels):
+    prompts = [[*range(3 + group, 43 + group), 60 + i] for group in range(2) for i in range(6)]
+    plan = plan_job(prompts, output_lengths=2, levels=levels)
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    asked = [
+        Request(request_id=str(i), prompt_token_ids=ids, params=params)
+        for i, ids in enumerate(prompts)
+    ]
+    planned = _Listed(asked, RunningOrder(plan))
+    before = work(worker, run, []).stats.processed_prompt_tokens
+    for first in range(0, 12, 4):
+        hand_out = [planned.request(position) for position in range(first, first + 4)]
+        work(worker, run, hand_out, seconds=0.0)
+    to_the_end(worker, run)
+    computed = work(worker, run, []).stats.processed_prompt_tokens - before
+    assert computed == plan.report.processed_tokens == 2 * 40 + 12
 
 
 def test_an_engine_that_dies_says_why(worker, monkeypatch):

@@ -15,7 +15,7 @@ from onestem.errors import RequestError
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server.link import worker as module
-from onestem.server.link.messages import Abort, Add, Answered, Ask, Begun
+from onestem.server.link.messages import Abort, Add, Answered, Ask, Begun, JobRequests
 from onestem.server.link.worker import RECENT_SECONDS, Worker
 from tests.server.fake_engine import load
 
@@ -102,6 +102,23 @@ def test_the_longest_step_of_jobs_alone_is_told_once(clock):
     worker._report(*worker._step())
     reports = worker._channel.sent
     assert [report.job_step_seconds for report in reports] == [0.25, 0.0]
+
+
+def test_parts_of_a_job_number_its_groups_alike(clock):
+    worker, engine = made()
+    parts = []
+
+    def add_job(name, requests, *, first, groups):
+        parts.append((name, [one.request_id for one in requests], groups))
+
+    engine.add_job = add_job
+    for name in ("a", "b"):
+        request = Request(request_id=name, prompt_token_ids=[1])
+        worker._take(JobRequests("job", [request]))
+        worker._feed_jobs()
+    (first, second) = parts
+    assert (first[:2], second[:2]) == (("job/0", ["a"]), ("job/1", ["b"]))
+    assert first[2] is second[2]
 
 
 def test_who_is_gone_before_it_joined_is_never_added(clock):

@@ -180,13 +180,21 @@ class HybridQueue:
         self._jobs: dict[str, PlannedQueue] = {}
         self._numbers = itertools.count()
 
-    def add_job(self, job_id: str, requests: Iterable[Request], *, first: bool = False) -> None:
+    def add_job(
+        self,
+        job_id: str,
+        requests: Iterable[Request],
+        *,
+        first: bool = False,
+        groups: dict[int, int] | None = None,
+    ) -> None:
         """Queue a job's requests, in planned order; they are read as there is room for them.
 
         Args:
             first: before other jobs' requests that are not read yet.
+            groups: numbers of the groups so far, where jobs are parts of one; None: it is whole.
         """
-        numbers: dict[int, int] = {}
+        numbers = {} if groups is None else groups
         # Not a generator, which would end with the first error of `requests`.
         job = PlannedQueue(map(partial(self._as_job, numbers), requests), self._gate)
         self._jobs = {job_id: job, **self._jobs} if first else {**self._jobs, job_id: job}

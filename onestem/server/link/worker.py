@@ -150,6 +150,7 @@ class JobFeed:
         self.first = first  # goes before other jobs
         self.pulled = 0
         self.parts: list[str] = []
+        self.groups: dict[int, int] = {}  # of all parts
         self._requests: deque[Request] = deque()
         self._reading = False
 
@@ -305,7 +306,7 @@ class Worker:
         for feed in self._feeds.values():
             part = feed.next_part()
             if part is not None:
-                self._engine.add_job(feed.parts[-1], part, first=feed.first)
+                self._engine.add_job(feed.parts[-1], part, first=feed.first, groups=feed.groups)
 
     def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:
         now = time.monotonic()
