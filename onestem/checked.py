@@ -120,6 +120,12 @@ class Checked(Object):
                 whole = type(self).__name__
                 raise self.error(sentence(type(self), error, fields, whole=whole)) from None
 
+        def __setattr__(self, name: str, value: object) -> None:
+            whole = type(self).__name__
+            raise self.error(
+                f"{name} of {whole} cannot be set: replace({name}=...) gives a changed copy"
+            )
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""
         return type(self)(**{**dict(self), **changes})

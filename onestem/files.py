@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from onestem.errors import JobError
 
-__all__ = ["check_place", "write_whole"]
+__all__ = ["check_apart", "check_place", "write_whole"]
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, through links too; it need not exist."""
+    linked = one.exists() and other.exists() and one.samefile(other)
+    return linked or os.path.realpath(one) == os.path.realpath(other)
+
+
+def check_apart(option: str, path: str | os.PathLike[str] | None, read: Mapping[str, Path]) -> None:
+    """Raise `JobError` where an option's file would be written over one that is read.
+
+    Args:
+        path: of the option; None: it is not given.
+        read: what each of the other files is, and its path.
+    """
+    if path is None:
+        return
+    for what, other in read.items():
+        if _is_same(Path(path), other):
+            raise JobError(f"{option} {path} is {what}: choose another file")
 
 
 def check_place(path: Path, choose: str) -> None:

@@ -26,6 +26,7 @@ from onestem.batch.interface import Run
 from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import ConfigError, JobError, OnestemError, RankError
+from onestem.files import check_apart
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library, to_markup
@@ -109,9 +110,7 @@ def check_trace(
         "work folder": workplace.folder,
     }
     for what, path in files.items():
-        same = trace.exists() and path.exists() and trace.samefile(path)
-        if same or os.path.realpath(trace) == os.path.realpath(path):
-            raise JobError(f"trace {trace} is the job's {what}: choose another file")
+        check_apart("trace", trace, {f"the job's {what}": path})
         if path.is_dir() and path.resolve() in trace.resolve().parents:
             raise JobError(f"trace {trace} is inside of the job's {what}: choose another file")
 

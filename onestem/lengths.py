@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -41,6 +41,7 @@ __all__ = [
     "Scaled",
     "Uniform",
     "draw_length",
+    "length_files",
     "named",
     "parse_lengths",
 ]
@@ -275,7 +276,7 @@ Nothing is published of the lengths of GSM8K's questions and prompts in Hydragen
 
 # --------------------------------------------------------------------------------- parsing
 
-_NUMBER = r"(\d{1,9}(?:\.\d{1,12})?)"
+_NUMBER = r"(\d{1,18}(?:\.\d{1,12})?(?:e\+?\d{1,2})?)"
 _SPAN = r"(\d{1,9})\.\.(\d{1,9})"
 _READERS: Mapping[str, Callable[..., Distribution]] = {
     rf"uniform:{_SPAN}": lambda a, b: Uniform(int(a), int(b)),
@@ -314,9 +315,23 @@ def parse_lengths(option: str, text: str, part: Part) -> Lengths:
     return lengths
 
 
+def length_files(options: Iterable[tuple[str, str]]) -> dict[str, Path]:
+    """The files that options read (`file:PATH`), by what each is.
+
+    Args:
+        options: names and texts.
+    """
+    return {
+        f"the file of lengths of {option}": Path(text.removeprefix("file:"))
+        for option, text in options
+        if text.startswith("file:")
+    }
+
+
 def _parsed(text: str, part: Part) -> Lengths:
-    if re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        _check_span(int(text), int(text))
+    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
+        if int(text) > MOST:
+            raise ConfigError(f"expected at most {MOST}")
         return int(text)
     if text in DATA_SETS:
         if part not in DATA_SETS[text]:

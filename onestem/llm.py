@@ -1026,7 +1026,7 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, there are {torch.cuda.device_count()} GPUs")
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device  # cpu:0 is the CPU
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -279,6 +279,8 @@ def pair_ids(
     prompt: str | Ids, completions: Sequence[str | Ids], tokenizer: Encoder | None
 ) -> tuple[Ids, list[Ids]]:
     """Token ids of a prompt and of its completions, all of them text or all of them ids."""
+    if not len(completions):
+        raise RequestError("completions is empty: give at least one")
     texts = [one for one in completions if isinstance(one, str)]
     pair: tuple[Ids, list[Ids]]
     if isinstance(prompt, str) and len(texts) == len(completions):

@@ -132,6 +132,11 @@ def test_errors_are_one_line_and_exit_2(model, tmp_path):
         (("bench", "paper", "cache-table2", "--out", __file__), "choose another folder"),
         (("bench", "batch", "--model", model, "--trace", tmp_path), "Is a directory"),
         (("bench", "batch", "--model", model, "--output", "x"), "output is 'x': expected a number"),
+        (("bench", "attention", "--degree", "2,0"), "degree is 2,0, expected at least 1"),
+        (("bench", "attention", "--groups", 0), "groups is 0, expected at least 1"),
+        (("bench", "attention", "--prefix", -1), "prefix is -1, expected at least 0"),
+        (("bench", "attention", "--suffix", 0), "suffix is 0, expected at least 1"),
+        (("bench", "attention", "--case", "all", "--prefix", 9), "--prefix has no effect"),
         (("generate", "--model", "shape:llama-7b", "x"), "did you mean llama2-7b?"),
         (("generate", "--model", "shape:nothing", "x"), "has none: give token ids"),
     ):
@@ -266,6 +271,17 @@ def test_a_trace_takes_no_file_of_its_job(model, tmp_path):
     assert kept.read_text() == "of before\n"
     with LLM(model, trace=source) as llm, pytest.raises(JobError, match="is the job's input"):
         run_file(llm, source, output)
+
+
+def test_a_trace_takes_no_file_of_lengths(model, tmp_path):
+    (lengths := tmp_path / "lengths").write_text("3\n")
+    (link := tmp_path / "link").hardlink_to(lengths)
+    for option in ("--prefix", "--distinct", "--output"):
+        args = ("bench", "batch", "--model", model, option, f"file:{lengths}", "--trace", link)
+        refused = onestem(*args, code=2).stderr
+        told = f"trace {link} is the file of lengths of {option[2:]}: choose another file"
+        assert refused == f"onestem: {told}\n"
+    assert lengths.read_text() == "3\n"
 
 
 def test_a_seed_gives_a_job_other_answers(model, tmp_path):
@@ -473,6 +489,7 @@ def test_bench_batch_draws_lengths_and_makes_up_a_shape():
         ).stdout
     )  # fmt: skip
     drawn = result["drawn"]
+    assert result["model"] == "shape:nothing"
     assert (result["distinct"], result["output"]) == ("poisson:5", "uniform:1..9")
     assert result["output_tokens"] == drawn["output_tokens"] > 12
     assert result["processed_prompt_tokens"] == drawn["prefix_tokens"] + drawn["distinct_tokens"]

@@ -21,7 +21,7 @@ import transformers
 import onestem
 from onestem import LLM, SamplingParams
 from onestem.errors import ConfigError, RequestError
-from onestem.llm import largest_decode
+from onestem.llm import largest_decode, pick_device
 from onestem.options import Levels, parse_memory
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -178,6 +178,16 @@ def test_a_trace_tells_each_step(model, tmp_path):
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
 
 
+def test_a_trace_has_each_step_at_once(model, tmp_path):
+    """A process that is killed between two steps loses none."""
+    file = tmp_path / "trace.jsonl"
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM(model, trace=file, **OPTIONS) as llm:
+        for _ in llm.stream([3, 4, 5], params):
+            steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+            assert steps == list(range(1, llm.engine.stats.steps + 1))
+
+
 def test_a_full_disk_ends_the_trace_alone(model, caplog):
     with LLM(model, trace="/dev/full", **OPTIONS) as llm:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -273,6 +283,21 @@ def test_fields_that_are_refused(fields, reason):
     with pytest.raises(RequestError, match=reason) as caught:
         SamplingParams(**fields)
     assert "\n" not in str(caught.value)
+
+
+def test_the_cpu_has_one_name():
+    assert pick_device("cpu:0") == pick_device("cpu")
+
+
+def test_parameters_cannot_be_set():
+    params = SamplingParams(max_tokens=2)
+    with pytest.raises(RequestError) as told:
+        params.max_tokens = 3
+    assert str(told.value) == (
+        "max_tokens of SamplingParams cannot be set: replace(max_tokens=...) gives a changed copy"
+    )
+    assert params.replace(max_tokens=3) == SamplingParams(max_tokens=3)
+    assert params.max_tokens == 2
 
 
 def test_parameters_do_not_change_with_what_they_were_made_of(llm):

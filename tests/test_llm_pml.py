@@ -207,6 +207,20 @@ def bench(*arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--case", "library", "--tier", "host"], "--tier is of --case first-token: leave it out"),
+        (["--case", "library", "--cached", "9"], "--cached is of --case first-token: leave it out"),
+        (["--prompts", "2"], "--prompts is of --case library: leave it out"),
+        (["--case", "both"], "case is 'both', expected first-token or library"),
+    ],
+)
+def test_bench_refuses_options_of_the_other_case(arguments, line):
+    result = CliRunner().invoke(app, ["bench", "pml", *arguments])
+    assert str(result.exception) == line
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_bench_first_token(tier):
     small = ["--cached", "200", "--modules", "3", "--new", "5", "--repeat", "2"]

@@ -227,6 +227,8 @@ def test_prompts_in_pml(model):
         ("text", None, "prompts is 'text', expected a list"),
         (["a"], [], "0 lists of completions for 1 prompts"),
         (["a", "b"], [["x"], [""]], "prompt 1: completion '' has no tokens of its own"),
+        (["a"], [[]], "^completions is empty: give at least one$"),
+        (["a", "b"], [["x"], []], "^prompt 1: completions is empty: give at least one$"),
         (["a"], [[[5]]], "text and ids mixed"),
         ([[5]], [[[]]], "a completion is empty"),
         ([[]], [[[5]]], "prompt is empty"),

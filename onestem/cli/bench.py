@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from onestem.cli import bench_attention, bench_paper, bench_pml, bench_serve, options
-from onestem.lengths import FORMS
+from onestem.files import check_apart
+from onestem.lengths import FORMS, length_files
 from onestem.options import EngineOptions
 from onestem.shapes import shape_names
 
@@ -78,10 +79,13 @@ def batch(
         input_order=input_order,
         seed=seed,
     )
+    prefixes = [("prefix", part) for part in prefix.split(",")]
+    read = length_files([*prefixes, ("distinct", distinct), ("output", output)])
+    check_apart("trace", engine.trace, read)
     llm = options.load_llm(engine)
     result = run_batch(llm, case, warm_up=warm_up)
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps({"model": str(engine.model), **result}))
         return
     print(f"{engine.model}, {llm.dtype}, {llm.device}", file=sys.stderr)
     for name, value in result.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onestem.cli import options
 from onestem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "check_heads", "dtype_of", "head_counts"]
 
+SIZES = ("groups", "degree", "prefix", "suffix")
+
 
 def attention(
+    context: typer.Context,
     case: Annotated[
         str | None,
         typer.Option(
@@ -64,6 +68,8 @@ def attention(
     shapes = tuple(
         Heads(*pair, head_dim, dtype_of(dtype), page_size) for pair in head_counts(heads)
     )
+    if case is not None:
+        options.refuse_given(context, SIZES, "has no effect with --case")
     for shape in shapes:
         check_heads(shape, device)
     cases = _cases(case, groups, degree, prefix, suffix)
@@ -114,7 +120,10 @@ def _cases(
     from onestem.ops.bench.cases import CASES, TREES, decodes
 
     if named is None:
-        made = decodes(groups, _numbers("degree", degree), _numbers("prefix", prefix), suffix)
+        degrees, prefixes = _numbers("degree", degree, 1), _numbers("prefix", prefix, 0)
+        _numbers("groups", str(groups), 1)
+        _numbers("suffix", str(suffix), 1)
+        made = decodes(groups, degrees, prefixes, suffix)
         return {f"{groups}x{degree.replace(',', 'x')} {prefix.replace(',', '+')}/{suffix}": made}
     sets = {"all": CASES, **TREES}
     each = {name: {name: case} for cases in sets.values() for name, case in cases.items()}
@@ -129,11 +138,14 @@ def _cases(
     return found
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
+def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{name} is {text!r}, expected numbers between commas") from None
+    if min(found) < least:
+        raise ConfigError(f"{name} is {text}, expected at least {least}")
+    return found
 
 
 def _progress(found: dict[str, Any]) -> None:

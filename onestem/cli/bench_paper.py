@@ -25,22 +25,23 @@ if TYPE_CHECKING:
 __all__ = ["paper"]
 
 
+ENGINE = (
+    "model",
+    "device",
+    "dtype",
+    "kv_memory",
+    "share",
+    "impl",
+    "threads",
+    "seed",
+    "tensor_parallel_size",
+)
+
+
 @options.with_options
 def paper(
-    engine: Annotated[
-        EngineOptions,
-        options.Only(
-            "model",
-            "device",
-            "dtype",
-            "kv_memory",
-            "share",
-            "impl",
-            "threads",
-            "seed",
-            "tensor_parallel_size",
-        ),
-    ],
+    context: typer.Context,
+    engine: Annotated[EngineOptions, options.Only(*ENGINE)],
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="Table or figure, or all; without it: a list."),
@@ -91,6 +92,8 @@ def paper(
             raise ConfigError("a list takes no options: name a table or figure, or all")
         _list(EXPERIMENTS.values(), as_json)
         return
+    if name != "all":
+        _refuse_unread(context, find(name))
     if out is not None:  # before anything is measured
         _check_folder(out, EXPERIMENTS if name == "all" else [name])
     peers = [peer.strip() for peer in against.split(",") if peer.strip()]
@@ -105,6 +108,14 @@ def paper(
             raise ConfigError("all writes a report: say where with --out DIR")
         elif _run_all(EXPERIMENTS.values(), run, out):
             raise typer.Exit(1)
+
+
+def _refuse_unread(context: typer.Context, experiment: Experiment) -> None:
+    from onestem.paper.run import READ_WITHOUT_MODEL
+
+    read = READ_WITHOUT_MODEL.get(type(experiment.measure), ENGINE)
+    unread = [name for name in ENGINE if name not in read]
+    options.refuse_given(context, unread, f"has no effect on {experiment.name}")
 
 
 def _run_all(

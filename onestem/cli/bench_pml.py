@@ -16,8 +16,14 @@ from onestem.options import EngineOptions
 __all__ = ["pml"]
 
 
+# Options of one case alone.
+FIRST_TOKEN = ("cached", "modules", "tier", "repeat")
+LIBRARY = ("prompts", "library", "module_tokens", "imports", "output")
+
+
 @options.with_options
 def pml(
+    context: typer.Context,
     engine: EngineOptions,
     case: Annotated[
         str,
@@ -65,7 +71,10 @@ def pml(
         raise ConfigError("isolation is off, which first-token measures anyway: choose another")
     if tier not in get_args(Tier):
         raise ConfigError(f"tier is {tier!r}, expected device, host or disk")
+    if case not in ("first-token", "library"):
+        raise ConfigError(f"case is {case!r}, expected first-token or library")
     if case == "library":
+        options.refuse_given(context, FIRST_TOKEN, "is of --case first-token")
         asked = LibraryCase(
             prompts=prompts,
             library=library,
@@ -77,7 +86,8 @@ def pml(
             seed=seed,
         )
         result = measure_library(options.load_llm(engine), asked)
-    elif case == "first-token":
+    else:
+        options.refuse_given(context, LIBRARY, "is of --case library")
         first = FirstTokenCase(
             cached=cached,
             new=new,
@@ -95,8 +105,6 @@ def pml(
             }[tier]
             llm = options.load_llm(engine.replace(**behind))
             result = measure_first_token(llm, first, Path(folder))
-    else:
-        raise ConfigError(f"case is {case!r}, expected first-token or library")
     _show(result, str(engine.model), as_json)
 
 

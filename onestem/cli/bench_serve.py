@@ -14,7 +14,8 @@ import typer
 
 from onestem.cli import options
 from onestem.errors import ConfigError
-from onestem.lengths import parse_lengths
+from onestem.files import check_apart
+from onestem.lengths import length_files, parse_lengths
 from onestem.models.fields import Fields, read_json
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
@@ -205,6 +206,11 @@ def serve(
     search = None if rate else RateSearch(start_rate, resolution=resolution)
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
         raise ConfigError(f"log is {log}: expected a file in a folder that exists")
+    texts = {f"the text of app {name}": file for name, file in map(_app, app or [])}
+    lengths = length_files([("question", question), ("answer", answer)])
+    trace = {} if engine.trace is None else {"the trace": Path(engine.trace)}
+    check_apart("log", log, texts | lengths | trace)
+    check_apart("trace", engine.trace, texts | lengths)
     if prompts not in ("ids", "text"):
         raise ConfigError(f"prompts is {prompts!r}, expected ids or text")
     if base_url is not None:
@@ -245,11 +251,8 @@ def serve(
 
 def _refuse_server_options(context: typer.Context) -> None:
     """Refuse options of our own server for one that runs already."""
-    own = {name: flag for name, flag in EngineOptions.offered().items() if name not in SHARED}
-    for name, flag in {**own, "app": "app", "log": "log"}.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"--{flag} is for our own server: leave it out, or --base-url")
+    own = [name for name in EngineOptions.offered() if name not in SHARED]
+    options.refuse_given(context, [*own, "app", "log"], "is for our own server, not --base-url's")
 
 
 def _workload(*, app: list[str], **sizes: Any) -> Workload:
@@ -257,18 +260,23 @@ def _workload(*, app: list[str], **sizes: Any) -> Workload:
 
     if not app:
         return Workload(**sizes)
-    systems = tuple(_text(entry) for entry in app)
+    systems = tuple(_text(*_app(entry)) for entry in app)
     return Workload(**{**sizes, "apps": len(systems), "systems": systems})
 
 
-def _text(entry: str) -> str:
+def _app(entry: str) -> tuple[str, Path]:
+    """Name and file of an application."""
     name, equals, path = entry.partition("=")
     if not (name and equals and path):
         raise ConfigError(f"app is {entry!r}, expected NAME=FILE")
+    return name, Path(path)
+
+
+def _text(name: str, file: Path) -> str:
     try:
-        return Path(path).read_text()
+        return file.read_text()
     except OSError as error:
-        raise ConfigError(f"app {name}: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"app {name}: {file} cannot be read: {error.strerror}") from error
 
 
 def _vocab_size(model: str | None) -> int:

@@ -6,19 +6,20 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
+from onestem.errors import ConfigError
 from onestem.options import Defaults, EngineOptions, Options, extra_of
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["Only", "load_llm", "with_options"]
+__all__ = ["Only", "load_llm", "refuse_given", "with_options"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -113,6 +114,20 @@ def _help(field: FieldInfo) -> str:
     if field.default in (None, False, ()) or "(default:" in told:
         return told
     return re.sub(r"\.?$", "", told) + f" (default: {field.default})."
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raise `ConfigError` if one of these options stands on the command line.
+
+    Args:
+        names: of parameters.
+        why: after the option's name.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = next(one for one in context.command.params if one.name == name).opts[0]
+            raise ConfigError(f"{flag} {why}: leave it out")
 
 
 def load_llm(options: EngineOptions) -> LLM:

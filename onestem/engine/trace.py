@@ -16,8 +16,6 @@ from onestem.errors import ConfigError
 
 __all__ = ["StepTrace"]
 
-BUFFER_BYTES = 1 << 20
-
 log = logging.getLogger(__name__)
 
 
@@ -30,8 +28,9 @@ class StepTrace:
     `waiting` in the engine (a job's are read as there is room, and so are few). `free_pages` are
     pages of KV memory that no sequence holds.
 
-    What the file holds stays until the first step after `restart`. Lines are written when there are
-    many, and by `flush`. A disk that fails ends the trace, and nothing else.
+    What the file holds stays until the first step after `restart`. Each line is handed to the
+    system at once, so that none is lost when the process is killed. A disk that fails ends the
+    trace, and nothing else.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -42,7 +41,7 @@ class StepTrace:
         self._step, self._began = 0, time.perf_counter()
         self._is_fresh = False  # what the file holds is of an earlier trace
         try:
-            self._file: IO[str] | None = open(path, "a", buffering=BUFFER_BYTES)  # noqa: SIM115
+            self._file: IO[str] | None = open(path, "a", buffering=1)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"trace {path}: {error.strerror}: choose another file") from error
 
@@ -72,10 +71,6 @@ class StepTrace:
             "free_pages": free_pages,
         }
         self._do(lambda file: file.write(json.dumps(line) + "\n"))
-
-    def flush(self) -> None:
-        """Hand all lines to the file."""
-        self._do(lambda file: file.flush())
 
     def close(self) -> None:
         """Close the file. Closing twice is fine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from typing import Any
@@ -14,13 +14,19 @@ from onestem.errors import ConfigError
 from onestem.ops.bench.measure import device_facts
 from onestem.paper.attention import AttentionSweep
 from onestem.paper.bench import Bench
-from onestem.paper.experiment import Cell, Experiment, Step, place
+from onestem.paper.experiment import Cell, Experiment, Measure, Step, place
 from onestem.paper.jobs import JobRuns, PlanSavings, WorkloadLengths
 from onestem.paper.memory import TokenMemories
 
-__all__ = ["Progress", "run_experiment"]
+__all__ = ["READ_WITHOUT_MODEL", "Progress", "run_experiment"]
 
-WITHOUT_MODEL = AttentionSweep | PlanSavings | WorkloadLengths | TokenMemories
+READ_WITHOUT_MODEL: Mapping[type[Measure], Sequence[str]] = {
+    AttentionSweep: ("device", "dtype", "share", "impl"),
+    PlanSavings: ("device", "share"),
+    WorkloadLengths: ("device", "share"),
+    TokenMemories: ("device",),
+}
+"""Measures that run no model, and the engine options that they read."""
 
 Progress = Callable[[Sequence[Step]], Iterable[Step]]
 """Yields the steps one by one, and may show the progress."""
@@ -40,7 +46,7 @@ def run_experiment(
     """
     ranks, facts = bench.options.tensor_parallel_size, device_facts(bench.device)
     if ranks > 1:
-        if isinstance(experiment.measure, WITHOUT_MODEL):
+        if type(experiment.measure) in READ_WITHOUT_MODEL:
             raise ConfigError(f"{experiment.name} runs no model: leave tensor_parallel_size out")
         facts["device"] = f"{ranks} x {facts['device']}"
     if isinstance(experiment.measure, AttentionSweep | JobRuns):
@@ -48,7 +54,7 @@ def run_experiment(
     else:
         bench.refused = dict.fromkeys(bench.against, "nothing is compared with peers here")
     model = bench.told_model
-    if model is not None and isinstance(experiment.measure, WITHOUT_MODEL):
+    if model is not None and type(experiment.measure) in READ_WITHOUT_MODEL:
         bench.refused[f"model {model}"], model = "no model runs here", None
     began = time.perf_counter()
     turns: dict[Any, list[Cell]] = {}

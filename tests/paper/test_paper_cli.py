@@ -27,9 +27,9 @@ def test_the_list():
     assert len(lines) >= 35
 
 
-def test_one_writes_its_files(tmp_path):
-    given = ("--out", str(tmp_path), "--quiet", "--against", "sdpa", "--model", "/etc/none")
-    shown = run("cache-table2", *given)
+def test_one_writes_its_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONESTEM_MODEL", "/etc/none")
+    shown = run("cache-table2", "--out", str(tmp_path), "--quiet", "--against", "sdpa")
     assert "4.53 / 4.53" in shown
     assert "Left out: sdpa: nothing is compared with peers here." in shown
     assert "Left out: model /etc/none: no model runs here." in shown
@@ -49,6 +49,9 @@ def test_one_writes_its_files(tmp_path):
         (["relay-fig6", "--repeat", "0"], "repeat is 0"),
         (["relay-fig6", "--repeat", "99999999999"], "expected 1 to 1000"),
         (["batch-fig6a", "--against", "foo"], "peer is 'foo', expected one of: sdpa"),
+        (["batch-fig9", "--model", "m"], "--model has no effect on batch-fig9: leave it out"),
+        (["batch-fig9", "--seed", "1"], "--seed has no effect on batch-fig9: leave it out"),
+        (["relay-fig6", "--threads", "1"], "--threads has no effect on relay-fig6"),
         (["relay-fig6", "--out", "{taken}"], "relay-fig6.svg is not a regular file"),
     ],
 )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from onestem.bench_serve.search import RateSearch
 from onestem.cli.app import app
-from onestem.errors import ConfigError
+from onestem.errors import OnestemError
 from tests.serving.socket_server import running
 
 SMALL = ["--rate", "300", "--requests", "12", "--scale", "0.02", "--system-tokens", "5"]
@@ -87,9 +87,13 @@ def test_a_search_reports_every_run():
         (["--app", "x"], "expected NAME=FILE"),
         (["--answer", "gsm8k"], "answer is 'gsm8k': expected a number"),
         (["--app", "x=/nowhere/at/all"], "cannot be read"),
+        (["--app", "x=/tmp/a", "--log", "/tmp/../tmp/a"], "log /tmp/../tmp/a is the text of app x"),
+        (["--app", "x=/tmp/a", "--trace", "/tmp/a"], "trace /tmp/a is the text of app x"),
+        (["--answer", "file:/tmp/a", "--log", "/tmp/a"], "log /tmp/a is the file of lengths of an"),
+        (["--log", "/tmp/a", "--trace", "/tmp/a"], "log /tmp/a is the trace: choose another file"),
     ],
 )
 def test_mistakes_are_one_line(arguments, says):
     done = bench(*arguments)
-    assert isinstance(done.exception, ConfigError)
+    assert isinstance(done.exception, OnestemError)
     assert says in str(done.exception)
