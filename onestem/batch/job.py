@@ -436,6 +436,8 @@ class _Job:
             return_token_ids=asked.return_token_ids or self._tokenizer is None,
             token_bytes=self._token_bytes,
             tools=self._tokenizer.tool_form if asked.has_tools and self._tokenizer else None,
+            special_ids=self._tokenizer.special_ids if self._tokenizer else (),
+            skips_special=asked.sampling.get("skip_special_tokens", True),
         )
         return answer_body(name, output, form)
 

@@ -82,6 +82,11 @@ class Tokenizer(Encoder, Protocol):
         ...
 
     @property
+    def special_ids(self) -> Collection[int]:
+        """Ids of control tokens."""
+        ...
+
+    @property
     def tool_form(self) -> ToolForm | None:
         """The form in which the model writes tool calls."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,9 @@ class ResponseFormat:
     """How a result is written: what its request asked for besides the text.
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
-    `tools` is the form of calls in the text; None: it has none.
+    `first_token_bytes`: of one that begins a text. `tools` is the form of calls in the text; None:
+    it has none. The first `num_echoed` tokens are the prompt's. `special_ids` are left out of its
+    text, and of the answer's if `skips_special`.
     """
 
     kind: Kind
@@ -47,7 +49,11 @@ class ResponseFormat:
     logprobs: int | None
     return_token_ids: bool
     token_bytes: TokenBytes
+    first_token_bytes: TokenBytes = None
     tools: ToolForm | None = None
+    special_ids: Collection[int] = frozenset()
+    skips_special: bool = True
+    num_echoed: int = 0
 
 
 def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
@@ -256,18 +262,16 @@ class _TextOffsets:
     """Where an answer's tokens begin in its text, in characters. A token that begins within a
     character has that character's place."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, form: ResponseFormat) -> None:
+        self._form = form
+        self._num_read = 0
         self._unfinished = b""  # the beginning of a character
         self._count = 0  # characters before it
 
-    def next(self, token: int, text: str) -> int:
-        """The offset of the next token, whose text is `text`."""
-        offset = self._count
-        if self._token_bytes is None:
-            self._count += len(text)
-            return offset
-        spelled = self._token_bytes(token)
+    def next(self, token: int) -> int:
+        """The offset of the next token."""
+        offset, spelled = self._count, self._spelled(token)
+        self._num_read += 1
         if self._unfinished and not _goes_on(self._unfinished + spelled[:1]):
             offset += 1  # what is unfinished becomes U+FFFD
         data = self._unfinished + spelled
@@ -275,6 +279,17 @@ class _TextOffsets:
         self._count += len(shown)
         self._unfinished = data[consumed:]
         return offset
+
+    def _spelled(self, token: int) -> bytes:
+        """What a token adds to the text."""
+        form, is_echoed = self._form, self._num_read < self._form.num_echoed
+        if form.token_bytes is None or (
+            token in form.special_ids and (form.skips_special or is_echoed)
+        ):
+            return b""
+        if is_echoed and not self._count and not self._unfinished and form.first_token_bytes:
+            return form.first_token_bytes(token)
+        return form.token_bytes(token)
 
 
 def _goes_on(data: bytes) -> bool:
@@ -289,21 +304,21 @@ def _goes_on(data: bytes) -> bool:
 def _completion_logprobs(
     sequence: CompletionOutput, form: ResponseFormat, offsets: _TextOffsets | None = None
 ) -> dict[str, Any] | None:
-    """OpenAI's four lists. Text offsets count characters from the start of the answer; `offsets`
-    has read what came before."""
+    """OpenAI's four lists. Text offsets count characters from the start of the text that is given
+    back; `offsets` has read what came before."""
     if form.logprobs is None or sequence.logprobs is None:
         return None
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     starts: list[int] = []
-    offsets = offsets or _TextOffsets(form.token_bytes)
+    offsets = offsets or _TextOffsets(form)
     for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
         tokens.append(_token_text(token, form.token_bytes))
         # A prompt's first token has none.
         token_logprobs.append(_logprob(logprobs[token]) if logprobs else None)
         top_logprobs.append(_completion_top(token, logprobs, form) if logprobs else None)
-        starts.append(offsets.next(token, tokens[-1]))
+        starts.append(offsets.next(token))
     return {
         "tokens": tokens,
         "token_logprobs": token_logprobs,
@@ -474,6 +489,6 @@ class Chunks:
     def _completion(self, piece: CompletionOutput, index: int) -> str:
         logprobs = "null"
         if self._form.logprobs is not None:
-            offsets = self._offsets.setdefault(index, _TextOffsets(self._form.token_bytes))
+            offsets = self._offsets.setdefault(index, _TextOffsets(self._form))
             logprobs = _json(_completion_logprobs(piece, self._form, offsets))
         return f'"text":{_json(piece.text)},"logprobs":{logprobs}'

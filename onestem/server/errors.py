@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -19,6 +19,7 @@ __all__ = [
     "as_api_error",
     "error_object",
     "error_response",
+    "field_of",
     "too_late",
 ]
 
@@ -39,10 +40,22 @@ TYPE_OF_STATUS: Mapping[int, str] = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-UNKNOWN_FIELD = re.compile(r"unknown field in (?:body|\S+): '([^']*)'")
+UNKNOWN_FIELD = re.compile(r"unknown field in body: '([^']*)'")
+UNKNOWN_INSIDE = re.compile(r"unknown field in ([a-z_]+)")
 INSIDE = re.compile(r"(?:a key of|a token id in|body has|body has no) ([a-z_]+)\b(?= is| and)")
 FIELD = re.compile(r"([a-z][a-z_]*)(?=[\[. ])")
 NO_FIELD = ("a", "body", "no", "prompt", "the", "unknown")
+# What a body may have in place of a field that errors name.
+OTHER_NAMES: Mapping[str, Sequence[str]] = {
+    "logprobs": ("top_logprobs",),
+    "max_tokens": ("max_completion_tokens",),
+    "prompt": ("messages", "pml"),
+    "response_format": (
+        "structured_outputs",
+        *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")),
+        "tools",
+    ),
+}
 
 
 class ApiError(Exception):
@@ -126,8 +139,14 @@ def as_api_error(error: OnestemError) -> ApiError:
     return ApiError(400, message, code="invalid_request")
 
 
+def field_of(param: str | None, fields: Collection[str]) -> str | None:
+    """The field of a body that `param` stands for; None: it has none."""
+    names = () if param is None else (param, *OTHER_NAMES.get(param, ()))
+    return next((name for name in names if name in fields), None)
+
+
 def _param(message: str) -> str | None:
-    for pattern in (UNKNOWN_FIELD, INSIDE):
+    for pattern in (UNKNOWN_FIELD, UNKNOWN_INSIDE, INSIDE):
         named = pattern.match(message)
         if named is not None:
             return named[1]

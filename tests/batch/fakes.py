@@ -43,6 +43,7 @@ class FakeTokenizer:
         text = "".join(f"[{m['role']}]{json.dumps(m['content'])}" for m in messages)
         return self.encode_batch([text + "[assistant]" * add_generation_prompt])[0]
 
+    special_ids = frozenset({BOS})
     tool_form = None
 
     def control_token(self, name: str) -> None:

@@ -65,3 +65,26 @@ def test_offsets_count_characters_of_the_text(spelled, offsets):
         event = json.loads(chunks.events({(0, 0): piece}).decode().removeprefix("data: "))
         streamed += event["choices"][0]["logprobs"]["text_offset"]
     assert streamed == offsets
+
+
+@pytest.mark.parametrize(
+    ("skips", "num_echoed", "offsets"),
+    [(True, 0, [0, 0, 2, 2]), (True, 2, [0, 0, 1, 1]), (False, 0, [0, 3, 5, 8]),
+     (False, 2, [0, 0, 1, 4])],
+)  # fmt: skip
+def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, offsets):
+    """Control tokens; and the space of a prompt's first token, which SentencePiece drops."""
+    spelled = [b"<s>", b" a", b"<i>", b"b"]
+    form = ResponseFormat(
+        kind="completion", model="m", logprobs=0, return_token_ids=False,
+        token_bytes=spelled.__getitem__, first_token_bytes=lambda token: spelled[token].lstrip(),
+        special_ids={0, 2}, skips_special=skips, num_echoed=num_echoed,
+    )  # fmt: skip
+    whole = CompletionOutput(
+        index=0, text="", token_ids=[*range(4)], logprobs=[{token: -1.0} for token in range(4)]
+    )
+    output = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=[], outputs=[whole], finished=True
+    )
+    (choice,) = answer_body("r", output, form)["choices"]
+    assert choice["logprobs"]["text_offset"] == offsets

@@ -56,9 +56,11 @@ def test_a_server_that_sleeps_refuses_requests(server):
         want = http.post("/v1/completions", json=body).json()["choices"]
         assert told(http, "/sleep", level=1) == {"status": "asleep"}
         answer = http.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-        assert "the LLM is asleep (level 1: weights and kv_cache)" in answer.text
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "engine_asleep")
+        assert error["message"] == "the engine is asleep: its operator wakes it with POST /wake_up"
         assert told(http, "/wake_up", tags="weights") == {"status": "asleep"}
+        assert http.post("/v1/completions", json=body).status_code == 503
         assert http.get("/is_sleeping").json() == {"is_sleeping": True}
         assert told(http, "/wake_up") == {"status": "awake"}
         assert http.get("/is_sleeping").json() == {"is_sleeping": False}

@@ -204,6 +204,10 @@ def test_echo_with_logprobs(client, llm, max_tokens):
         entries = [*expected.prompt_logprobs, *(answer.logprobs if answer else ())]
         found = choice.logprobs
         assert len(found.tokens) == len(found.text_offset) == len(ids)
+        assert ids[0] in llm.tokenizer.special_ids  # BOS, which the text does not have
+        starts = [len("".join(found.tokens[1:i])) for i in range(len(ids))]
+        assert found.text_offset == starts
+        assert "".join(found.tokens[1:]) == text
         assert found.token_logprobs[0] is None
         assert found.top_logprobs[0] is None
         for token, entry, value in zip(ids, entries, found.token_logprobs, strict=True):

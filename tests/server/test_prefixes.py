@@ -109,6 +109,19 @@ def test_bad_prefixes(embedded, name, body, reason):
     assert reason in answer.json()["error"]["message"]
 
 
+def test_a_refused_prefix_has_its_users_name(tmp_path, tiny_model):
+    engine = {"max_model_len": 64, "kv_memory": "64KiB"}
+    with running(tmp_path, model=tiny_model, engine=engine) as server, server.http() as http:
+        most = server.service.client.facts.kv_tokens
+        for i in range(most):
+            answer = http.put(f"/v1/prefixes/p{i}", json={"token_ids": [5, i + 6] * 20})
+            if answer.status_code != 200:
+                break
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"prefix 'p{i}' has 40 tokens; KV memory of {most} tokens holds ")
+
+
 def test_prefixes_outlive_the_server_and_the_engine(tmp_path, tiny_model):
     apps = {"app": {"text": TEXT}}
     with running(tmp_path, model=tiny_model, apps=apps) as server, server.http() as http:

@@ -87,6 +87,34 @@ def test_param_names_the_field_at_fault(embedded, changes, param):
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        ("chat/completions", {"messages": USER, "max_completion_tokens": 0},
+         "max_completion_tokens"),
+        ("chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 10**6},
+         "top_logprobs"),
+        ("chat/completions", {"messages": [{**USER[0], "content": "x " * 9000}]}, "messages"),
+        ("chat/completions", {"messages": [{**USER[0], "wrong": 1}]}, "messages"),
+        ("completions", {"prompt": "a", "guided_json": {"not": {}}}, "guided_json"),
+        ("completions", {"prompt": "a", "structured_outputs": {"json": {"not": {}}}},
+         "structured_outputs"),
+        ("completions", {"prompt": "a", "min_tokens": 2, "stop_token_ids": [1], "max_tokens": 1},
+         "min_tokens"),
+        ("completions", {"prompt": "a", "logprobs": 1, "echo": True, "prefix": "x"}, "echo"),
+        ("completions", {"max_tokens": 3}, None),
+        ("completions", {"pml": "<prompt"}, None),
+        ("score", {"text": [-1]}, "text"),
+        ("score", {"prompt": "a", "completions": [[]]}, "completions"),
+    ],
+)  # fmt: skip
+def test_param_is_a_field_of_the_body_or_null(embedded, endpoint, body, param):
+    with embedded.http() as http:
+        answer = http.post(f"/v1/{endpoint}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
 def test_unknown_names_are_404(embedded):
     with embedded.http() as http:
         for answer, code in (

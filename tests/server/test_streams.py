@@ -16,7 +16,7 @@ import pytest
 from onestem.request import Request, SamplingParams
 from onestem.server.api.calls import Call
 from onestem.server.api.completions import _events
-from onestem.server.errors import EngineDownError
+from onestem.server.errors import ApiError
 from onestem.server.link.pacing import ChunkSize
 from onestem.server.objects.tenants import EVERYBODY
 from tests.server.harness import Held, running
@@ -126,6 +126,7 @@ def test_deadline(slow, stream):
         error = answer.json()["error"]
     assert error["code"] == "deadline_exceeded"
     assert error["type"] == "timeout_error"
+    assert error["param"] == "timeout"
     assert slow.check()["held"] == 0
 
 
@@ -142,11 +143,11 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     async def streamed() -> list[bytes]:
         part, sent = call.inbox.part(0), []
         part.on_token(0, 5, "a")
-        async for events in _events(service, call, None):
+        async for events in _events(service, call, None, {"prompt"}):
             if not sent:
                 part.on_token(0, 6, "b")
                 part.on_token(0, 7, "c")
-                part.on_error(EngineDownError("gone"))
+                part.on_error(ApiError(504, "gone", param="timeout"))
             sent.append(events)
         return sent
 
@@ -156,6 +157,7 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     assert events[0]["choices"][0]["text"] == "bc"
     assert events[0]["choices"][0]["token_ids"] == [6, 7]
     assert events[1]["error"]["message"] == "gone"
+    assert events[1]["error"]["param"] is None  # the body has no timeout
     assert rest.endswith(b"data: [DONE]\n\n")
     service.client.abort.assert_called_once()
     assert service.client.abort.call_args.args[0] == "r-0"

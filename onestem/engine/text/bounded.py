@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from onestem.engine.text.tokenizer import Tokenizer
@@ -67,6 +67,10 @@ class BoundedTokenizer:
     @property
     def first_id(self) -> int | None:
         return self._tokenizer.first_id
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        return self._tokenizer.special_ids
 
     @property
     def tool_form(self) -> ToolForm | None:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -16,7 +17,6 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from onestem import __version__
 from onestem.checked import show
 from onestem.errors import OnestemError
-from onestem.openai.read import read_object
 from onestem.openai.schema import (
     BatchBody,
     ChatBody,
@@ -28,13 +28,13 @@ from onestem.openai.schema import (
     TokenizeBody,
     UploadBody,
 )
-from onestem.server.api.completions import answer
+from onestem.server.api.completions import answer, read_noted
 from onestem.server.api.completions import detokenize as detokenize_body
 from onestem.server.api.completions import tokenize as tokenize_body
 from onestem.server.api.control import control_routes
 from onestem.server.api.http import ForeignCalls, check_media_type, hosts_of, read_limited, uploaded
 from onestem.server.api.openapi import ERRORS, answers, body_of, document, json_body
-from onestem.server.errors import ApiError, as_api_error, error_response
+from onestem.server.errors import ApiError, as_api_error, error_response, field_of
 from onestem.server.logs import log
 from onestem.server.objects import files
 from onestem.server.objects.tenants import Tenant
@@ -91,7 +91,7 @@ open_routes = APIRouter(responses=ERRORS)
 async def _json(request: Request, service: Service) -> Json:
     check_media_type(request, "application/json")
     raw = await read_limited(request, service.settings.max_body_bytes)
-    return await service.parsed(raw, read_object)
+    return await service.parsed(raw, partial(read_noted, request))
 
 
 # ----------------------------------------------------------------------------- completions
@@ -388,6 +388,9 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 def _errored(request: Request, error: ApiError) -> Response:
+    fields = getattr(request.state, "fields", None)
+    if fields is not None:
+        error.param = field_of(error.param, fields)
     service = _service(request)
     service.metrics.note_error(error.status)
     name = f"req-{secrets.token_hex(12)}"

@@ -69,6 +69,7 @@ class Call:
     def submit(self, client: EngineClient) -> None:
         """Queue its requests. `running` has to follow: it ends them."""
         client.check_up()
+        client.check_awake()
         client.check_room(self.tenant.name, len(self.requests))
         for number, request in enumerate(self.requests):
             client.submit(request, self.tenant.name, self.tenant.weight, self.inbox.part(number))

@@ -7,8 +7,9 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
@@ -42,14 +43,14 @@ from onestem.server.api.http import (
     piece_writer,
     read_limited,
 )
-from onestem.server.errors import ApiError, NoAnswerError, too_late
+from onestem.server.errors import ApiError, NoAnswerError, field_of, too_late
 from onestem.server.objects.prefixes import Prefix, messages_of
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
 if TYPE_CHECKING:
     from onestem.server.service import Service
 
-__all__ = ["answer", "check_piece", "detokenize", "events", "tokenize", "whole_body"]
+__all__ = ["answer", "check_piece", "detokenize", "events", "read_noted", "tokenize", "whole_body"]
 
 SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
 QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
@@ -58,12 +59,19 @@ ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score"
 CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
 
 
+def read_noted(http: HttpRequest, data: bytes) -> dict[str, Any]:
+    """A body's JSON object. Its fields are noted: errors name no others."""
+    body = read_object(data)
+    http.state.fields = frozenset(body)
+    return body
+
+
 async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
     """Answer a call, whole or as a stream."""
     arrived = time.monotonic()
     check_media_type(http, "application/json")
     raw = await read_limited(http, service.settings.max_body_bytes)
-    asked = await service.parsed(raw, lambda data: read_body(kind, read_object(data)))
+    asked = await service.parsed(raw, lambda data: read_body(kind, read_noted(http, data)))
     service.check_model(asked.model)
     service.client.check_up()
     tokenizer = service.bounded_tokenizer
@@ -76,7 +84,9 @@ async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant
     if asked.stream:
         patience = call.deadline - time.monotonic() + SLOW_READER_SECONDS
         writer = piece_writer(http.scope)
-        return EventStream(_events(service, call, writer), seconds=patience, headers=headers)
+        return EventStream(
+            _events(service, call, writer, http.state.fields), seconds=patience, headers=headers
+        )
     return await _whole(service, call, http, headers)
 
 
@@ -276,13 +286,17 @@ def _completion_ids(
 
 
 def _form(service: Service, call: Call) -> ResponseFormat:
+    params, tokenizer = call.requests[0].params, service.tokenizer
     return ResponseFormat(
         kind=call.kind,
         model=call.model,
-        logprobs=call.requests[0].params.logprobs,
+        logprobs=params.logprobs,
         return_token_ids=call.return_token_ids,
-        token_bytes=service.tokenizer.token_bytes if service.tokenizer is not None else None,
+        token_bytes=None if tokenizer is None else tokenizer.token_bytes,
+        first_token_bytes=None if tokenizer is None else tokenizer.first_token_bytes,
         tools=call.tools,
+        special_ids=frozenset() if tokenizer is None else tokenizer.special_ids,
+        skips_special=params.skip_special_tokens,
     )
 
 
@@ -315,12 +329,13 @@ async def _body(service: Service, call: Call) -> dict[str, object]:
 
 
 async def _events(
-    service: Service, call: Call, writer: PieceWriter | None
+    service: Service, call: Call, writer: PieceWriter | None, fields: Collection[str]
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. What goes wrong after its head was sent is an event too.
 
     Args:
         writer: takes events past this generator while it waits for news; None: there is none.
+        fields: of the body.
     """
     chunks = Chunks(
         call.id,
@@ -344,6 +359,7 @@ async def _events(
             last += chunks.usage(usage_of(call))
     except ApiError as error:
         service.metrics.note_error(error.status)
+        error.param = field_of(error.param, fields)
         last = _unsent(chunks, call) + event(error.body())
     finally:
         call.inbox.direct = None  # calls outlive their connections for a while
@@ -413,7 +429,7 @@ def whole_body(
                 echoed(piece, text, ids, prompt_logprobs, alone=call.echo.alone)
                 for piece in outputs
             ]
-            prompt_logprobs = None
+            prompt_logprobs, form = None, replace(form, num_echoed=len(ids))
         output = RequestOutput(
             request_id=request.request_id,
             prompt=None,
@@ -422,7 +438,7 @@ def whole_body(
             finished=True,
             prompt_logprobs=prompt_logprobs,
         )
-        bodies.append(_spelled(lambda output=output: answer_body(call.id, output, form)))
+        bodies.append(_spelled(partial(answer_body, call.id, output, form)))
         if form.return_token_ids and len(call.requests) > 1:
             ids = bodies[-1].pop("prompt_token_ids")
             for choice in bodies[-1]["choices"]:

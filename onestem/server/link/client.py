@@ -446,6 +446,15 @@ class EngineClient:
         if self.state != "running":
             raise EngineDownError(f"the engine is {self.state}: {self.error or 'it is loading'}")
 
+    def check_awake(self) -> None:
+        """Raise a 503 while the engine is asleep."""
+        if self.sleep_level:
+            raise ApiError(
+                503,
+                "the engine is asleep: its operator wakes it with POST /wake_up",
+                code="engine_asleep",
+            )
+
     def check_room(self, key: str, count: int) -> None:
         """Raise a 429 if a key's queue has no room for `count` more requests. The error says about
         when it will have, from the rate at which requests ended recently."""

@@ -234,7 +234,10 @@ class Prefixes:
     def refused(self, pin_name: str, why: str) -> None:
         for prefix in self._all.values():
             if pin_name in map(prefix.pin_name, prefix.forms):
-                prefix.refused = why
+                # The engine knows it by another name.
+                named = f"prefix {prefix.name!r}"
+                told = why.replace(f"prefix {pin_name!r}", named)
+                prefix.refused = told if told.startswith(named) else f"{named}: {told}"
 
     async def until_ready(self) -> None:
         """Wait until all are computed."""
@@ -246,7 +249,7 @@ class Prefixes:
             await self.refresh()
             for prefix in prefixes:
                 if prefix.refused is not None:
-                    raise RequestError(f"prefix {prefix.name!r}: {prefix.refused}")
+                    raise RequestError(prefix.refused)
             if time.monotonic() > until:
                 raise ApiError(504, "the prefix was not computed in time: try again later")
             await asyncio.sleep(POLL_SECONDS)
