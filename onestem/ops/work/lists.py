@@ -212,9 +212,12 @@ def make_work(
     padded = plan.num_rows if num_rows is None else num_rows
     room = None if max_states is None else max_states - plan.num_rows
 
-    def listed(room: int | None, cached: float = 1.0) -> tuple[WorkList, int]:
+    def listed(
+        room: int | None, cached: float = 1.0, merge_tokens: int = cost.merge_tokens
+    ) -> tuple[WorkList, int]:
         """A list, and the tokens that it walks, which take `cached` of the memory's time."""
-        groups = shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
+        priced = replace(cost, merge_tokens=merge_tokens)
+        groups = shared_groups(plan, pairs, priced, int(tile_rows[-1]), room)
         blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
         model = replace(cost, crowd=cached * cost.crowd)
         cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
@@ -230,15 +233,22 @@ def make_work(
     seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
     if not cost.together or work.num_states == 0 or seen == walked:
         return work
-    # In a small step, merging may take longer than sharing saves.
     different = _different_tokens(pairs)
 
+    def read_ns(walked: int) -> float:
+        return cost.read_share(different / walked) * walked * num_kv_heads * cost.memory_ns
+
     def end_ns(work: WorkList, walked: int) -> float:
-        read_ns = cost.read_share(different / walked) * walked * num_kv_heads * cost.memory_ns
         num_states = work.num_states * num_kv_heads * group
-        return cost.end_ns(work.last_ns, read_ns, num_states, work.most_parts)
+        return cost.end_ns(work.last_ns, read_ns(walked), num_states, work.most_parts)
 
     end = end_ns(work, walked)
+    if read_ns(walked) >= work.last_ns:
+        # The memory is the limit: states take its time, and tokens that are in the cache do not.
+        fewer, read = listed(room, merge_tokens=2 * cost.merge_tokens)
+        if end_ns(fewer, read) < end:
+            work, end = fewer, end_ns(fewer, read)
+    # In a small step, merging may take longer than sharing saves.
     if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end:
         return work
     alone, seen = listed(-1, cost.read_share(different / seen))
