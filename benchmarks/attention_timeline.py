@@ -87,7 +87,17 @@ HOPPER: dict[str, tuple[Change, ...]] = {
     "rows.py": (
         TIMER,
         _queries_there(8),
-        _first_tile(20, "first_weight, running_max"),
+        _first_tile(24, "first_weight, running_max"),
+        # ... of items whose first tile is like all others, after it was counted
+        (
+            ")  # fmt: skip\n                for i in range(gl.maximum",
+            ")  # fmt: skip\n"
+            + " " * 20
+            + "if count == 1:\n"
+            + _stamp(24, TILE, HALF)
+            + "                for i in range(gl.maximum",
+            1,
+        ),
         # ... of items that do not work ahead, after the tile was counted
         (
             " " * 20 + ")  # fmt: skip\n            entry = next_entry\n",

@@ -147,15 +147,23 @@ def _tile(
 @gluon.jit
 def _step(
     query, running_max, denominator, total, weight, start, lo, hi, last, oldest, distance, slope,
-    scale, softcap, ring_memory, boxes, full, empty, count, base: gl.constexpr,
+    scale, softcap, ring_memory, boxes, full, empty, count, first, base: gl.constexpr,
     ring: gl.constexpr, arrivals: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_D: gl.constexpr,
-    MASKED: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    BOX: gl.constexpr, BLOCK_D: gl.constexpr, ALIKE: gl.constexpr, MASKED: gl.constexpr,
+    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile `count`, while the weights of the tile before are summed."""
+    """Scores of tile `count`, while the weights of the tile before are summed.
+
+    ALIKE: it may be an item's `first`, which has none before it, and weights of 0 for its own
+    values.
+    """
     stage = base + count % ring
     before = base + (count - 1) % ring
+    if ALIKE:
+        before = gl.where(first, stage, before)
     score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+    if MASKED and ALIKE:
+        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
     total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     new_weight, running_max, denominator, shrink = _weights(
@@ -165,11 +173,14 @@ def _step(
     denominator = _done(denominator)
     # The new weights become operands only after the wait, in the registers of the old ones.
     total, weight, new_weight = warpgroup_mma_wait(0, deps=(total, weight, new_weight))
-    mbarrier.arrive(empty.index(before), count=arrivals)
+    if ALIKE:
+        mbarrier.arrive(empty.index(before), count=arrivals, pred=first == 0)
+    else:
+        mbarrier.arrive(empty.index(before), count=arrivals)
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     total = total * gl.convert_layout(shrink, rows)[:, None]
     weight = gl.convert_layout(new_weight.to(weight.dtype), weight.type.layout)
-    if MASKED:
+    if MASKED and not ALIKE:
         blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
     return running_max, denominator, total, weight, count + 1
 
@@ -194,6 +205,9 @@ def attend_rows(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     slots: gl.constexpr = gl.SliceLayout(1, layout)
+    # Whether the first tile is walked like all others: its own code would come late, but where
+    # heads are wide or copied in part, the others become slower than that.
+    alike: gl.constexpr = BLOCK_D <= 128 and HEAD_DIM == BLOCK_D
     query = queries.index(PART)
     walk, records = section(control, begin, AT_WALK), section(control, begin, AT_RECORDS)
     rows, states = section(control, begin, AT_ROWS), section(control, begin, AT_DEST)
@@ -251,34 +265,39 @@ def attend_rows(
                 oldest = distance - word(begin, QUEUED + WINDOW) + 1
             if AHEAD:
                 skip = 0
-                if index == 0:
-                    # Before the first tile there are no weights to sum.
-                    skip = 1
-                    stage = base + count % ring
-                    start = tile_start(0, page, clear, tail, BLOCK_N)
-                    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
-                    score = warpgroup_mma_wait(0, deps=(score,))
-                    first_weight, running_max, denominator, _ = _weights(
-                        score, running_max, denominator, start, lo, hi, last, oldest, distance,
-                        slope, scale, softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
-                    )  # fmt: skip
-                    weight = gl.convert_layout(first_weight.to(dtype), operand)
-                    blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
-                    count += 1
+                if not alike:  # noqa: SIM102 - decided when compiled
+                    if index == 0:
+                        # Before the first tile there are no weights to sum.
+                        skip = 1
+                        stage = base + count % ring
+                        start = tile_start(0, page, clear, tail, BLOCK_N)
+                        score = _products(
+                            query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N
+                        )
+                        score = warpgroup_mma_wait(0, deps=(score,))
+                        first_weight, running_max, denominator, _ = _weights(
+                            score, running_max, denominator, start, lo, hi, last, oldest, distance,
+                            slope, scale, softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
+                        )  # fmt: skip
+                        weight = gl.convert_layout(first_weight.to(dtype), operand)
+                        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+                        count += 1
                 whole = tail - clear
                 for i in range(gl.minimum(skip, whole), whole):
                     running_max, denominator, total, weight, count = _step(
                         query, running_max, denominator, total, weight,
                         page + (clear + i) * BLOCK_N, lo, hi, last, oldest, distance, slope, scale,
-                        softcap, ring_memory, boxes, full, empty, count, base, ring, arrivals,
-                        BLOCK_N, STAGES, BOX, BLOCK_D, False, WINDOWED, ALIBI, SOFTCAP,
+                        softcap, ring_memory, boxes, full, empty, count, index + i == 0, base,
+                        ring, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, alike, False, WINDOWED,
+                        ALIBI, SOFTCAP,
                     )  # fmt: skip
                 for i in range(gl.maximum(whole, skip), tiles):
                     running_max, denominator, total, weight, count = _step(
                         query, running_max, denominator, total, weight,
                         tile_start(i, page, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
-                        slope, scale, softcap, ring_memory, boxes, full, empty, count, base, ring,
-                        arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, True, WINDOWED, ALIBI, SOFTCAP,
+                        slope, scale, softcap, ring_memory, boxes, full, empty, count,
+                        index + i == 0, base, ring, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, alike,
+                        True, WINDOWED, ALIBI, SOFTCAP,
                     )  # fmt: skip
             else:
                 for i in range(tiles):
