@@ -121,10 +121,22 @@ class Checked(Object):
                 raise self.error(sentence(type(self), error, fields, whole=whole)) from None
 
         def __setattr__(self, name: str, value: object) -> None:
-            whole = type(self).__name__
+            self._check_free(name)
+            super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            self._check_free(name)
+            super().__delattr__(name)
+
+    def _check_free(self, name: str) -> None:
+        """Raise `error` for what is no private attribute of a subclass."""
+        whole = type(self).__name__
+        if name in type(self).model_fields:
             raise self.error(
-                f"{name} of {whole} cannot be set: replace({name}=...) gives a changed copy"
+                f"{name} of {whole} cannot be changed: replace({name}=...) gives a changed copy"
             )
+        if not name.startswith("_"):
+            raise self.error(f"unknown field in {whole}: {name!r}")
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""

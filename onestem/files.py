@@ -14,7 +14,10 @@ __all__ = ["check_apart", "check_place", "write_whole"]
 
 def _is_same(one: Path, other: Path) -> bool:
     """Whether two paths name one file, through links too; it need not exist."""
-    linked = one.exists() and other.exists() and one.samefile(other)
+    try:
+        linked = one.exists() and other.exists() and one.samefile(other)
+    except OSError:  # what cannot be looked at is refused where it is opened
+        return False
     return linked or os.path.realpath(one) == os.path.realpath(other)
 
 

@@ -329,7 +329,7 @@ def length_files(options: Iterable[tuple[str, str]]) -> dict[str, Path]:
 
 
 def _parsed(text: str, part: Part) -> Lengths:
-    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
+    if re.fullmatch(r"-?\d{1,99}", text, re.ASCII):
         if int(text) > MOST:
             raise ConfigError(f"expected at most {MOST}")
         return int(text)

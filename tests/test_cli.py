@@ -284,6 +284,14 @@ def test_a_trace_takes_no_file_of_lengths(model, tmp_path):
     assert lengths.read_text() == "3\n"
 
 
+def test_a_trace_is_not_written_over_the_options(model, tmp_path):
+    (config := tmp_path / "onestem.toml").write_text("seed = 3\n")
+    args = ("bench", "batch", "--model", model, "--config", config, "--trace", config)
+    told = f"onestem: trace {config} is the file of options: choose another file\n"
+    assert onestem(*args, code=2).stderr == told
+    assert config.read_text() == "seed = 3\n"
+
+
 def test_a_seed_gives_a_job_other_answers(model, tmp_path):
     lines = job_lines(6)[1::2]  # of temperature 1
     write_job(source := tmp_path / "in.jsonl", lines)

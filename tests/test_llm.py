@@ -294,7 +294,8 @@ def test_parameters_cannot_be_set():
     with pytest.raises(RequestError) as told:
         params.max_tokens = 3
     assert str(told.value) == (
-        "max_tokens of SamplingParams cannot be set: replace(max_tokens=...) gives a changed copy"
+        "max_tokens of SamplingParams cannot be changed: "
+        "replace(max_tokens=...) gives a changed copy"
     )
     assert params.replace(max_tokens=3) == SamplingParams(max_tokens=3)
     assert params.max_tokens == 2

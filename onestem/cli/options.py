@@ -14,6 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from onestem.errors import ConfigError
+from onestem.files import check_apart
 from onestem.options import Defaults, EngineOptions, Options, extra_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def with_options(verb: Verb) -> Verb:
         for name, (kind, fields) in kinds.items():
             said = {field: given[field] for field in fields if given[field] not in (None, [])}
             made[name] = defaults.options(kind, said)[0]
+            if defaults.file is not None:
+                written = getattr(made[name], "trace", None)
+                check_apart("trace", written, {"the file of options": defaults.file})
         rest = {name: value for name, value in given.items() if name in own}
         return verb(**rest, **made)
 

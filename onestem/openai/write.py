@@ -39,9 +39,9 @@ class ResponseFormat:
     """How a result is written: what its request asked for besides the text.
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
-    `first_token_bytes`: of one that begins a text. `tools` is the form of calls in the text; None:
-    it has none. The first `num_echoed` tokens are the prompt's. `special_ids` are left out of its
-    text, and of the answer's if `skips_special`.
+    `first_token_bytes`: of one that begins a text, if it differs. `tools` is the form of calls in
+    the text; None: it has none. The first `num_echoed` tokens are the prompt's. `special_ids` are
+    left out of its text, and of the answer's if `skips_special`.
     """
 
     kind: Kind
@@ -138,7 +138,12 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
     body = _body(f"cmpl-{name}", "text_completion", output, form)
     body["choices"] = [
-        _choice(sequence, form, _completion_logprobs(sequence, form)) | {"text": sequence.text}
+        _choice(
+            sequence,
+            form,
+            _completion_logprobs(sequence, form, _TextOffsets(form, output.prompt_token_ids)),
+        )
+        | {"text": sequence.text}
         for sequence in _in_order(output)
     ]
     if output.prompt_logprobs is not None:
@@ -262,9 +267,11 @@ class _TextOffsets:
     """Where an answer's tokens begin in its text, in characters. A token that begins within a
     character has that character's place."""
 
-    def __init__(self, form: ResponseFormat) -> None:
+    def __init__(self, form: ResponseFormat, prompt: Iterable[int]) -> None:
         self._form = form
         self._num_read = 0
+        # A prompt that is echoed comes first itself.
+        self._at_start = form.num_echoed > 0 or not any(map(self._bytes, prompt))
         self._unfinished = b""  # the beginning of a character
         self._count = 0  # characters before it
 
@@ -282,13 +289,18 @@ class _TextOffsets:
 
     def _spelled(self, token: int) -> bytes:
         """What a token adds to the text."""
-        form, is_echoed = self._form, self._num_read < self._form.num_echoed
-        if form.token_bytes is None or (
-            token in form.special_ids and (form.skips_special or is_echoed)
-        ):
+        later, first = self._bytes(token), self._form.first_token_bytes
+        if not self._at_start or not later:
+            return later
+        self._at_start = False
+        return later if first is None else first(token)
+
+    def _bytes(self, token: int) -> bytes:
+        """What a token adds after others."""
+        form = self._form
+        skips = form.skips_special or self._num_read < form.num_echoed
+        if form.token_bytes is None or (skips and token in form.special_ids):
             return b""
-        if is_echoed and not self._count and not self._unfinished and form.first_token_bytes:
-            return form.first_token_bytes(token)
         return form.token_bytes(token)
 
 
@@ -302,7 +314,7 @@ def _goes_on(data: bytes) -> bool:
 
 
 def _completion_logprobs(
-    sequence: CompletionOutput, form: ResponseFormat, offsets: _TextOffsets | None = None
+    sequence: CompletionOutput, form: ResponseFormat, offsets: _TextOffsets
 ) -> dict[str, Any] | None:
     """OpenAI's four lists. Text offsets count characters from the start of the text that is given
     back; `offsets` has read what came before."""
@@ -312,7 +324,6 @@ def _completion_logprobs(
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     starts: list[int] = []
-    offsets = offsets or _TextOffsets(form)
     for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
         tokens.append(_token_text(token, form.token_bytes))
         # A prompt's first token has none.
@@ -489,6 +500,8 @@ class Chunks:
     def _completion(self, piece: CompletionOutput, index: int) -> str:
         logprobs = "null"
         if self._form.logprobs is not None:
-            offsets = self._offsets.setdefault(index, _TextOffsets(self._form))
+            if index not in self._offsets:
+                self._offsets[index] = _TextOffsets(self._form, self._prompts[index // self._n])
+            offsets = self._offsets[index]
             logprobs = _json(_completion_logprobs(piece, self._form, offsets))
         return f'"text":{_json(piece.text)},"logprobs":{logprobs}'

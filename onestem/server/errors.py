@@ -45,16 +45,18 @@ UNKNOWN_INSIDE = re.compile(r"unknown field in ([a-z_]+)")
 INSIDE = re.compile(r"(?:a key of|a token id in|body has|body has no) ([a-z_]+)\b(?= is| and)")
 FIELD = re.compile(r"([a-z][a-z_]*)(?=[\[. ])")
 NO_FIELD = ("a", "body", "no", "prompt", "the", "unknown")
+GUIDED = tuple(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
 # What a body may have in place of a field that errors name.
 OTHER_NAMES: Mapping[str, Sequence[str]] = {
+    "completion": ("completions",),
+    "grammar": ("guided_grammar", "structured_outputs", "response_format"),
     "logprobs": ("top_logprobs",),
     "max_tokens": ("max_completion_tokens",),
-    "prompt": ("messages", "pml"),
-    "response_format": (
-        "structured_outputs",
-        *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")),
-        "tools",
-    ),
+    "prefix": ("text", "messages"),
+    "prompt": ("messages", "pml", "text"),
+    "regex": ("guided_regex", "structured_outputs", "response_format"),
+    "response_format": ("structured_outputs", *GUIDED, "tools"),
+    "structured_outputs": GUIDED,
 }
 
 

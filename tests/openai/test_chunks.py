@@ -59,7 +59,7 @@ def test_offsets_count_characters_of_the_text(spelled, offsets):
     )
     (choice,) = answer_body("r", output, form)["choices"]
     assert choice["logprobs"]["text_offset"] == offsets
-    chunks, streamed = Chunks("id", 7, form, prompts=[[5]], n=1, include_usage=False), []
+    chunks, streamed = Chunks("id", 7, form, prompts=[[0]], n=1, include_usage=False), []
     for token in ids:
         piece = CompletionOutput(index=0, text="", token_ids=[token], logprobs=[{token: -1.0}])
         event = json.loads(chunks.events({(0, 0): piece}).decode().removeprefix("data: "))
@@ -68,12 +68,12 @@ def test_offsets_count_characters_of_the_text(spelled, offsets):
 
 
 @pytest.mark.parametrize(
-    ("skips", "num_echoed", "offsets"),
-    [(True, 0, [0, 0, 2, 2]), (True, 2, [0, 0, 1, 1]), (False, 0, [0, 3, 5, 8]),
-     (False, 2, [0, 0, 1, 4])],
+    ("skips", "num_echoed", "prompt", "offsets"),
+    [(True, 0, [3], [0, 0, 2, 2]), (True, 0, [0], [0, 0, 1, 1]), (True, 2, [], [0, 0, 1, 1]),
+     (False, 0, [3], [0, 3, 5, 8]), (False, 2, [], [0, 0, 1, 4])],
 )  # fmt: skip
-def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, offsets):
-    """Control tokens; and the space of a prompt's first token, which SentencePiece drops."""
+def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, prompt, offsets):
+    """Control tokens; and the space of a text's first token, which SentencePiece drops."""
     spelled = [b"<s>", b" a", b"<i>", b"b"]
     form = ResponseFormat(
         kind="completion", model="m", logprobs=0, return_token_ids=False,
@@ -84,7 +84,7 @@ def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, offsets):
         index=0, text="", token_ids=[*range(4)], logprobs=[{token: -1.0} for token in range(4)]
     )
     output = RequestOutput(
-        request_id="r", prompt=None, prompt_token_ids=[], outputs=[whole], finished=True
+        request_id="r", prompt=None, prompt_token_ids=prompt, outputs=[whole], finished=True
     )
     (choice,) = answer_body("r", output, form)["choices"]
     assert choice["logprobs"]["text_offset"] == offsets

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.server.harness import running
+from tests.server.test_batches import create, ended, lines
 
 BODY = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -61,10 +62,38 @@ def test_a_server_that_sleeps_refuses_requests(server):
         assert error["message"] == "the engine is asleep: its operator wakes it with POST /wake_up"
         assert told(http, "/wake_up", tags="weights") == {"status": "asleep"}
         assert http.post("/v1/completions", json=body).status_code == 503
+        assert http.put("/v1/prefixes/p", json={"text": "a"}).json()["error"]["code"] == (
+            "engine_asleep"
+        )
         assert http.get("/is_sleeping").json() == {"is_sleeping": True}
         assert told(http, "/wake_up") == {"status": "awake"}
         assert http.get("/is_sleeping").json() == {"is_sleeping": False}
         assert http.post("/v1/completions", json=body).json()["choices"] == want
+
+
+def test_requests_beside_the_order_to_sleep_are_answered_or_refused(server):
+    body = {**BODY, "max_tokens": 2}
+    with server.http() as http, ThreadPoolExecutor(8) as pool:
+        found = set()
+        for _ in range(5):
+            sent = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(8)]
+            told(http, "/sleep")
+            sent += [pool.submit(http.post, "/v1/completions", json=body) for _ in range(8)]
+            told(http, "/wake_up")
+            found |= {one.result().status_code for one in sent}
+    assert found <= {200, 503}
+    assert 503 in found
+
+
+def test_a_batch_waits_while_the_server_sleeps(server):
+    with server.http() as http:
+        told(http, "/sleep")
+        batch = create(http, lines(6, temperature=0))
+        server.until(lambda: bool(server.service.client._jobs))
+        told(http, "/wake_up")
+        # One line asks for no token, and one is no JSON.
+        counts = ended(http, batch["id"])["request_counts"]
+    assert counts == {"total": 7, "completed": 5, "failed": 2}
 
 
 def test_what_a_trainer_asks_and_what_is_refused(server):

@@ -411,6 +411,15 @@ def check_piece(piece: CompletionOutput, call: Call) -> None:
     raise ApiError(500, message, code="engine_error")
 
 
+def _form_of_echo(form: ResponseFormat, text: str, ids: Sequence[int]) -> ResponseFormat:
+    """The form in which a prompt's first token begins its text: as it stands, where the text that
+    was sent begins with a space that the tokenizer keeps."""
+    if form.token_bytes is None:
+        return form
+    spelled = b"".join(form.token_bytes(token) for token in ids if token not in form.special_ids)
+    return replace(form, first_token_bytes=None) if spelled == text.encode() else form
+
+
 def whole_body(
     call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
 ) -> dict[str, Any]:
@@ -422,14 +431,15 @@ def whole_body(
     bodies = []
     for part, request in enumerate(call.requests):
         outputs = [piece for (of, _), piece in pieces.items() if of == part]
-        prompt_logprobs = call.inbox.ended[part].prompt_logprobs
+        prompt_logprobs, own = call.inbox.ended[part].prompt_logprobs, form
         if call.echo is not None:
             ids, text = request.prompt_token_ids, request.prompt or ""
             outputs = [
                 echoed(piece, text, ids, prompt_logprobs, alone=call.echo.alone)
                 for piece in outputs
             ]
-            prompt_logprobs, form = None, replace(form, num_echoed=len(ids))
+            prompt_logprobs = None
+            own = replace(_form_of_echo(form, text, ids), num_echoed=len(ids))
         output = RequestOutput(
             request_id=request.request_id,
             prompt=None,
@@ -438,7 +448,7 @@ def whole_body(
             finished=True,
             prompt_logprobs=prompt_logprobs,
         )
-        bodies.append(_spelled(partial(answer_body, call.id, output, form)))
+        bodies.append(_spelled(partial(answer_body, call.id, output, own)))
         if form.return_token_ids and len(call.requests) > 1:
             ids = bodies[-1].pop("prompt_token_ids")
             for choice in bodies[-1]["choices"]:

@@ -608,11 +608,16 @@ class EngineClient:
         """Have the engine do something between two steps, however long that takes (see
         `Worker.orders`); errors as of `ask`, which may be any `OnestemError` here."""
         self.check_up()
-        answer = await self._questions.ask(what, value, None)
+        before = self.sleep_level
+        if what == "sleep":  # from now on requests would reach an engine that sleeps
+            self.sleep_level = max(value, before)
+        try:
+            answer = await self._questions.ask(what, value, None)
+        except Exception:
+            self.sleep_level = before
+            raise
         if what == "pause":
             self.is_paused = True
-        elif what == "sleep":
-            self.sleep_level = max(value, self.sleep_level)
         elif what == "wake_up" and answer:
             self.sleep_level = 0
         return answer

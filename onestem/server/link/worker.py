@@ -303,6 +303,8 @@ class Worker:
         return took
 
     def _feed_jobs(self) -> None:
+        if not self._engine.residence.is_ready:
+            return  # jobs wait until the engine is awake
         for feed in self._feeds.values():
             part = feed.next_part()
             if part is not None:

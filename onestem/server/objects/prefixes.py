@@ -177,6 +177,7 @@ class Prefixes:
                 409, f"{name!r} is a prefix of the operator's: choose another name", param="name"
             )
         self._client.check_up()
+        self._client.check_awake()
         prefix = await asyncio.to_thread(self._new, tenant.name, name, source)
         async with self._lock:
             before = self._current.get((tenant.name, name))
