@@ -12,7 +12,7 @@ def load(options: EngineOptions) -> SimpleNamespace:
     settled = options.replace(max_model_len=64)
     engine = SimpleNamespace(
         stats=stats, num_waiting=0, num_running=0, has_unfinished=lambda: False, can_step=True,
-        residence=SimpleNamespace(version=0),
+        residence=SimpleNamespace(version=0, is_ready=True),
         scheduler=SimpleNamespace(budget=SimpleNamespace(seconds=None)),
     )  # fmt: skip
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
