@@ -244,7 +244,7 @@ def test_a_killed_driver_is_followed_by_another(replicas, cluster, job, tmp_path
     output = tmp_path / "out.jsonl"
     flags = (*FLAGS, "--replicas", 1, "--ray-address", cluster, "-q")
     command = Command("batch", source, "-o", output, *flags, signal_after=(20, signal.SIGKILL))
-    killed = command.wait()
+    killed = command.wait(180)  # it starts a replica, beside those that are there
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") == 20
     assert run_file(replicas, source, output).resumed == 20
