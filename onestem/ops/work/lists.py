@@ -12,7 +12,7 @@ from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
-from onestem.ops.work.groups import Pairs, shared_groups
+from onestem.ops.work.groups import Groups, Pairs, shared_groups
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, units_of
 
@@ -212,12 +212,11 @@ def make_work(
     padded = plan.num_rows if num_rows is None else num_rows
     room = None if max_states is None else max_states - plan.num_rows
 
-    def listed(
-        room: int | None, cached: float = 1.0, merge_tokens: int = cost.merge_tokens
-    ) -> tuple[WorkList, int]:
+    def grouped(room: int | None, cost: CostModel = cost) -> Groups:
+        return shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
+
+    def listed(groups: Groups, cached: float = 1.0) -> tuple[WorkList, int]:
         """A list, and the tokens that it walks, which take `cached` of the memory's time."""
-        priced = replace(cost, merge_tokens=merge_tokens)
-        groups = shared_groups(plan, pairs, priced, int(tile_rows[-1]), room)
         blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
         model = replace(cost, crowd=cached * cost.crowd)
         cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
@@ -228,8 +227,9 @@ def make_work(
         return work, int((blocks.hi - blocks.lo).sum())
 
     if not share:
-        return listed(-1)[0]
-    work, walked = listed(room)
+        return listed(grouped(-1))[0]
+    groups = grouped(room)
+    work, walked = listed(groups)
     seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
     if not cost.together or work.num_states == 0 or seen == walked:
         return work
@@ -245,13 +245,16 @@ def make_work(
     end = end_ns(work, walked)
     if read_ns(walked) >= work.last_ns:
         # The memory is the limit: states take its time, and tokens that are in the cache do not.
-        fewer, read = listed(room, merge_tokens=2 * cost.merge_tokens)
-        if end_ns(fewer, read) < end:
-            work, end = fewer, end_ns(fewer, read)
+        fewer = grouped(room, replace(cost, merge_tokens=2 * cost.merge_tokens))
+        if not np.array_equal(fewer.walker, groups.walker):
+            other, walked = listed(fewer)
+            other_end = end_ns(other, walked)
+            if other_end < end:
+                work, end = other, other_end
     # In a small step, merging may take longer than sharing saves.
     if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end:
         return work
-    alone, seen = listed(-1, cost.read_share(different / seen))
+    alone, seen = listed(grouped(-1), cost.read_share(different / seen))
     return alone if end_ns(alone, seen) < end else work
 
 
