@@ -120,9 +120,9 @@ def _cases(
     from onestem.ops.bench.cases import CASES, TREES, decodes
 
     if named is None:
-        degrees, prefixes = _numbers("degree", degree, 1), _numbers("prefix", prefix, 0)
-        _numbers("groups", str(groups), 1)
-        _numbers("suffix", str(suffix), 1)
+        degrees, prefixes = _numbers("degree", degree), _numbers("prefix", prefix)
+        _check_least(1, groups=(groups,), degree=degrees, suffix=(suffix,))
+        _check_least(0, prefix=prefixes)
         made = decodes(groups, degrees, prefixes, suffix)
         return {f"{groups}x{degree.replace(',', 'x')} {prefix.replace(',', '+')}/{suffix}": made}
     sets = {"all": CASES, **TREES}
@@ -138,14 +138,18 @@ def _cases(
     return found
 
 
-def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
+def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{name} is {text!r}, expected numbers between commas") from None
-    if min(found) < least:
-        raise ConfigError(f"{name} is {text}, expected at least {least}")
-    return found
+
+
+def _check_least(least: int, **options: tuple[int, ...]) -> None:
+    for name, values in options.items():
+        if min(values) < least:
+            told = ",".join(map(str, values))
+            raise ConfigError(f"{name} is {told}, expected at least {least}")
 
 
 def _progress(found: dict[str, Any]) -> None:

@@ -206,16 +206,16 @@ def serve(
     search = None if rate else RateSearch(start_rate, resolution=resolution)
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
         raise ConfigError(f"log is {log}: expected a file in a folder that exists")
-    if base_url is None:
+    if prompts not in ("ids", "text"):
+        raise ConfigError(f"prompts is {prompts!r}, expected ids or text")
+    if base_url is not None:
+        _refuse_server_options(context)
+    else:
         texts = {f"the text of app {name}": file for name, file in map(_app, app or [])}
         read = texts | length_files([("question", question), ("answer", answer)])
         trace = {} if engine.trace is None else {"the trace": Path(engine.trace)}
         check_apart("log", log, read | trace)
         check_apart("trace", engine.trace, read)
-    if prompts not in ("ids", "text"):
-        raise ConfigError(f"prompts is {prompts!r}, expected ids or text")
-    if base_url is not None:
-        _refuse_server_options(context)
     load = _workload(
         seed=seed,
         apps=apps,

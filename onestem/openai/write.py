@@ -270,8 +270,10 @@ class _TextOffsets:
     def __init__(self, form: ResponseFormat, prompt: Iterable[int]) -> None:
         self._form = form
         self._num_read = 0
-        # A prompt that is echoed comes first itself.
-        self._at_start = form.num_echoed > 0 or not any(map(self._bytes, prompt))
+        # Of the next token, while nothing stands before it: a prompt that is echoed comes itself.
+        self._first = form.first_token_bytes
+        if self._first is not None and not form.num_echoed and any(map(self._bytes, prompt)):
+            self._first = None
         self._unfinished = b""  # the beginning of a character
         self._count = 0  # characters before it
 
@@ -289,11 +291,11 @@ class _TextOffsets:
 
     def _spelled(self, token: int) -> bytes:
         """What a token adds to the text."""
-        later, first = self._bytes(token), self._form.first_token_bytes
-        if not self._at_start or not later:
+        later, first = self._bytes(token), self._first
+        if first is None or not later:
             return later
-        self._at_start = False
-        return later if first is None else first(token)
+        self._first = None
+        return first(token)
 
     def _bytes(self, token: int) -> bytes:
         """What a token adds after others."""

@@ -414,7 +414,7 @@ def check_piece(piece: CompletionOutput, call: Call) -> None:
 def _form_of_echo(form: ResponseFormat, text: str, ids: Sequence[int]) -> ResponseFormat:
     """The form in which a prompt's first token begins its text: as it stands, where the text that
     was sent begins with a space that the tokenizer keeps."""
-    if form.token_bytes is None:
+    if form.token_bytes is None or form.logprobs is None:
         return form
     spelled = b"".join(form.token_bytes(token) for token in ids if token not in form.special_ids)
     return replace(form, first_token_bytes=None) if spelled == text.encode() else form
