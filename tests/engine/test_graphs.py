@@ -32,11 +32,11 @@ OPTIONS = {"num_pages": 64, "page_size": 4}
 
 
 class Replayed(graphs.GraphRunner):
-    """`replays`: the size of each graph that was replayed; `words`: of the lists that fitted;
+    """`replays`: the shape of each graph that was replayed; `words`: of the lists that fitted;
     `joined`: how many of those walk short runs as one."""
 
     def __init__(self, *args, **options) -> None:
-        self.replays: list[int] = []
+        self.replays: list[graphs._Shape] = []
         self.words: list[int] = []
         self.joined = 0
         super().__init__(*args, **options)
@@ -50,13 +50,13 @@ class Replayed(graphs.GraphRunner):
             self.joined += sum(len(work.pages) > len(work.plan.run_pages) for work in lists)
         return fits
 
-    def _capture(self, size: int):
-        hidden = torch.empty(size, self.decoder.config.hidden_size)
+    def _capture(self, shape: graphs._Shape):
+        hidden = torch.empty(shape.rows, self.decoder.config.hidden_size)
 
         @torch.inference_mode()
         def replay() -> None:
-            self.replays.append(size)
-            hidden.copy_(self._fixed_forward(size))
+            self.replays.append(shape)
+            hidden.copy_(self._fixed_forward(shape))
 
         return SimpleNamespace(graph=SimpleNamespace(replay=replay), hidden=hidden)
 
@@ -90,6 +90,8 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
 HEAD = list(range(5, 14))
 PROMPTS = ([*HEAD, 20], [*HEAD, 30, 31], [*HEAD, *range(40, 52)])
 
+LONG = (list(range(5, 45)), [*range(5, 45), 50])
+
 
 def tokens(engine: Engine, prompts: tuple[list[int], ...] = PROMPTS) -> list[list[int]]:
     """Of requests that end one after the other."""
@@ -110,6 +112,27 @@ def test_a_work_list_that_the_fixed_buffers_do_not_hold(with_graphs, tiny) -> No
     small = with_graphs(max(roomy.launcher.runner.words) - 1)
     assert tokens(small) == want
     assert 0 < len(small.launcher.runner.replays) < len(roomy.launcher.runner.replays)
+
+
+def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
+    with_graphs, tiny, monkeypatch
+) -> None:
+    """A step of 40 rows of a prompt has such items, decodes have none. Sleep takes lists back."""
+    want = tokens(make_engine(tiny("llama"), impl="torch", **OPTIONS), LONG)
+    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 64))
+    engine = with_graphs(1 << 16)
+    assert tokens(engine, LONG) == want
+    runner = engine.launcher.runner
+    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True)}
+    assert {shape.wide for shape in runner.replays if shape.rows < 64} == {False}
+    replays = len(runner.replays)
+    runner.release_pages()
+    runner.restore_pages()
+    runner.warm_up()
+    assert set(runner._graphs) == {(1, False), (2, False), (4, False), (64, False), (64, True)}
+    assert len(runner.replays) == replays
+    for space in runner._workspaces.values():
+        assert torch.count_nonzero(space.control) == 1  # the place of the records
 
 
 @pytest.mark.parametrize("lengths", [(4, 4, 8), (5, 2, 3)], ids=str)

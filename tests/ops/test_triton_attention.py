@@ -11,6 +11,7 @@ import torch
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops import AttentionPlan, PlanBuilder, State, attention, resolve, windowed
+from onestem.ops.bench.cases import decode_step
 from onestem.ops.kv import laid_out, read_kv
 from onestem.ops.triton import (
     KernelConfig,
@@ -21,7 +22,7 @@ from onestem.ops.triton import (
     load_config,
 )
 from onestem.ops.triton.launch import Kernels, Scores, takes_heads
-from onestem.ops.work import Tile
+from onestem.ops.work import Tile, make_work
 from onestem.ops.work.lists import AT_RECORDS, RECORD
 from tests.ops.plans import SMALL, random_plan, written_slots
 
@@ -458,9 +459,21 @@ def test_steps_of_few_rows_have_a_smaller_kernel_on_hopper(group, largest):
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, hopper=True)
     kernels = Kernels(8 * group, 8, 128, 16, config, 132, False, True, True)
     for rows, queries in largest.items():
-        assert kernels.most_queries(rows) == queries
-        late = (0, 0) if queries < 128 else config.cost(132).late_ns
-        assert kernels.cost(rows).late_ns == late
+        assert kernels.most_queries(rows, wide=True) == queries
+        assert kernels.may_be_wide(rows) == (queries == 128)
+        # Without items of the widest tiles, steps of many rows have it too.
+        assert kernels.most_queries(rows, wide=False) == min(queries, 64)
+
+
+def test_one_size_of_tiles_has_one_kernel():
+    """71 query heads on a KV head (Falcon 7B)."""
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 64, 71, hopper=True)
+    kernels = Kernels(71, 1, 64, 16, config, 132, False, True, True)
+    assert [kernels.most_queries(1, wide) for wide in (False, True)] == [128, 128]
+    assert kernels.may_be_wide(1)
+    step = decode_step((1, 256), (2048, 256), page_size=16)
+    work = make_work(step.plan, kernels.cost, num_kv_heads=1, group=71)
+    assert work.num_wide == work.num_items > 0
 
 
 @NEEDS_HOPPER

@@ -17,8 +17,8 @@ from onestem.ops.bench.cases import decode_step
 from onestem.ops.reference import visible
 from onestem.ops.triton import load_config
 from onestem.ops.triton.launch import Kernels
-from onestem.ops.work import CostModel, Tile, WorkList, make_work
-from onestem.ops.work.cuts import item_times
+from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
+from onestem.ops.work.cuts import cuts_of, item_times
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
 
 
@@ -237,8 +237,8 @@ def test_second_halves_take_what_they_can(counts, lengths, num_kv_heads, group, 
         ((16,), (512,), 16, 0),
         # Half of what two rows walk would come from memory, half from the cache: they share it
         ((1, 2), (16384, 64), 17, 32),
-        # What 20 rows share comes from the cache: nothing is merged
-        ((1, 20), (1024, 64), 20, 0),
+        # 20 rows share in tiles of 64 queries: programs that multiply would begin late
+        ((1, 20), (1024, 64), 36, 180),
     ],
 )
 def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_items, num_states):
@@ -246,7 +246,7 @@ def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_ite
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
     kernels = Kernels(32, 8, 128, 16, config, 132, windowed=False, hopper=True, dependent=True)
     plan = decode_step(counts, lengths, page_size=16).plan
-    work = make_work(plan, kernels.cost(plan.num_rows), num_kv_heads=8, group=4)
+    work = make_work(plan, kernels.cost, num_kv_heads=8, group=4)
     assert (work.num_items, work.num_states) == (num_items, num_states)
 
 
@@ -259,12 +259,45 @@ def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_ite
         ((1, 4, 16, 64, 256, 1024), (256, 32, 256, 64, 32, 256), 8, 64),
     ],
 )
-def test_both_sides_have_to_spare_where_memory_is_the_limit(counts, lengths, group, multiply):
+def test_both_sides_have_to_spare_where_memory_is_the_limit(
+    counts, lengths, group, multiply, monkeypatch
+):
     """Splits that take 0.8 to 0.96 of the time of those with fewer programs that multiply."""
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, True)
     plan = decode_step(counts, lengths, page_size=16).plan
-    work = make_work(plan, config.cost(132), num_kv_heads=8, group=group)
-    assert work.split == (multiply, 132 - multiply)
+    splits = []
+
+    def recorded(*args):
+        cuts, split = cuts_of(*args)
+        splits.append(split)
+        return cuts, split
+
+    monkeypatch.setattr(lists, "cuts_of", recorded)
+    make_work(plan, config.cost(132), num_kv_heads=8, group=group)
+    assert splits[0] == (multiply, 132 - multiply)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "heads", "multiply"),
+    [
+        ((1, 8, 512), (32, 512, 256), (16, 1), False),  # 28 us instead of 35 on an H200
+        ((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32, 32), (64, 8), False),
+        ((1, 2, 64), (1024, 256, 256), (32, 8), False),
+        ((1, 1024), (8192, 128), (32, 8), True),  # 334 us instead of 435
+        ((1, 256), (16384, 128), (64, 8), True),
+    ],
+)
+def test_programs_multiply_where_that_takes_less_time(counts, lengths, heads, multiply):
+    """Else all items have at most 64 queries, and all programs read."""
+    group = heads[0] // heads[1]
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, True)
+    plan = decode_step(counts, lengths, page_size=16).plan
+    work = make_work(plan, config.cost(132), num_kv_heads=heads[1], group=group)
+    assert (work.num_wide > 0) == multiply
+    assert (work.split == (0, 132)) == (not multiply)
+    assert (work.records[:, 1].max() * group > 64) == multiply
+    assert (work.records[:, 0].max() == 2) == multiply
+    assert_shows(packed(work), plan, config.cost(132), group, work.num_states)
 
 
 @pytest.mark.parametrize("inner", [8, 32])

@@ -2,7 +2,8 @@
 
 A graph is made for each of a few batch sizes, and a step takes the next larger one. Its spare rows
 see nothing and write to a page that is never read. What a step attends to is in the plan's work
-list, which is data (`ops.triton.Workspace`): a graph serves prefixes of any number and length.
+list, which is data (`ops.triton.Workspace`): a graph serves prefixes of any number and length. But
+lists without items of the widest tiles have graphs of their own, with a smaller attention kernel.
 
 A graph ends with the hidden states. Logits are made after it, only of rows that want them: rows of
 prompts and spare rows want none, and the graphs hold no logits of their own.
@@ -14,6 +15,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +63,13 @@ class _Staging:
         return _Staging(values, values.numpy(), torch.cuda.Event())
 
 
+class _Shape(NamedTuple):
+    """What a graph is made for: rows, and whether work lists may have items of the widest tiles."""
+
+    rows: int
+    wide: bool
+
+
 @dataclass(frozen=True, eq=False)
 class _Graph:
     graph: torch.cuda.CUDAGraph
@@ -106,7 +115,7 @@ class GraphRunner(Runner):
         ]
         self._workspaces = self._make_workspaces(num_pages, page_size)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[_Shape, _Graph] = {}
 
     def _make_workspaces(self, num_pages: int, page_size: int) -> dict[_Kind, Workspace]:
         config, device = self.decoder.part, self.decoder.device
@@ -135,8 +144,14 @@ class GraphRunner(Runner):
 
     def warm_up(self) -> None:
         """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
+        for workspace in self._workspaces.values():
+            workspace.clear()
+        shares = self.share != "no-attention"
         for size in reversed(BATCH_SIZES):
-            self._graph(size)
+            spaces = self._workspaces.values()
+            if shares and any(space.kernels.may_be_wide(size) for space in spaces):
+                self._graph(_Shape(size, True))
+            self._graph(_Shape(size, False))
 
     def release_pages(self) -> None:
         """Graphs hold addresses: they are made again when the engine is awake (`warm_up`)."""
@@ -147,20 +162,25 @@ class GraphRunner(Runner):
 
     # ----------------------------------------------------------------------------- a step
 
-    def prepare(self, inputs: StepInputs, change: Change | None) -> Prepared | int:
-        """What `run` takes: for a step of few rows the batch size of its graph. A step of more, or
-        whose work list does not fit in the fixed buffers, is launched kernel by kernel."""
+    def prepare(self, inputs: StepInputs, change: Change | None) -> Prepared | _Shape:
+        """What `run` takes: for a step of few rows its graph. A step of more, or whose work list
+        does not fit in the fixed buffers, is launched kernel by kernel."""
         rows = len(inputs.positions)
         self._list_age += 1
         if change is None or self._list_age >= LIST_STEPS or not self._listed:
             self._listed = rows <= BATCH_SIZES[-1] and self._write_lists(inputs)
-            return self._size(rows) if self._listed else super().prepare(inputs, change)
+            return self._shape(rows) if self._listed else super().prepare(inputs, change)
         if self.share != "no-attention":
             for workspace in self._workspaces.values():
                 assert workspace.work is not None
                 words = workspace.work.page_word(change.runs, change.page_index)
                 workspace.advance(change.spans, words, change.pages)
-        return self._size(rows)
+        return self._shape(rows)
+
+    def _shape(self, rows: int) -> _Shape:
+        """The graph of a step of `rows`, whose work lists are written."""
+        works = (workspace.work for workspace in self._workspaces.values())
+        return _Shape(self._size(rows), any(work is not None and work.num_wide for work in works))
 
     def _size(self, rows: int) -> int:
         """Rows of the graph that a step of `rows` takes."""
@@ -178,11 +198,11 @@ class GraphRunner(Runner):
             return False
         return True
 
-    def run(self, inputs: StepInputs, prepared: Prepared | int, ids: Tensor | None) -> Logits:
-        if not isinstance(prepared, int):
+    def run(self, inputs: StepInputs, prepared: Prepared | _Shape, ids: Tensor | None) -> Logits:
+        if not isinstance(prepared, _Shape):
             return super().run(inputs, prepared, ids)
         rows = len(inputs.positions)
-        self._stage(inputs, rows, prepared)
+        self._stage(inputs, rows, prepared.rows)
         if ids is not None:
             self._inputs[0, : len(ids)].copy_(ids)
         if self.share != "no-attention":
@@ -204,17 +224,17 @@ class GraphRunner(Runner):
 
     # ----------------------------------------------------------------------------- graphs
 
-    def _graph(self, size: int) -> _Graph:
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        return self._graphs[size]
+    def _graph(self, shape: _Shape) -> _Graph:
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(shape)
+        return self._graphs[shape]
 
     @torch.inference_mode()
-    def _capture(self, size: int) -> _Graph:
+    def _capture(self, shape: _Shape) -> _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._fixed_forward(size)  # compiles kernels, which cannot be done while capturing
+            self._fixed_forward(shape)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # With several ranks, a thread of their group watches collectives meanwhile.
@@ -223,15 +243,15 @@ class GraphRunner(Runner):
             _without_collector(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
         ):
-            hidden = self._fixed_forward(size)
+            hidden = self._fixed_forward(shape)
         return _Graph(graph, hidden)
 
-    def _fixed_forward(self, size: int) -> Tensor:
-        ids, positions, slots = self._inputs[:, :size]
+    def _fixed_forward(self, shape: _Shape) -> Tensor:
+        ids, positions, slots = self._inputs[:, : shape.rows]
         self.decoder.ranks.take_first(ids)
-        return self.decoder.forward(ids, positions, self._fixed_attend(slots))
+        return self.decoder.forward(ids, positions, self._fixed_attend(slots, shape.wide))
 
-    def _fixed_attend(self, slots: Tensor) -> Attend:
+    def _fixed_attend(self, slots: Tensor, wide: bool) -> Attend:
         ops, scores = self.decoder.ops, Scores(**self.decoder.scores)
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
@@ -241,7 +261,7 @@ class GraphRunner(Runner):
                 return q
             out = torch.empty_like(q)
             workspace = self._workspaces[self._kinds[layer]]
-            workspace.launch(q, k_pages, v_pages, out, scores=scores)
+            workspace.launch(q, k_pages, v_pages, out, scores=scores, wide=wide)
             if heads.sinks is not None:
                 ops.share_sinks(out, workspace.lse, heads.sinks)
             return out

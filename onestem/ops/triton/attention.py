@@ -45,6 +45,7 @@ class _OnDevice:
     control: Tensor
     states: States
     num_merges: int
+    wide: bool
 
 
 class PreparedTriton:
@@ -93,6 +94,7 @@ class PreparedTriton:
             lse,
             Scores(scale, softcap, slopes),
             ready.num_merges,
+            ready.wide,
         )
         return State(out, lse)
 
@@ -109,7 +111,7 @@ class PreparedTriton:
         )
         work = make_work(
             self.plan,
-            kernels.cost(self.plan.num_rows),
+            kernels.cost,
             num_kv_heads=num_kv_heads,
             group=kernels.group,
             share=self.share,
@@ -117,4 +119,5 @@ class PreparedTriton:
         words = np.zeros(work.num_words, np.int32)
         work.pack(words)
         states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)
-        return _OnDevice(kernels, on_device(words, q.device), states, len(work.merges))
+        control = on_device(words, q.device)
+        return _OnDevice(kernels, control, states, len(work.merges), work.num_wide > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -115,22 +115,29 @@ class Kernels:
         hopper = hopper and config.hopper_registers is not None
         return Kernels(*shape, config, num_sms, windowed, hopper, has_hopper)
 
-    def most_queries(self, num_rows: int) -> int:
-        """Queries of the largest tile that a step of `num_rows` rows may need. `attend_hopper` is
-        compiled for it: with less code a launch begins sooner."""
+    def most_queries(self, num_rows: int, wide: bool) -> int:
+        """Queries of the largest tile that a step of `num_rows` rows may need; `wide`: whether its
+        work list has items of the widest tiles. `attend_hopper` is compiled for it: with less code
+        a launch begins sooner."""
         sizes = [tile.block_m for tile in self.config.tiles]
+        if not wide:
+            sizes = sizes[:-1] or sizes
         return next((size for size in sizes if size >= num_rows * self.group), sizes[-1])
+
+    def may_be_wide(self, num_rows: int) -> bool:
+        """Whether a step of `num_rows` rows may have items of the widest tiles."""
+        tiles = self.config.tiles
+        return len(tiles) == 1 or num_rows * self.group > tiles[-2].block_m
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
-    def cost(self, num_rows: int) -> CostModel:
-        """The cost model that decides about sharing and cuts in a step of `num_rows` rows."""
-        cost = self.config.cost(self.num_sms)
-        few = self.most_queries(num_rows) < cost.tiles[-1].block_m
-        return replace(cost, late_ns=(0.0, 0.0)) if few else cost
+    @property
+    def cost(self) -> CostModel:
+        """The cost model that decides about sharing and cuts."""
+        return self.config.cost(self.num_sms)
 
     def launch(
         self,
@@ -143,18 +150,20 @@ class Kernels:
         lse: Tensor,
         scores: Scores | None = None,
         num_merges: int | None = None,
+        wide: bool = True,
     ) -> None:
         """Launch all kernels on the current stream; see `Workspace.launch`.
 
-        `num_merges`: rows that the work list merges; 0: there is no second launch. None: all rows,
-        as needed for a launch that a graph replays for other plans.
+        `wide`: whether the work list may have items of the widest tiles. `num_merges`: rows that it
+        merges; 0: there is no second launch. None: all rows, as needed for a launch that a graph
+        replays for other plans.
         """
         scores = scores or Scores(1 / math.sqrt(self.head_dim))
         tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
         if self.hopper:
-            self._attend_hopper(tensors, scores, self.most_queries(len(q)))
+            self._attend_hopper(tensors, scores, self.most_queries(len(q), wide))
         else:
-            if len(q) * self.group > self.config.tiles[-2].block_m:
+            if wide and self.may_be_wide(len(q)):
                 self._attend(1, tensors, scores)
             self._attend(0, tensors, scores)
         self.merge(control, states, out, lse, num_merges)

@@ -88,15 +88,20 @@ class Workspace:
                 self.max_states, self.num_q_heads, self.head_dim, self.device
             )
         self.control = torch.zeros(self.max_words, dtype=torch.int32, device=self.device)
-        # Until a list is uploaded there are no items. A kernel that looks ahead then reads the
-        # record before the first one, which must be inside the buffer.
-        self.control[AT_RECORDS] = RECORD
+        self.clear()
         shape = (self.max_rows, self.num_q_heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._hosts = [self._host(), self._host()]
         self._turn = 0
         self._words = 0
         self._grow: np.ndarray | None = None
+
+    def clear(self) -> None:
+        """Take the uploaded list back: until the next one there are no items."""
+        self.control.zero_()
+        # A kernel that looks ahead reads the record before the first one, which must be inside the
+        # buffer.
+        self.control[AT_RECORDS] = RECORD
 
     def _host(self) -> _Host:
         cuda = self.device.type == "cuda"
@@ -120,7 +125,7 @@ class Workspace:
         assert self.states is not None
         self.work = make_work(
             plan,
-            self.kernels.cost(plan.num_rows if num_rows is None else num_rows),
+            self.kernels.cost,
             num_kv_heads=self.num_kv_heads,
             group=self.kernels.group,
             share=self.share,
@@ -164,6 +169,7 @@ class Workspace:
         *,
         lse: Tensor | None = None,
         scores: Scores | None = None,
+        wide: bool = True,
     ) -> None:
         """Launch the plan's attention on the current stream, without synchronisation.
 
@@ -172,7 +178,10 @@ class Workspace:
             k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, contiguous.
             lse: float32 `[as q, num_q_heads]`, natural log; default: the workspace's own `lse`.
             scores: default: scale `1 / sqrt(head_dim)`.
+            wide: False: the work list has no items of the widest tiles (`WorkList.num_wide`), and
+                the launch begins sooner.
         """
         assert self.states is not None
         lse = self.lse if lse is None else lse
-        self.kernels.launch(self.control, self.states, q, k_pages, v_pages, out, lse, scores)
+        tensors = (q, k_pages, v_pages, out, lse)
+        self.kernels.launch(self.control, self.states, *tensors, scores, wide=wide)

@@ -69,7 +69,6 @@ class WorkList:
         dest: `[num_parts]`: the state that the row's part becomes; -1: it is the row's only part.
         merges: `[num_merges, 4]`: row, its first state, number of states (0: empty row), 0.
         num_states: number of partial states.
-        last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
     """
 
     plan: AttentionPlan
@@ -83,17 +82,11 @@ class WorkList:
     dest: np.ndarray
     merges: np.ndarray
     num_states: int
-    last_ns: float
     entries: Entries = field(repr=False)
 
     @property
     def num_items(self) -> int:
         return len(self.records)
-
-    @property
-    def most_parts(self) -> int:
-        """States of the row that has the most."""
-        return int(self.merges[:, NUM_PARTS].max(initial=0))
 
     def _starts(self) -> list[int]:
         """Starts of the sections in a packed buffer, and its length: queues, records, walk, rows,
@@ -202,60 +195,71 @@ def make_work(
         max_states: states that the workspace holds. To fit, groups that save least lose their
             items, then nothing is cut: it always fits.
     """
-    tile_rows = cost.tile_rows(group)
-    if tile_rows[0] < 1:
+    if cost.tile_rows(group)[0] < 1:
         raise ConfigError(
             f"{group} query heads share a KV head, tiles hold {cost.tiles[0].block_m}: "
             "use another implementation"
         )
     pairs = pairs_of(plan)
-    padded = plan.num_rows if num_rows is None else num_rows
     room = None if max_states is None else max_states - plan.num_rows
 
     def grouped(room: int | None, cost: CostModel = cost) -> Groups:
-        return shared_groups(plan, pairs, cost, int(tile_rows[-1]), room)
+        return shared_groups(plan, pairs, cost, int(cost.tile_rows(group)[-1]), room)
 
-    def listed(groups: Groups, cached: float = 1.0) -> tuple[WorkList, int]:
-        """A list, and the tokens that it walks, which take `cached` of the memory's time."""
-        blocks = blocks_of(plan, pairs, units_of(pairs, groups, plan.num_rows), tile_rows)
+    def drafted(groups: Groups, cost: CostModel = cost, cached: float = 1.0) -> _Draft:
+        """The items of a list whose tokens take `cached` of the memory's time."""
+        units = units_of(pairs, groups, plan.num_rows)
+        blocks = blocks_of(plan, pairs, units, cost.tile_rows(group))
+        if (blocks.kind < len(cost.tiles) - 1).all():
+            cost = cost.reading()
         model = replace(cost, crowd=cached * cost.crowd)
         cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
         deal = Deal(split, num_kv_heads, cost.crowded(2 * split[1]) if cost.together else cost)
-        work = _listed(plan, model, blocks, segments_of(blocks, cuts), padded, deal)
-        if max_states is not None and work.num_states > max_states:
-            work = _listed(plan, model, blocks, segments_of(blocks, cuts[:0]), padded, deal)
-        return work, int((blocks.hi - blocks.lo).sum())
+        draft = _drafted(plan, model, blocks, cuts, deal)
+        if max_states is not None and draft.num_states > max_states:
+            draft = _drafted(plan, model, blocks, cuts[:0], deal)
+        return draft
 
-    if not share:
-        return listed(grouped(-1))[0]
-    groups = grouped(room)
-    work, walked = listed(groups)
-    seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
-    if not cost.together or work.num_states == 0 or seen == walked:
-        return work
-    different = _different_tokens(pairs)
+    def best() -> _Draft:
+        if not share:
+            return drafted(grouped(-1))
+        groups = grouped(room)
+        draft = drafted(groups)
+        seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
+        if not cost.together or draft.num_states == 0 or seen == draft.walked:
+            return draft
+        different = _different_tokens(pairs)
 
-    def read_ns(walked: int) -> float:
-        return cost.read_share(different / walked) * walked * num_kv_heads * cost.memory_ns
+        def read_ns(draft: _Draft) -> float:
+            share = cost.read_share(different / draft.walked)
+            return share * draft.walked * num_kv_heads * cost.memory_ns
 
-    def end_ns(work: WorkList, walked: int) -> float:
-        num_states = work.num_states * num_kv_heads * group
-        return cost.end_ns(work.last_ns, read_ns(walked), num_states, work.most_parts)
+        def end_ns(draft: _Draft) -> float:
+            num_states = draft.num_states * num_kv_heads * group
+            memory_ns = cost.beside_factor * read_ns(draft) if draft.num_wide else read_ns(draft)
+            return cost.end_ns(draft.last_ns, memory_ns, num_states, draft.most_parts)
 
-    end = end_ns(work, walked)
-    if read_ns(walked) >= work.last_ns:
-        # The memory is the limit: states take its time, and tokens that are in the cache do not.
-        fewer = grouped(room, replace(cost, merge_tokens=2 * cost.merge_tokens))
-        if not np.array_equal(fewer.walker, groups.walker):
-            other, walked = listed(fewer)
-            other_end = end_ns(other, walked)
-            if other_end < end:
-                work, end = other, other_end
-    # In a small step, merging may take longer than sharing saves.
-    if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end:
-        return work
-    alone, seen = listed(grouped(-1), cost.read_share(different / seen))
-    return alone if end_ns(alone, seen) < end else work
+        if read_ns(draft) >= draft.last_ns:
+            # The memory is the limit: states take its time, and tokens that are in the cache do
+            # not.
+            fewer = grouped(room, replace(cost, merge_tokens=2 * cost.merge_tokens))
+            if not np.array_equal(fewer.walker, groups.walker):
+                draft = min(draft, drafted(fewer), key=end_ns)
+        if draft.num_wide and len(cost.tiles) > 1:
+            # Programs that multiply begin late, and one side may have to wait for the other.
+            small = cost.reading()
+            # As much of two halves of a program, where a tile's rows are half as many.
+            token_ns = max(small.tiles[-2].token_ns, small.row_ns(2 * small.programs[1]))
+            multiplied = draft.wide_tokens * num_kv_heads * token_ns
+            if multiplied < end_ns(draft) * small.programs[1]:
+                draft = min(draft, drafted(grouped(room, small), small), key=end_ns)
+        # In a small step, merging may take longer than sharing saves.
+        if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end_ns(draft):
+            return draft
+        alone = drafted(grouped(-1), cached=cost.read_share(different / seen))
+        return min(draft, alone, key=end_ns)
+
+    return _listed(plan, best(), plan.num_rows if num_rows is None else num_rows)
 
 
 def _different_tokens(pairs: Pairs) -> int:
@@ -267,29 +271,83 @@ def _different_tokens(pairs: Pairs) -> int:
     return int((end - first).sum())
 
 
-def _listed(
-    plan: AttentionPlan,
-    cost: CostModel,
-    blocks: Blocks,
-    parts: Segments,
-    num_rows: int,
-    deal: Deal,
-) -> WorkList:
-    """The arrays of a work list, its items in order."""
-    head = np.flatnonzero(np.diff(parts.item, prepend=-1))  # the first segment of each item
-    block = blocks.block[parts.entry[head]]
-    kind, count = blocks.kind[block], blocks.num_rows[block]
-    wide = kind == len(cost.tiles) - 1
-    walks = _walks(plan, blocks, parts, tile_columns(cost, kind)[0])
-    head = np.flatnonzero(np.diff(walks.item, prepend=-1))
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """Items of a list, dealt out: what its end is estimated from, and `_listed` makes arrays of.
+
+    Attributes:
+        blocks: of rows, with the `block` that each item belongs to.
+        walks: the items' entries; `head`: the first of each.
+        order, queues: as `Deal.in_order` has them; `split` as in `WorkList`.
+        rows: the rows of all items, as in `WorkList`; parts: `[num_rows]`, the items of each row.
+        walked: tokens that items walk.
+        num_wide: as in `WorkList`; wide_tokens: tokens that those items walk.
+        last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
+    """
+
+    blocks: Blocks
+    block: np.ndarray
+    walks: _Walks
+    head: np.ndarray
+    order: np.ndarray
+    queues: np.ndarray
+    split: tuple[int, int]
+    rows: np.ndarray
+    parts: np.ndarray
+    walked: int
+    num_wide: int
+    wide_tokens: int
+    last_ns: float
+
+    @property
+    def num_states(self) -> int:
+        return int(self.parts[self.parts > 1].sum())
+
+    @property
+    def most_parts(self) -> int:
+        """States of the row that has the most."""
+        return int(self.parts.max(initial=0))
+
+
+def _drafted(
+    plan: AttentionPlan, cost: CostModel, blocks: Blocks, cuts: np.ndarray, deal: Deal
+) -> _Draft:
+    segments = segments_of(blocks, cuts)
+    head = np.flatnonzero(np.diff(segments.item, prepend=-1))  # the first segment of each item
+    block = blocks.block[segments.entry[head]]
+    kind, widest = blocks.kind[block], len(cost.tiles) - 1
+    length = blocks.hi - blocks.lo
+    walks = _walks(plan, blocks, segments, tile_columns(cost, kind)[0])
     order, queues = deal.in_order(_item_ns(deal.cost, kind, walks), kind)
-    rows = blocks.rows[ragged(blocks.row_start[block], count)]
+    rows = blocks.rows[ragged(blocks.row_start[block], blocks.num_rows[block])]
+    return _Draft(
+        blocks=blocks,
+        block=block,
+        walks=walks,
+        head=np.flatnonzero(np.diff(walks.item, prepend=-1)),
+        order=order,
+        queues=queues,
+        split=deal.split,
+        rows=rows,
+        parts=np.bincount(rows, minlength=plan.num_rows),
+        walked=int(length.sum()),
+        num_wide=int(np.count_nonzero(kind == widest)),
+        wide_tokens=int(length[blocks.kind[blocks.block] == widest].sum()),
+        last_ns=_last_ns(queues, order, kind, walks, cost),
+    )
+
+
+def _listed(plan: AttentionPlan, draft: _Draft, num_rows: int) -> WorkList:
+    """The arrays of a work list, its items in order."""
+    walks, head, order = draft.walks, draft.head, draft.order
+    count = draft.blocks.num_rows[draft.block]
     entries = walks.words
     more = np.ones(len(entries), bool)
     more[head] = False
 
     records = np.zeros((len(head), RECORD), np.int32)
     num_walk = np.diff(np.append(head, len(entries)))
+    kind = draft.blocks.kind[draft.block]
     columns = (kind, count, before(count), num_walk, before(num_walk - 1))
     for column, values in enumerate(columns):
         records[:, column] = values
@@ -297,23 +355,22 @@ def _listed(
     place_of_item = np.empty(len(head), np.int64)
     place_of_item[order] = np.arange(len(head))
     place = np.where(more, np.cumsum(more) - 1, place_of_item[walks.item])
-    dest, merges, num_states = _merges(rows, num_rows)
+    dest, merges = _merges(draft.rows, draft.parts, num_rows)
     if len(head):
         partial = np.add.reduceat(dest >= 0, before(count), dtype=np.int64)
         records[:, SHARED] = np.where(partial == count, 1, np.where(partial > 0, 2, 0))
     return WorkList(
         plan=plan,
-        num_wide=int(wide.sum()),
-        split=deal.split,
-        queues=_with_records(queues, records[order]),
+        num_wide=draft.num_wide,
+        split=draft.split,
+        queues=_with_records(draft.queues, records[order]),
         records=records[order],
         walk=entries[more],
         pages=walks.pages,
-        rows=rows.astype(np.int32),
+        rows=draft.rows.astype(np.int32),
         dest=dest,
         merges=merges,
-        num_states=num_states,
-        last_ns=_last_ns(queues, order, kind, walks, cost),
+        num_states=draft.num_states,
         entries=Entries(walks.span, walks.last, more, place),
     )
 
@@ -420,18 +477,20 @@ def _last_ns(
     """Time at which the last program ends that has items of `queues` (`Deal.in_order`)."""
     start, stop, _, few = queues.T
     used = start < stop
-    crowded = cost.crowded(int(np.count_nonzero(used & (few >= 0))), cost.crowd)
+    readers, in_rows = (int(np.count_nonzero(used & side)) for side in (few >= 0, few > start))
+    crowded = cost.crowded(readers, cost.crowd, in_rows)
     ends = np.append(0.0, np.cumsum(_item_ns(crowded, kind, walks)[order]))
     first = np.arange(len(queues)) % 2 == 0
     late = np.where(few < 0, cost.late_ns[1], cost.late_ns[0] * first) * used
     return float((ends[stop] - ends[start] + late).max(initial=0.0))
 
 
-def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """`dest`, `merges`, and the number of states; a row's states are adjacent."""
-    parts = np.bincount(item_rows, minlength=num_rows)
-    slots = np.where(parts > 1, parts, 0)
-    start = before(slots)
+def _merges(
+    item_rows: np.ndarray, parts: np.ndarray, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`dest` and `merges`; a row's states are adjacent. parts: the items of each row."""
+    parts = np.append(parts, np.zeros(num_rows - len(parts), np.int64))
+    start = before(np.where(parts > 1, parts, 0))
     order = argsort(item_rows)
     nth = np.empty(len(item_rows), np.int64)
     nth[order] = np.arange(len(item_rows)) - np.repeat(before(parts), parts)
@@ -440,4 +499,4 @@ def _merges(item_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarra
     merges = np.zeros((len(merged), 4), np.int32)
     merges[:, MERGED_ROW], merges[:, FIRST_STATE] = merged, start[merged]
     merges[:, NUM_PARTS] = parts[merged]
-    return dest.astype(np.int32), merges, int(slots.sum())
+    return dest.astype(np.int32), merges

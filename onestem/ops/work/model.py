@@ -49,13 +49,17 @@ class CostModel:
         cached_share: the part of `memory_ns` that a token in the cache takes.
         crowd: the part of `memory_ns` by which each program that reads at the same time slows a
             token of the others down: they do not all wait at the same time.
+        row_crowd: the part of a token's time in the cache by which each program that reads for 9 to
+            64 queries slows the others of them down.
         bound_factor: how many times as long programs that multiply take where the memory is the
             limit: they get their share of it like all others.
         merge_ns: time of merging itself.
         mixed_factor: how many times as long tokens from memory take beside tokens from the cache.
+        beside_factor: how many times as long all tokens take beside programs that multiply.
         state_share: time of each state and query head, in `memory_ns`: it is written and read, and
             has as many bytes as a token.
         part_ns: time of each state of the row that has the most: they are merged in turn.
+        multiply: whether there are items of the widest tiles.
 
     `late_ns` and all after it are fitted to 35 trees and to steps of few rows
     (docs/gpu-attention.md).
@@ -72,15 +76,25 @@ class CostModel:
     entry_ns: float = 600.0
     cached_share: float = 0.54
     crowd: float = 0.5
+    row_crowd: float = 1.3
     bound_factor: float = 1.5
     merge_ns: float = 3000.0
     mixed_factor: float = 1.1
+    beside_factor: float = 1.1
     state_share: float = 1.5
     part_ns: float = 24.0
+    multiply: bool = True
 
     def tile_rows(self, group: int) -> np.ndarray:
-        """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head."""
-        return np.array([tile.block_m // group for tile in self.tiles])
+        """int64 `[num_tiles]`: rows of each tile, with `group` query heads per KV head; those that
+        no item has count as the next narrower."""
+        rows = [tile.block_m // group for tile in self.tiles]
+        return np.array(rows if self.multiply else [*rows[:-1], rows[-2]])
+
+    def reading(self) -> CostModel:
+        """The model of lists whose items all read: no program begins late, since the kernel of
+        these has less code (`Kernels.most_queries`)."""
+        return replace(self, multiply=len(self.tiles) == 1, late_ns=(0.0, 0.0))
 
     def read_share(self, different: float) -> float:
         """The part of the memory's time that tokens take of which a part, `different`, comes from
@@ -94,8 +108,17 @@ class CostModel:
         merge += self.part_ns * parts
         return max(last_ns, memory_ns) + merge * (num_states > 0)
 
-    def crowded(self, readers: int, crowd: float = 1.0) -> CostModel:
-        """The model with `readers` programs reading at a time: together no faster than memory."""
+    def crowded(self, readers: int, crowd: float = 1.0, in_rows: int = 0) -> CostModel:
+        """The model with `readers` programs reading at a time: together no faster than memory.
+        `in_rows` of them have tiles of the second of three shapes: together no faster than the
+        cache."""
         slowest = crowd * self.memory_ns * readers
-        narrow = (replace(t, token_ns=max(t.token_ns, slowest)) for t in self.tiles[:-1])
-        return replace(self, tiles=(*narrow, self.tiles[-1]))
+        tiles = [replace(t, token_ns=max(t.token_ns, slowest)) for t in self.tiles[:-1]]
+        if len(tiles) > 1:
+            row_ns = max(tiles[1].token_ns, self.row_ns(in_rows))
+            tiles[1] = replace(tiles[1], token_ns=row_ns)
+        return replace(self, tiles=(*tiles, self.tiles[-1]))
+
+    def row_ns(self, in_rows: int) -> float:
+        """Time of a token in the cache for each of `in_rows` programs that read it at a time."""
+        return self.row_crowd * self.cached_share * self.memory_ns * in_rows
