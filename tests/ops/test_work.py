@@ -313,6 +313,31 @@ def test_states_are_dear_where_memory_is_the_limit(inner):
     assert [each.num_states for each in work] == [2 * 1024, 3 * 1024]
 
 
+@pytest.mark.parametrize(
+    ("heads", "counts", "lengths", "begin_in_rows"),
+    [
+        # 256 items in rows and 1,024 others for 264 halves: half of them read from the start
+        ((16, 1), (1, 4, 16, 64, 256, 1024), (256, 32, 256, 64, 32, 256), 128),
+        # 16 for each of 8 KV heads and 33 halves: no half has two
+        ((32, 8), (1, 4, 256), (32, 256, 32), 128),
+        # Own runs take much longer than what is shared
+        ((16, 8), (1, 4, 16, 64, 256, 1024), (256, 32, 256, 64, 32, 256), 256),
+    ],
+)
+def test_some_halves_read_from_memory_from_the_start(heads, counts, lengths, begin_in_rows):
+    """What items in rows walk comes from the cache. Dealt out to all halves, they would begin with
+    it and leave the memory idle: 62 us instead of 55 on an H200 (16/1)."""
+    group = heads[0] // heads[1]
+    config, _ = load_config("NVIDIA H200", torch.bfloat16, 128, group, True)
+    plan = decode_step(counts, lengths, page_size=16).plan
+    work = make_work(plan, config.cost(132), num_kv_heads=heads[1], group=group)
+    start, few = work.queues[:, 6], work.queues[:, 15]
+    assert work.num_wide == 0
+    assert np.count_nonzero(few > start) == begin_in_rows
+    assert (few - start).sum() == np.count_nonzero(work.records[:, 0] == 1) * heads[1]
+    assert_shows(packed(work), plan, config.cost(132), group, work.num_states)
+
+
 def test_items_take_whole_tiles():
     times = item_times(np.array([1, 64, 65, 128]), 64, 1000.0, 10.0)
     assert times.tolist() == [1640, 1640, 2280, 2280]
