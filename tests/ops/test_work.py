@@ -15,7 +15,7 @@ from onestem.errors import ConfigError
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.bench.cases import decode_step
 from onestem.ops.reference import visible
-from onestem.ops.triton import load_config
+from onestem.ops.triton import Workspace, load_config
 from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
 from onestem.ops.work.cuts import cuts_of, item_times
@@ -311,6 +311,77 @@ def test_states_are_dear_where_memory_is_the_limit(inner):
         for cost in (config.cost(132), dataclasses.replace(config.cost(132), memory_ns=0.01))
     ]
     assert [each.num_states for each in work] == [2 * 1024, 3 * 1024]
+
+
+def drafts_of(monkeypatch) -> list[int]:
+    """A list that grows by one with each list that `make_work` deals out."""
+    made: list[int] = []
+    drafted = lists._drafted
+
+    def counted(*args):
+        made.append(len(made))
+        return drafted(*args)
+
+    monkeypatch.setattr(lists, "_drafted", counted)
+    return made
+
+
+@pytest.mark.parametrize("counts", [(1, 64), (1, 1024)])  # items with at most 64 queries, and more
+def test_similar_steps_keep_the_choice(counts, monkeypatch):
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
+    drafts = drafts_of(monkeypatch)
+
+    def made(num_rows, own, choice):
+        drafts.clear()
+        plan = decode_step((1, num_rows), (2048, own), page_size=16).plan
+        work = make_work(plan, config.cost(132), num_kv_heads=8, group=4, choice=choice)
+        return work, len(drafts)
+
+    first, count = made(counts[1], 64, None)
+    assert count == 2
+    assert first.choice is not None
+    assert first.choice.multiply == (first.num_wide > 0) == (counts[1] == 1024)
+    again, count = made(counts[1], 64, first.choice)
+    assert count == 1
+    assert again.choice is None
+    for name in ("queues", "records", "walk", "rows", "dest", "merges"):
+        assert np.array_equal(getattr(again, name), getattr(first, name))
+    for num_rows, own in ((counts[1] * 7 // 8 + 1, 64), (counts[1], 128)):
+        other, count = made(num_rows, own, first.choice)
+        assert count == 1
+        assert (other.num_wide > 0) == first.choice.multiply
+    for num_rows, own in ((counts[1] * 3 // 4, 64), (counts[1], 512)):
+        other, count = made(num_rows, own, first.choice)
+        assert other.choice is not None
+        assert count >= 2
+
+
+def test_a_workspace_compares_now_and_then(monkeypatch):
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
+    kernels = Kernels(32, 8, 128, 16, config, 132, windowed=False, hopper=True, dependent=True)
+    space = Workspace(
+        max_rows=64, num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    space.kernels = kernels
+    plan = decode_step((1, 64), (2048, 64), page_size=16).plan
+    drafts, compared = drafts_of(monkeypatch), []
+    for _ in range(40):
+        drafts.clear()
+        space.write(plan)
+        compared.append(len(drafts) > 1)
+    assert np.flatnonzero(compared).tolist() == [0, 17, 34]
+
+
+def test_a_step_of_prompts_alone_has_no_item_that_reads():
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
+    builder = PlanBuilder(16)
+    prompt = builder.add_run(np.arange(32, dtype=np.int32), 0, 512, 0)
+    builder.add_span(0, 512, prompt, 1, step=1)
+    plan = builder.build(np.arange(512))
+    work = make_work(plan, config.cost(132), num_kv_heads=8, group=4)
+    assert work.num_wide == work.num_items > 0
+    assert_shows(packed(work), plan, config.cost(132), 4, work.num_states)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def _hands_in_rows(rows: np.ndarray, few: np.ndarray, hands: int) -> int:
     with few queries. What rows share comes from the cache. So where most hands would begin with
     it, and it takes long, a part of them does, and the others read from memory meanwhile."""
     shared, own = float(rows.sum()), float(few.sum())
-    if len(rows) < MOST_HANDS * hands or not LONG * own <= shared <= 2 * own:
+    if len(rows) <= MOST_HANDS * hands or not LONG * own <= shared <= 2 * own:
         return hands
     longest = float(rows.max())
     rounds = int((shared + own) / hands // longest)

@@ -16,7 +16,17 @@ from onestem.ops.work.groups import Groups, Pairs, shared_groups
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, units_of
 
-__all__ = ["ENTRY", "HEADER", "QUEUE", "QUEUED", "RECORD", "ListTooLong", "WorkList", "make_work"]
+__all__ = [
+    "Choice",
+    "ENTRY",
+    "HEADER",
+    "QUEUE",
+    "QUEUED",
+    "RECORD",
+    "ListTooLong",
+    "WorkList",
+    "make_work",
+]
 
 HEADER = 16  # words before the records
 QUEUED = 16  # words of a queue
@@ -37,6 +47,8 @@ FIRST_ENTRY = 8
 QUEUE_HEAD, QUEUE_START, QUEUE_STOP, QUEUE_FEW = 0, 6, 7, 15
 LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
 MERGED_ROW, FIRST_STATE, NUM_PARTS = range(3)
+
+SIMILAR = 8  # steps whose rows and tokens differ by at most this part keep a `Choice`
 
 
 class ListTooLong(ConfigError):
@@ -69,6 +81,7 @@ class WorkList:
         dest: `[num_parts]`: the state that the row's part becomes; -1: it is the row's only part.
         merges: `[num_merges, 4]`: row, its first state, number of states (0: empty row), 0.
         num_states: number of partial states.
+        choice: whether items of the widest tiles pay, if it was asked.
     """
 
     plan: AttentionPlan
@@ -82,6 +95,7 @@ class WorkList:
     dest: np.ndarray
     merges: np.ndarray
     num_states: int
+    choice: Choice | None
     entries: Entries = field(repr=False)
 
     @property
@@ -176,6 +190,21 @@ class Entries:
     place: np.ndarray
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Whether a list of a step of `num_rows` rows that see `tokens` in all has items of the widest
+    tiles. To compare takes as long as a second list."""
+
+    num_rows: int
+    tokens: int
+    multiply: bool
+
+    def holds(self, num_rows: int, tokens: int) -> bool:
+        """Whether it is likely to be the same for such a step."""
+        pairs = ((num_rows, self.num_rows), (tokens, self.tokens))
+        return all(abs(new - old) * SIMILAR <= old for new, old in pairs)
+
+
 def make_work(
     plan: AttentionPlan,
     cost: CostModel,
@@ -185,6 +214,7 @@ def make_work(
     share: bool = True,
     num_rows: int | None = None,
     max_states: int | None = None,
+    choice: Choice | None = None,
 ) -> WorkList:
     """The work list of a plan.
 
@@ -194,6 +224,7 @@ def make_work(
         num_rows: rows of the output, empty from the plan's on; default: the plan's.
         max_states: states that the workspace holds. To fit, groups that save least lose their
             items, then nothing is cut: it always fits.
+        choice: of an earlier step, to keep if this step is similar.
     """
     if cost.tile_rows(group)[0] < 1:
         raise ConfigError(
@@ -220,14 +251,17 @@ def make_work(
             draft = _drafted(plan, model, blocks, cuts[:0], deal)
         return draft
 
-    def best() -> _Draft:
+    def best() -> tuple[_Draft, Choice | None]:
         if not share:
-            return drafted(grouped(-1))
-        groups = grouped(room)
-        draft = drafted(groups)
+            return drafted(grouped(-1)), None
         seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
+        kept = choice is not None and choice.holds(plan.num_rows, seen)
+        small = cost.reading()
+        model = small if kept and choice is not None and not choice.multiply else cost
+        groups = grouped(room, model)
+        draft = drafted(groups, model)
         if not cost.together or draft.num_states == 0 or seen == draft.walked:
-            return draft
+            return draft, None
         different = _different_tokens(pairs)
 
         def read_ns(draft: _Draft) -> float:
@@ -239,27 +273,29 @@ def make_work(
             memory_ns = cost.beside_factor * read_ns(draft) if draft.num_wide else read_ns(draft)
             return cost.end_ns(draft.last_ns, memory_ns, num_states, draft.most_parts)
 
-        if read_ns(draft) >= draft.last_ns:
+        if model is cost and read_ns(draft) >= draft.last_ns:
             # The memory is the limit: states take its time, and tokens that are in the cache do
             # not.
             fewer = grouped(room, replace(cost, merge_tokens=2 * cost.merge_tokens))
             if not np.array_equal(fewer.walker, groups.walker):
                 draft = min(draft, drafted(fewer), key=end_ns)
-        if draft.num_wide and len(cost.tiles) > 1:
+        made = None
+        if draft.num_wide and len(cost.tiles) > 1 and not kept:
             # Programs that multiply begin late, and one side may have to wait for the other.
-            small = cost.reading()
-            # As much of two halves of a program, where a tile's rows are half as many.
+            # Two halves of a program walk as much as it, where a tile's rows are half as many.
             token_ns = max(small.tiles[-2].token_ns, small.row_ns(2 * small.programs[1]))
             multiplied = draft.wide_tokens * num_kv_heads * token_ns
             if multiplied < end_ns(draft) * small.programs[1]:
                 draft = min(draft, drafted(grouped(room, small), small), key=end_ns)
+            made = Choice(plan.num_rows, seen, draft.num_wide > 0)
         # In a small step, merging may take longer than sharing saves.
         if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end_ns(draft):
-            return draft
+            return draft, made
         alone = drafted(grouped(-1), cached=cost.read_share(different / seen))
-        return min(draft, alone, key=end_ns)
+        return min(draft, alone, key=end_ns), made
 
-    return _listed(plan, best(), plan.num_rows if num_rows is None else num_rows)
+    draft, made = best()
+    return _listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
 
 
 def _different_tokens(pairs: Pairs) -> int:
@@ -337,7 +373,7 @@ def _drafted(
     )
 
 
-def _listed(plan: AttentionPlan, draft: _Draft, num_rows: int) -> WorkList:
+def _listed(plan: AttentionPlan, draft: _Draft, num_rows: int, choice: Choice | None) -> WorkList:
     """The arrays of a work list, its items in order."""
     walks, head, order = draft.walks, draft.head, draft.order
     count = draft.blocks.num_rows[draft.block]
@@ -371,6 +407,7 @@ def _listed(plan: AttentionPlan, draft: _Draft, num_rows: int) -> WorkList:
         dest=dest,
         merges=merges,
         num_states=draft.num_states,
+        choice=choice,
         entries=Entries(walks.span, walks.last, more, place),
     )
 
