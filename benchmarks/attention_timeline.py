@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from onestem.cli.bench_attention import head_counts
 from onestem.ops.bench.cases import CASES, Heads, Step, decode_step, make_tensors, tree_levels
 from onestem.ops.bench.timing import graph_ms
 from onestem.ops.triton import Workspace, kernels, sm90
+from onestem.ops.triton import launch as launching
 from onestem.ops.triton.launch import MERGING
 
 WORDS = 16  # of a program
@@ -220,30 +223,36 @@ def launch(
     stamps: torch.Tensor,
     ends: torch.Tensor,
 ) -> None:
-    """What `Kernels.launch` does, with the stamped copies."""
+    """What `Kernels.launch` does, with the stamped copies. They have `stamps` in the place of the
+    slopes, and `ends` as their last tensor."""
     q, k, v, out = tensors
-    shape, config, states = space.kernels, space.kernels.config, space.states
+    work, states = space.work, space.states
+    assert work is not None
     assert states is not None
-    assert config.hopper_registers is not None
-    block_n = config.tiles[-1].block_n
-    box = sm90.box_tokens(space.page_size, block_n)
-    common: dict[str, Any] = {"HEAD_DIM": space.head_dim, "BLOCK_D": space.head_dim}
-    attend.attend_hopper[(shape.num_sms,)](
-        space.control, q, *sm90.descriptors(k, v, box), out, space.lse, states.out, states.lse,
-        stamps, space.head_dim**-0.5, 0.0, len(space.control), NUM_KV_HEADS=space.num_kv_heads,
-        GROUP=shape.group, PAGE_SIZE=space.page_size, BLOCK_N=block_n, STAGES=config.stages[-1],
-        BOX=box, COLUMNS=config.tiles[0].block_m if len(config.tiles) > 2 else 0,
-        MOST=shape.most_queries(len(q)), WINDOWED=False, ALIBI=False, SOFTCAP=False,
-        REGISTERS=config.hopper_registers[0], COPY_REGISTERS=config.hopper_registers[1], **common,
-        num_warps=4,
-    )  # fmt: skip
-    assert space.work is not None
-    if len(space.work.merges) == 0:
-        return
-    merge.merge_kernel[(min(len(space.work.merges) * space.num_q_heads, len(ends)),)](
-        space.control, out, space.lse, states.out, states.lse, ends, NUM_HEADS=space.num_q_heads,
-        UNROLL=8, DEPENDENT=True, **common, num_warps=1, launch_pdl=True,
-    )  # fmt: skip
+    attending = _Stamped(attend.attend_hopper, lambda args: (*args[:8], stamps, *args[9:]))
+    merging = _Stamped(merge.merge_kernel, lambda args: (*args, ends))
+    with (
+        mock.patch.object(sm90, "attend_hopper", attending),
+        mock.patch.object(launching, "merge_kernel", merging),
+    ):
+        space.kernels.launch(
+            space.control, states, q, k, v, out, space.lse, num_merges=len(work.merges),
+            wide=work.num_wide > 0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stamped:
+    """Stands for a kernel: launches a stamped copy of it, whose arguments `changed` makes."""
+
+    kernel: Any
+    changed: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.kernel[grid](*self.changed(args), **options)
+
+        return launch
 
 
 if __name__ == "__main__":
