@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from onestem.ops.bench.cases import CASES, Heads, Step, decode_step, make_tensor
 from onestem.ops.bench.measure import device_facts
 from onestem.ops.bench.timing import graph_ms
 from onestem.ops.triton import TritonAttention, load_config
-from onestem.ops.work import cuts, make_work
+from onestem.ops.work import CostModel, cuts, make_work
 
 HERE = Path(__file__).parent
 PREFIXES = (1024, 2048, 4096, 8192, 16384)
@@ -85,15 +85,21 @@ def chosen_split(step: Step, heads: Heads, device: torch.device) -> tuple[int, i
     config, _ = load_config(name, heads.dtype, heads.head_dim, group, True)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     cost = config.cost(programs)
-    work = make_work(step.plan, cost, num_kv_heads=heads.num_kv_heads, group=group)
+    with always_multiplying():
+        work = make_work(step.plan, cost, num_kv_heads=heads.num_kv_heads, group=group)
     return work.split[0], programs
 
 
 @contextmanager
 def forced(multiply: int, read: int) -> Iterator[None]:
     """Whatever the cost model says, so many programs multiply and read."""
-    with mock.patch.object(cuts, "_split", return_value=(multiply, read)):
+    with mock.patch.object(cuts, "_split", return_value=(multiply, read)), always_multiplying():
         yield
+
+
+def always_multiplying() -> AbstractContextManager[object]:
+    """Lists whose items all read are not made."""
+    return mock.patch.object(CostModel, "reading", lambda cost: cost)
 
 
 if __name__ == "__main__":
