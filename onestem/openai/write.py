@@ -13,6 +13,7 @@ from onestem.openai.schema import Kind
 from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 from onestem.scores import PathScores, Score, ScoreTask
+from onestem.utf8 import decoded, last_bytes
 
 __all__ = [
     "Chunks",
@@ -267,15 +268,17 @@ class _TextOffsets:
     """Where an answer's tokens begin in its text, in characters. A token that begins within a
     character has that character's place."""
 
-    def __init__(self, form: ResponseFormat, prompt: Iterable[int]) -> None:
+    def __init__(self, form: ResponseFormat, prompt: Sequence[int]) -> None:
         self._form = form
         self._num_read = 0
         # Of the next token, while nothing stands before it: a prompt that is echoed comes itself.
         self._first = form.first_token_bytes
-        if self._first is not None and not form.num_echoed and any(map(self._bytes, prompt)):
-            self._first = None
         self._unfinished = b""  # the beginning of a character
         self._count = 0  # characters before it
+        if not form.num_echoed:
+            before = last_bytes(map(self._bytes, reversed(prompt)))
+            self._first = None if before else self._first
+            _, self._unfinished = decoded(b"", before)
 
     def next(self, token: int) -> int:
         """The offset of the next token."""
@@ -283,10 +286,8 @@ class _TextOffsets:
         self._num_read += 1
         if self._unfinished and not _goes_on(self._unfinished + spelled[:1]):
             offset += 1  # what is unfinished becomes U+FFFD
-        data = self._unfinished + spelled
-        shown, consumed = codecs.utf_8_decode(data, "replace", False)
+        shown, self._unfinished = decoded(self._unfinished, spelled)
         self._count += len(shown)
-        self._unfinished = data[consumed:]
         return offset
 
     def _spelled(self, token: int) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.openai.write import Chunks, ResponseFormat, answer_body
 from onestem.request import CompletionOutput, RequestOutput
 
@@ -59,7 +61,7 @@ def test_offsets_count_characters_of_the_text(spelled, offsets):
     )
     (choice,) = answer_body("r", output, form)["choices"]
     assert choice["logprobs"]["text_offset"] == offsets
-    chunks, streamed = Chunks("id", 7, form, prompts=[[0]], n=1, include_usage=False), []
+    chunks, streamed = Chunks("id", 7, form, prompts=[[]], n=1, include_usage=False), []
     for token in ids:
         piece = CompletionOutput(index=0, text="", token_ids=[token], logprobs=[{token: -1.0}])
         event = json.loads(chunks.events({(0, 0): piece}).decode().removeprefix("data: "))
@@ -85,6 +87,38 @@ def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, prompt, o
     )
     output = RequestOutput(
         request_id="r", prompt=None, prompt_token_ids=prompt, outputs=[whole], finished=True
+    )
+    (choice,) = answer_body("r", output, form)["choices"]
+    assert choice["logprobs"]["text_offset"] == offsets
+
+
+@pytest.mark.parametrize(
+    ("prompt", "spelled", "offsets"),
+    [
+        (b"a\xc3", [b"\xa6", b"b"], [0, 1]),
+        (b"a\xf0\x9f", [b"\x98", b"\x80", b"b"], [0, 0, 1]),
+        (b"a\xc3", [b"b", b"c"], [1, 2]),  # what the prompt does not finish is U+FFFD
+        (b"\xc3\xa6", [b"b"], [0]),
+    ],
+)
+def test_offsets_after_a_prompt_that_ends_within_a_character(prompt, spelled, offsets):
+    pieces = [*spelled, *(bytes([byte]) for byte in prompt)]
+    ids = [*range(len(spelled), len(pieces))]
+    form = ResponseFormat(
+        kind="completion", model="m", logprobs=0, return_token_ids=False,
+        token_bytes=pieces.__getitem__,
+    )  # fmt: skip
+    tokens = [*range(len(spelled))]
+    tokenizer = SimpleNamespace(special_ids=frozenset(), token_bytes=pieces.__getitem__)
+    detokenizer = IncrementalDetokenizer(tokenizer, None, ids)
+    text = "".join([*map(detokenizer.append, tokens), detokenizer.finish()])
+    for at, piece in zip(offsets, spelled, strict=True):
+        assert not piece.isascii() or text[at:].startswith(piece.decode())
+    whole = CompletionOutput(
+        index=0, text=text, token_ids=tokens, logprobs=[{token: -1.0} for token in tokens]
+    )
+    output = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=ids, outputs=[whole], finished=True
     )
     (choice,) = answer_body("r", output, form)["choices"]
     assert choice["logprobs"]["text_offset"] == offsets

@@ -7,16 +7,14 @@ together `Tokenizer.decode` of its ids, and each token costs the same however lo
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.request import SamplingParams
+from onestem.utf8 import decoded, last_bytes
 
 __all__ = ["Detokenizer", "IncrementalDetokenizer", "NoDetokenizer"]
-
-_MOST_CONTEXT = 4  # bytes: no UTF-8 character is longer
 
 
 class Detokenizer(Protocol):
@@ -85,7 +83,7 @@ class IncrementalDetokenizer:
         """
         assert self.stop_reason is None, "text after a stop string"
         self._checks = check_stop
-        text = self._decode(self._bytes(token_id))
+        text, self._unfinished = decoded(self._unfinished, self._bytes(token_id))
         return self._release(text) if self._stops.any else text
 
     def finish(self) -> str:
@@ -95,16 +93,9 @@ class IncrementalDetokenizer:
         """
         if self.stop_reason is not None:
             return ""
-        released = self._release(self._decode(b"", final=True))
+        text, self._unfinished = decoded(self._unfinished, b"", final=True)
+        released = self._release(text)
         return released if self.stop_reason is not None else released + self._stops.rest()
-
-    def _decode(self, data: bytes, *, final: bool = False) -> str:
-        """What `codecs`' incremental decoder gives, which calls Python where this calls C."""
-        if self._unfinished:
-            data = self._unfinished + data
-        text, consumed = codecs.utf_8_decode(data, "replace", final)
-        self._unfinished = data[consumed:]
-        return text
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skipped:
@@ -121,15 +112,12 @@ class IncrementalDetokenizer:
 
     def _read_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Bring the decoder to where the prompt's last characters leave it."""
-        context: list[bytes] = []
-        for token in reversed(prompt_token_ids):
-            part = b"" if token in self._skipped else self._tokenizer.token_bytes(token)
-            context.append(part)
-            if sum(map(len, context)) >= _MOST_CONTEXT:
-                break
-        data = b"".join(reversed(context))
+        data = last_bytes(
+            b"" if token in self._skipped else self._tokenizer.token_bytes(token)
+            for token in reversed(prompt_token_ids)
+        )
         self._at_start = not data
-        self._decode(data)
+        _, self._unfinished = decoded(b"", data)
 
 
 class _StopStrings:
