@@ -59,8 +59,9 @@ def with_options(verb: Verb) -> Verb:
             said = {field: given[field] for field in fields if given[field] not in (None, [])}
             made[name] = defaults.options(kind, said)[0]
             if defaults.file is not None:
-                written = getattr(made[name], "trace", None)
-                check_apart("trace", written, {"the file of options": defaults.file})
+                written = {"trace": getattr(made[name], "trace", None), "log": given.get("log")}
+                for option, path in written.items():
+                    check_apart(option, path, {"the file of options": defaults.file})
         rest = {name: value for name, value in given.items() if name in own}
         return verb(**rest, **made)
 

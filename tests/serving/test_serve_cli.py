@@ -97,3 +97,12 @@ def test_mistakes_are_one_line(arguments, says):
     done = bench(*arguments)
     assert isinstance(done.exception, OnestemError)
     assert says in str(done.exception)
+
+
+def test_a_log_over_the_file_of_options(tmp_path):
+    config = tmp_path / "onestem.toml"
+    config.write_text("seed = 1\n")
+    done = bench("--config", str(config), "--log", str(config))
+    assert isinstance(done.exception, OnestemError)
+    assert "is the file of options: choose another file" in str(done.exception)
+    assert config.read_text() == "seed = 1\n"
