@@ -1,18 +1,26 @@
-"""Attention's time over 40 decode steps, most of them behind shared prefixes, on a GPU.
+r"""Attention's time over 40 decode steps, most of them behind shared prefixes, on a GPU.
 
     python -m benchmarks.attention_steps --out steps.json [--heads 32/8,16/1] [--head-dim 128]
 
-To compare two versions, run each in turns, in processes of their own. Milliseconds of a CUDA graph
-with a flushed L2 cache; results are compared with those of the same kernel without sharing.
+To compare two versions, run each in turns, in processes of their own. Then the medians of the files
+of the earlier one stand beside those of the other (`before_ms`):
+
+    python -m benchmarks.attention_steps --out both.json --merge now1.json now2.json \
+        --before old1.json old2.json
+
+Milliseconds of a CUDA graph with a flushed L2 cache. Results are compared with those of the same
+kernel without sharing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +51,18 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=4, help="timings whose median counts")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--merge", type=Path, nargs="+", help="files of runs: nothing is run")
+    parser.add_argument("--before", type=Path, nargs="+", help="... of a version before, if merged")
     options = parser.parse_args()
+    if options.merge and options.before:
+        now, before = (
+            [json.loads(file.read_text()) for file in files]
+            for files in (options.merge, options.before)
+        )
+        options.out.write_text(json.dumps(merge(now, before), indent=1) + "\n")
+        return
+    if options.merge or options.before:
+        parser.error("--merge and --before belong together")
     cases = []
     for pair in head_counts(options.heads):
         heads = Heads(*pair, options.head_dim, torch.bfloat16)
@@ -55,6 +74,19 @@ def main() -> None:
     command = "python -m benchmarks.attention_steps " + " ".join(sys.argv[1:])
     facts = {"command": command, "date": str(date.today()), "device": torch.cuda.get_device_name()}
     options.out.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
+
+
+def merge(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of several runs, and of runs before (`before_ms`)."""
+    cases = [
+        {
+            **{name: case[name] for name in ("case", "heads")},
+            "ms": statistics.median(run["cases"][i]["ms"] for run in now),
+            "before_ms": statistics.median(run["cases"][i]["ms"] for run in before),
+        }
+        for i, case in enumerate(now[0]["cases"])
+    ]
+    return {**now[0], "cases": cases}
 
 
 def _ms(name: str, heads: Heads, repeat: int) -> float:

@@ -22,7 +22,7 @@ LAYERS = [
         "seeds",
         "threads",
     ),
-    ("checked", "files", "lengths", "shapes"),
+    ("checked", "files", "lengths", "shapes", "utf8"),
     ("options",),
     ("pml", "scores"),
     ("request",),

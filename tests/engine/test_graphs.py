@@ -15,7 +15,7 @@ from onestem.engine.engine import Engine
 from onestem.engine.step import graphs
 from onestem.engine.step.inputs import StepInputs
 from onestem.models.weights import load_decoder
-from onestem.ops.triton import Workspace
+from onestem.ops.triton import Kernels, Workspace
 from tests.engine.harness import (
     NO_DEFAULTS,
     TOLERANCE,
@@ -120,11 +120,23 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     """A step of 40 rows of a prompt has such items, decodes have none. Sleep takes lists back."""
     want = tokens(make_engine(tiny("llama"), impl="torch", **OPTIONS), LONG)
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 64))
+    attend, launches = Kernels._attend, []
+
+    def recorded(self, wide, tensors, scores):
+        launches.append((len(tensors[1]), bool(wide)))
+        attend(self, wide, tensors, scores)
+
+    monkeypatch.setattr(Kernels, "_attend", recorded)
     engine = with_graphs(1 << 16)
     assert tokens(engine, LONG) == want
     runner = engine.launcher.runner
     assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True)}
     assert {shape.wide for shape in runner.replays if shape.rows < 64} == {False}
+    # A kernel without the widest tiles, and one with them where a graph is for both.
+    assert set(launches) == {(64, True), (64, False), (2, False), (1, False)}
+    launches.clear()
+    runner._fixed_forward(graphs._Shape(64, False))
+    assert set(launches) == {(64, False)}
     replays = len(runner.replays)
     runner.release_pages()
     runner.restore_pages()

@@ -414,6 +414,23 @@ def test_without_merges_there_is_one_launch_and_it_can_be_repeated(rows, merging
     assert merging.launches == 0
 
 
+@pytest.mark.parametrize(("rows", "wide"), [(1, [0]), (20, [1, 0])])
+def test_items_of_the_widest_tiles_have_a_launch_where_there_are_some(rows, wide, monkeypatch):
+    """40 sequences of a row, or of 20 rows, which fill such a tile."""
+    plan = unshared(40, rows)
+    q, k, v = tensors(plan, 1, kv_heads=1, group=8, head_dim=16, dtype=torch.float32)
+    attend, launches = Kernels._attend, []
+
+    def recorded(self, wide, *args):
+        launches.append(wide)
+        attend(self, wide, *args)
+
+    monkeypatch.setattr(Kernels, "_attend", recorded)
+    got = TritonAttention(config=CONFIG).prepare(plan).attend(q, k, v)
+    assert_matches(got, attention(q, k, v, plan, impl="reference"), torch.float32)
+    assert launches == wide
+
+
 def test_where_rows_merge_there_is_a_second_launch(merging):
     plan = decodes()
     q, k, v = tensors(plan, 1, kv_heads=1, group=2, head_dim=16, dtype=torch.float32)

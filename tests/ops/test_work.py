@@ -19,6 +19,8 @@ from onestem.ops.triton import Workspace, load_config
 from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
 from onestem.ops.work.cuts import cuts_of, item_times
+from onestem.ops.work.deal import _hands_in_rows
+from onestem.ops.work.lists import Choice
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
 
 
@@ -300,6 +302,48 @@ def test_programs_multiply_where_that_takes_less_time(counts, lengths, heads, mu
     assert_shows(packed(work), plan, config.cost(132), group, work.num_states)
 
 
+@pytest.mark.parametrize(
+    ("counts", "lengths", "heads"),
+    [((1, 256), (8192, 128), (32, 8)), ((1, 256), (4096, 134), (32, 8)),
+     ((1, 128), (4096, 128), (64, 8)), ((1, 256), (16384, 128), (16, 1))],
+)  # fmt: skip
+def test_programs_that_read_the_same_keys_slow_each_other_down(counts, lengths, heads):
+    """On an H200 all of them reading would take longer than it seems without that."""
+    group = heads[0] // heads[1]
+    config, _ = load_config("NVIDIA H200", torch.bfloat16, 128, group, True)
+    plan, cost = decode_step(counts, lengths, page_size=16).plan, config.cost(132)
+    multiply = [
+        make_work(plan, each, num_kv_heads=heads[1], group=group).num_wide > 0
+        for each in (cost, dataclasses.replace(cost, row_crowd=0.0))
+    ]
+    assert multiply == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "multiply"),  # of the lists that are compared
+    [
+        ((64,), (256,), [False]),
+        ((1, 16), (2048, 64), [False]),
+        ((1, 64), (2048, 64), [True, False]),
+        ((1, 1024), (8192, 128), [True]),
+    ],
+)
+def test_no_program_is_late_where_none_multiplies(counts, lengths, multiply, monkeypatch):
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
+    drafted, made = lists._drafted, []
+
+    def recorded(plan, cost, *args):
+        made.append((drafted(plan, cost, *args), cost))
+        return made[-1][0]
+
+    monkeypatch.setattr(lists, "_drafted", recorded)
+    plan = decode_step(counts, lengths, page_size=16).plan
+    make_work(plan, config.cost(132), num_kv_heads=8, group=4)
+    for draft, cost in made:
+        assert cost.late_ns == (config.cost(132).late_ns if draft.num_wide else (0.0, 0.0))
+    assert [draft.num_wide > 0 for draft, _ in made] == multiply
+
+
 @pytest.mark.parametrize("inner", [8, 32])
 def test_states_are_dear_where_memory_is_the_limit(inner):
     """Walks of 256 tokens each take the memory's whole time: rows walk what four of them share, of
@@ -350,7 +394,7 @@ def test_similar_steps_keep_the_choice(counts, monkeypatch):
         other, count = made(num_rows, own, first.choice)
         assert count == 1
         assert (other.num_wide > 0) == first.choice.multiply
-    for num_rows, own in ((counts[1] * 3 // 4, 64), (counts[1], 512)):
+    for num_rows, own in ((counts[1] * 3 // 4, 800), (counts[1] * 3 // 4, 64), (counts[1], 512)):
         other, count = made(num_rows, own, first.choice)
         assert other.choice is not None
         assert count >= 2
@@ -382,6 +426,58 @@ def test_a_step_of_prompts_alone_has_no_item_that_reads():
     work = make_work(plan, config.cost(132), num_kv_heads=8, group=4)
     assert work.num_wide == work.num_items > 0
     assert_shows(packed(work), plan, config.cost(132), 4, work.num_states)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tokens", "holds"),
+    [(64, 1000, True), (72, 1125, True), (56, 875, True), (73, 1000, False), (55, 1000, False),
+     (64, 1126, False), (64, 874, False)],
+)  # fmt: skip
+def test_a_choice_holds_within_an_eighth(num_rows, tokens, holds):
+    assert Choice(64, 1000, True).holds(num_rows, tokens) == holds
+
+
+def test_a_prompt_that_grows_is_another_step():
+    """A choice counts the tokens of each of its rows."""
+    config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
+
+    def made(context, choice):
+        builder = PlanBuilder(16)
+        pages = np.arange(10_000, dtype=np.int32)
+        builder.add_span(0, 64, builder.add_run(pages[:128], 0, 2048, 0), 2048)
+        for row in range(64):
+            own = builder.add_run(pages[200 + 4 * row :][:4], 0, 64, 2048)
+            builder.add_span(row, 1, own, 64)
+        chunk = pages[1000 : 1000 + (context + 512) // 16]
+        prompt = builder.add_run(chunk, 0, context + 512, 0)
+        builder.add_span(64, 512, prompt, context + 1, step=1)
+        plan = builder.build(np.append(np.full(64, 2111), context + np.arange(512)))
+        return make_work(plan, config.cost(132), num_kv_heads=8, group=4, choice=choice)
+
+    first = made(0, None).choice
+    assert first is not None
+    tokens = 64 * (2048 + 64) + 512 * 513 // 2
+    assert (first.num_rows, first.tokens) == (576, tokens)
+    later = made(2048, first).choice
+    assert later is not None
+    assert later.tokens == tokens + 512 * 2048
+    assert made(2048, later).choice is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "few", "hands", "some"),  # times
+    [
+        ([10.0] * 256, [4.0] * 1024, 264, 128),  # mean 25 each: two items
+        ([10.0] * 180, [4.0] * 1024, 264, 264),  # 84 hands begin with others anyway
+        ([10.0] * 256, [4.0] * 2048, 264, 264),  # ... they are a third of the others
+        ([10.0] * 256, [4.0] * 310, 264, 264),  # they are twice the others
+        ([10.0] * 256, [4.0] * 640, 264, 264),  # mean 19 each: one item
+        ([], [4.0] * 64, 33, 33),
+        ([], [], 0, 0),  # all programs multiply
+    ],
+)
+def test_hands_that_take_items_in_rows(rows, few, hands, some):
+    assert _hands_in_rows(np.array(rows), np.array(few), hands) == some
 
 
 @pytest.mark.parametrize(

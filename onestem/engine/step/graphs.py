@@ -145,6 +145,8 @@ class GraphRunner(Runner):
     def warm_up(self) -> None:
         """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
         for workspace in self._workspaces.values():
+            # Kernels run before they are captured. A list from before a sleep may have items of the
+            # widest tiles, which the smaller kernel does not know.
             workspace.clear()
         shares = self.share != "no-attention"
         for size in reversed(BATCH_SIZES):

@@ -17,7 +17,7 @@ from onestem.ops.work.lists import AT_RECORDS, RECORD, Choice
 
 __all__ = ["Workspace"]
 
-KEPT_LISTS = 16  # work lists that keep a choice before it is compared again
+KEPT_LISTS = 16  # work lists made with a choice before it is compared again
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Workspace:
         self._words = 0
         self._grow: np.ndarray | None = None
         self._choice: Choice | None = None
-        self._kept = 0  # lists that kept it
+        self._kept = 0  # lists since it was made
 
     def clear(self) -> None:
         """Take the uploaded list back: until the next one there are no items."""

@@ -192,8 +192,8 @@ class Entries:
 
 @dataclass(frozen=True)
 class Choice:
-    """Whether a list of a step of `num_rows` rows that see `tokens` in all has items of the widest
-    tiles. To compare takes as long as a second list."""
+    """Whether a list of a step of `num_rows` rows, which see `tokens` in all, has items of the
+    widest tiles. To compare takes as long as a second list."""
 
     num_rows: int
     tokens: int
@@ -241,7 +241,7 @@ def make_work(
         """The items of a list whose tokens take `cached` of the memory's time."""
         units = units_of(pairs, groups, plan.num_rows)
         blocks = blocks_of(plan, pairs, units, cost.tile_rows(group))
-        if (blocks.kind < len(cost.tiles) - 1).all():
+        if (blocks.kind[blocks.block] < len(cost.tiles) - 1).all():
             cost = cost.reading()
         model = replace(cost, crowd=cached * cost.crowd)
         cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
@@ -255,7 +255,8 @@ def make_work(
         if not share:
             return drafted(grouped(-1)), None
         seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
-        kept = choice is not None and choice.holds(plan.num_rows, seen)
+        step = plan.num_rows, _tokens_of_rows(pairs)
+        kept = choice is not None and choice.holds(*step)
         small = cost.reading()
         model = small if kept and choice is not None and not choice.multiply else cost
         groups = grouped(room, model)
@@ -287,7 +288,7 @@ def make_work(
             multiplied = draft.wide_tokens * num_kv_heads * token_ns
             if multiplied < end_ns(draft) * small.programs[1]:
                 draft = min(draft, drafted(grouped(room, small), small), key=end_ns)
-            made = Choice(plan.num_rows, seen, draft.num_wide > 0)
+            made = Choice(*step, draft.num_wide > 0)
         # In a small step, merging may take longer than sharing saves.
         if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end_ns(draft):
             return draft, made
@@ -296,6 +297,15 @@ def make_work(
 
     draft, made = best()
     return _listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
+
+
+def _tokens_of_rows(pairs: Pairs) -> int:
+    """Tokens that each row sees, for all rows together."""
+    row, _, _, first, end, step = pairs.spans[:, pairs.span]
+    begin = pairs.bounds[pairs.atom]
+    count = pairs.bounds[pairs.atom + 1] - begin
+    tokens = end + (begin - row) * step - first  # of an atom's first row
+    return int((count * tokens + step * (count * (count - 1) // 2)).sum())
 
 
 def _different_tokens(pairs: Pairs) -> int:
@@ -526,7 +536,7 @@ def _merges(
     item_rows: np.ndarray, parts: np.ndarray, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """`dest` and `merges`; a row's states are adjacent. parts: the items of each row."""
-    parts = np.append(parts, np.zeros(num_rows - len(parts), np.int64))
+    parts = np.append(parts, np.zeros(max(0, num_rows - len(parts)), np.int64))
     start = before(np.where(parts > 1, parts, 0))
     order = argsort(item_rows)
     nth = np.empty(len(item_rows), np.int64)

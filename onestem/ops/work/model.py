@@ -51,6 +51,7 @@ class CostModel:
             token of the others down: they do not all wait at the same time.
         row_crowd: the part of a token's time in the cache by which each program that reads for 9 to
             64 queries slows the others of them down.
+        row_share: the part of `row_crowd` that holds where all programs that read do so.
         bound_factor: how many times as long programs that multiply take where the memory is the
             limit: they get their share of it like all others.
         merge_ns: time of merging itself.
@@ -61,8 +62,8 @@ class CostModel:
         part_ns: time of each state of the row that has the most: they are merged in turn.
         multiply: whether there are items of the widest tiles.
 
-    `late_ns` and all after it are fitted to 35 trees and to steps of few rows
-    (docs/gpu-attention.md).
+    From `late_ns` to `part_ns` all are fitted to the measured times of trees and of other decode
+    steps (docs/gpu-attention.md).
     """
 
     tiles: tuple[Tile, ...]
@@ -77,6 +78,7 @@ class CostModel:
     cached_share: float = 0.54
     crowd: float = 0.5
     row_crowd: float = 1.3
+    row_share: float = 0.8
     bound_factor: float = 1.5
     merge_ns: float = 3000.0
     mixed_factor: float = 1.1
@@ -110,13 +112,14 @@ class CostModel:
 
     def crowded(self, readers: int, crowd: float = 1.0, in_rows: int = 0) -> CostModel:
         """The model with `readers` programs reading at a time: together no faster than memory.
-        `in_rows` of them have tiles of the second of three shapes: together no faster than the
-        cache."""
+        `in_rows` of them have tiles of the next to widest shape: together no faster than the cache.
+        Of two shapes that is the one in which all read, from memory too.
+        """
         slowest = crowd * self.memory_ns * readers
         tiles = [replace(t, token_ns=max(t.token_ns, slowest)) for t in self.tiles[:-1]]
-        if len(tiles) > 1:
-            row_ns = max(tiles[1].token_ns, self.row_ns(in_rows))
-            tiles[1] = replace(tiles[1], token_ns=row_ns)
+        if tiles:
+            row_ns = self.row_ns(in_rows) * (1.0 if len(tiles) > 1 else self.row_share)
+            tiles[-1] = replace(tiles[-1], token_ns=max(tiles[-1].token_ns, row_ns))
         return replace(self, tiles=(*tiles, self.tiles[-1]))
 
     def row_ns(self, in_rows: int) -> float:
