@@ -414,10 +414,12 @@ def test_without_merges_there_is_one_launch_and_it_can_be_repeated(rows, merging
     assert merging.launches == 0
 
 
-@pytest.mark.parametrize(("rows", "wide"), [(1, [0]), (20, [1, 0])])
-def test_items_of_the_widest_tiles_have_a_launch_where_there_are_some(rows, wide, monkeypatch):
-    """40 sequences of a row, or of 20 rows, which fill such a tile."""
-    plan = unshared(40, rows)
+@pytest.mark.parametrize(("num_seqs", "rows", "wide"), [(20, 1, [0]), (2, 10, [1, 0])])
+def test_items_of_the_widest_tiles_have_a_launch_where_there_are_some(
+    num_seqs, rows, wide, monkeypatch
+):
+    """Sequences of a row each, or of 10 rows, which fill such a tile."""
+    plan = unshared(num_seqs, rows)
     q, k, v = tensors(plan, 1, kv_heads=1, group=8, head_dim=16, dtype=torch.float32)
     attend, launches = Kernels._attend, []
 
