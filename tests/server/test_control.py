@@ -65,6 +65,11 @@ def test_a_server_that_sleeps_refuses_requests(server):
         assert http.put("/v1/prefixes/p", json={"text": "a"}).json()["error"]["code"] == (
             "engine_asleep"
         )
+        schema = {"pml": '<schema name="s"><module name="m">a</module></schema>'}
+        encoded = http.put("/v1/schemas/s", json={**schema, "encode": True})
+        assert (encoded.status_code, encoded.json()["error"]["code"]) == (503, "engine_asleep")
+        assert http.get("/v1/schemas/s").status_code == 404
+        assert http.put("/v1/schemas/s", json=schema).status_code == 200  # nothing is computed
         assert http.get("/is_sleeping").json() == {"is_sleeping": True}
         assert told(http, "/wake_up") == {"status": "awake"}
         assert http.get("/is_sleeping").json() == {"is_sleeping": False}

@@ -137,6 +137,8 @@ class Schemas:
         asked = check(SchemaBody, body)
         if (APP_OWNER, name) in self._current:
             raise ApiError(409, f"{name!r} is a schema of the operator's: choose another name")
+        if asked.encode:
+            self._client.check_awake()
         made = await asyncio.to_thread(self._new, tenant.name, asked.pml)
         if made.name != name:
             raise RequestError(f"pml is a schema named {made.name!r}, expected {name!r}")
