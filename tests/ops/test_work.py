@@ -18,7 +18,7 @@ from onestem.ops.reference import visible
 from onestem.ops.triton import Workspace, load_config
 from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
-from onestem.ops.work.cuts import cuts_of, item_times
+from onestem.ops.work.cuts import item_times
 from onestem.ops.work.deal import _hands_in_rows
 from onestem.ops.work.lists import Choice
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
@@ -252,6 +252,19 @@ def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_ite
     assert (work.num_items, work.num_states) == (num_items, num_states)
 
 
+def drafts_of(monkeypatch) -> list[tuple[lists._Draft, CostModel]]:
+    """Each list that `make_work` deals out from now on, and its model."""
+    made: list[tuple[lists._Draft, CostModel]] = []
+    drafted = lists._drafted
+
+    def recorded(plan, cost, *args):
+        made.append((drafted(plan, cost, *args), cost))
+        return made[-1][0]
+
+    monkeypatch.setattr(lists, "_drafted", recorded)
+    return made
+
+
 @pytest.mark.parametrize(
     ("counts", "lengths", "group", "multiply"),
     [
@@ -267,16 +280,9 @@ def test_both_sides_have_to_spare_where_memory_is_the_limit(
     """Splits that take 0.8 to 0.96 of the time of those with fewer programs that multiply."""
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, group, True)
     plan = decode_step(counts, lengths, page_size=16).plan
-    splits = []
-
-    def recorded(*args):
-        cuts, split = cuts_of(*args)
-        splits.append(split)
-        return cuts, split
-
-    monkeypatch.setattr(lists, "cuts_of", recorded)
+    drafts = drafts_of(monkeypatch)
     make_work(plan, config.cost(132), num_kv_heads=8, group=group)
-    assert splits[0] == (multiply, 132 - multiply)
+    assert drafts[0][0].split == (multiply, 132 - multiply)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +337,7 @@ def test_programs_that_read_the_same_keys_slow_each_other_down(counts, lengths, 
 )
 def test_no_program_is_late_where_none_multiplies(counts, lengths, multiply, monkeypatch):
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
-    drafted, made = lists._drafted, []
-
-    def recorded(plan, cost, *args):
-        made.append((drafted(plan, cost, *args), cost))
-        return made[-1][0]
-
-    monkeypatch.setattr(lists, "_drafted", recorded)
+    made = drafts_of(monkeypatch)
     plan = decode_step(counts, lengths, page_size=16).plan
     make_work(plan, config.cost(132), num_kv_heads=8, group=4)
     for draft, cost in made:
@@ -356,19 +356,6 @@ def test_states_are_dear_where_memory_is_the_limit(inner):
         for cost in (config.cost(132), dataclasses.replace(config.cost(132), memory_ns=0.01))
     ]
     assert [each.num_states for each in work] == [2 * 1024, 3 * 1024]
-
-
-def drafts_of(monkeypatch) -> list[int]:
-    """A list that grows by one with each list that `make_work` deals out."""
-    made: list[int] = []
-    drafted = lists._drafted
-
-    def counted(*args):
-        made.append(len(made))
-        return drafted(*args)
-
-    monkeypatch.setattr(lists, "_drafted", counted)
-    return made
 
 
 @pytest.mark.parametrize("counts", [(1, 64), (1, 1024)])  # items with at most 64 queries, and more

@@ -256,9 +256,9 @@ def make_work(
             return drafted(grouped(-1)), None
         seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
         step = plan.num_rows, _tokens_of_rows(pairs)
-        kept = choice is not None and choice.holds(*step)
+        kept = choice if choice is not None and choice.holds(*step) else None
         small = cost.reading()
-        model = small if kept and choice is not None and not choice.multiply else cost
+        model = cost if kept is None or kept.multiply else small
         groups = grouped(room, model)
         draft = drafted(groups, model)
         if not cost.together or draft.num_states == 0 or seen == draft.walked:
@@ -281,7 +281,7 @@ def make_work(
             if not np.array_equal(fewer.walker, groups.walker):
                 draft = min(draft, drafted(fewer), key=end_ns)
         made = None
-        if draft.num_wide and len(cost.tiles) > 1 and not kept:
+        if draft.num_wide and len(cost.tiles) > 1 and kept is None:
             # Programs that multiply begin late, and one side may have to wait for the other.
             # Two halves of a program walk as much as it, where a tile's rows are half as many.
             token_ns = max(small.tiles[-2].token_ns, small.row_ns(2 * small.programs[1]))
@@ -322,8 +322,8 @@ class _Draft:
     """Items of a list, dealt out: what its end is estimated from, and `_listed` makes arrays of.
 
     Attributes:
-        blocks: of rows, with the `block` that each item belongs to.
-        walks: the items' entries; `head`: the first of each.
+        kind, count: of each item, its tile and its number of rows.
+        walks: the items' entries.
         order, queues: as `Deal.in_order` has them; `split` as in `WorkList`.
         rows: the rows of all items, as in `WorkList`; parts: `[num_rows]`, the items of each row.
         walked: tokens that items walk.
@@ -331,10 +331,9 @@ class _Draft:
         last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
     """
 
-    blocks: Blocks
-    block: np.ndarray
+    kind: np.ndarray
+    count: np.ndarray
     walks: _Walks
-    head: np.ndarray
     order: np.ndarray
     queues: np.ndarray
     split: tuple[int, int]
@@ -361,16 +360,15 @@ def _drafted(
     segments = segments_of(blocks, cuts)
     head = np.flatnonzero(np.diff(segments.item, prepend=-1))  # the first segment of each item
     block = blocks.block[segments.entry[head]]
-    kind, widest = blocks.kind[block], len(cost.tiles) - 1
+    kind, count, widest = blocks.kind[block], blocks.num_rows[block], len(cost.tiles) - 1
     length = blocks.hi - blocks.lo
     walks = _walks(plan, blocks, segments, tile_columns(cost, kind)[0])
     order, queues = deal.in_order(_item_ns(deal.cost, kind, walks), kind)
-    rows = blocks.rows[ragged(blocks.row_start[block], blocks.num_rows[block])]
+    rows = blocks.rows[ragged(blocks.row_start[block], count)]
     return _Draft(
-        blocks=blocks,
-        block=block,
+        kind=kind,
+        count=count,
         walks=walks,
-        head=np.flatnonzero(np.diff(walks.item, prepend=-1)),
         order=order,
         queues=queues,
         split=deal.split,
@@ -385,16 +383,15 @@ def _drafted(
 
 def _listed(plan: AttentionPlan, draft: _Draft, num_rows: int, choice: Choice | None) -> WorkList:
     """The arrays of a work list, its items in order."""
-    walks, head, order = draft.walks, draft.head, draft.order
-    count = draft.blocks.num_rows[draft.block]
+    walks, count, order = draft.walks, draft.count, draft.order
+    head = np.flatnonzero(np.diff(walks.item, prepend=-1))  # the first entry of each item
     entries = walks.words
     more = np.ones(len(entries), bool)
     more[head] = False
 
     records = np.zeros((len(head), RECORD), np.int32)
     num_walk = np.diff(np.append(head, len(entries)))
-    kind = draft.blocks.kind[draft.block]
-    columns = (kind, count, before(count), num_walk, before(num_walk - 1))
+    columns = (draft.kind, count, before(count), num_walk, before(num_walk - 1))
     for column, values in enumerate(columns):
         records[:, column] = values
     records[:, FIRST_ENTRY:] = entries[head]
