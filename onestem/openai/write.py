@@ -138,13 +138,14 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
     body = _body(f"cmpl-{name}", "text_completion", output, form)
+
+    def logprobs(sequence: CompletionOutput) -> dict[str, Any] | None:
+        if form.logprobs is None:
+            return None
+        return _completion_logprobs(sequence, form, _TextOffsets(form, output.prompt_token_ids))
+
     body["choices"] = [
-        _choice(
-            sequence,
-            form,
-            _completion_logprobs(sequence, form, _TextOffsets(form, output.prompt_token_ids)),
-        )
-        | {"text": sequence.text}
+        _choice(sequence, form, logprobs(sequence)) | {"text": sequence.text}
         for sequence in _in_order(output)
     ]
     if output.prompt_logprobs is not None:
@@ -321,7 +322,7 @@ def _completion_logprobs(
 ) -> dict[str, Any] | None:
     """OpenAI's four lists. Text offsets count characters from the start of the text that is given
     back; `offsets` has read what came before."""
-    if form.logprobs is None or sequence.logprobs is None:
+    if sequence.logprobs is None:
         return None
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
