@@ -80,7 +80,7 @@ def merge(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, 
     """The medians of several runs, and of runs before (`before_ms`)."""
     cases = [
         {
-            **{name: case[name] for name in ("case", "heads")},
+            **case,
             "ms": statistics.median(run["cases"][i]["ms"] for run in now),
             "before_ms": statistics.median(run["cases"][i]["ms"] for run in before),
         }

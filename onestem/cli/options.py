@@ -58,10 +58,10 @@ def with_options(verb: Verb) -> Verb:
         for name, (kind, fields) in kinds.items():
             said = {field: given[field] for field in fields if given[field] not in (None, [])}
             made[name] = defaults.options(kind, said)[0]
-            if defaults.file is not None:
-                written = {"trace": getattr(made[name], "trace", None), "log": given.get("log")}
-                for option, path in written.items():
-                    check_apart(option, path, {"the file of options": defaults.file})
+        if defaults.file is not None:
+            traces = [("trace", getattr(one, "trace", None)) for one in made.values()]
+            for option, path in (*traces, ("log", given.get("log"))):
+                check_apart(option, path, {"the file of options": defaults.file})
         rest = {name: value for name, value in given.items() if name in own}
         return verb(**rest, **made)
 

@@ -144,14 +144,14 @@ class GraphRunner(Runner):
 
     def warm_up(self) -> None:
         """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
-        for workspace in self._workspaces.values():
+        spaces = self._workspaces.values()
+        for space in spaces:
             # Kernels run before they are captured. A list from before a sleep may have items of the
             # widest tiles, which the smaller kernel does not know.
-            workspace.clear()
-        shares = self.share != "no-attention"
+            space.clear()
+        attends = self.share != "no-attention"
         for size in reversed(BATCH_SIZES):
-            spaces = self._workspaces.values()
-            if shares and any(space.kernels.may_be_wide(size) for space in spaces):
+            if attends and any(space.kernels.may_be_wide(size) for space in spaces):
                 self._graph(_Shape(size, True))
             self._graph(_Shape(size, False))
 
