@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from onestem.errors import CacheError
 
 __all__ = ["PagePool"]
+
+LOOKED_THROUGH = 4096  # pages, before more
 
 
 class PagePool:
@@ -62,14 +64,15 @@ class PagePool:
 
     def allocate_each(self, after: np.ndarray) -> np.ndarray:
         """Take a free page for each of `after`, int64 `[n]`: the next one, or the lowest if that is
-        taken or `after` is -1."""
+        taken or `after` is -1. There must be as many."""
         wanted = after + 1
         fits = (after >= 0) & (wanted < self.num_pages)
         fits[fits] = self._free[wanted[fits]]
         self._free[wanted[fits]] = False
         pages = np.where(fits, wanted, -1)
         missing = int((~fits).sum())
-        pages[~fits] = np.flatnonzero(self._free)[:missing]
+        if missing:
+            pages[~fits] = next(self._free_pages(missing))[:missing]
         self._free[pages] = False
         self._num_free -= len(pages)
         self._refs[pages] = 1
@@ -88,12 +91,26 @@ class PagePool:
                 and self._free[start : start + count].all()
             ):
                 return np.arange(start, start + count)
-        free = np.flatnonzero(self._free)
-        if count > 1:
-            span = free[count - 1 :] - free[: len(free) - count + 1]
-            best = int(np.argmin(span))
-            return free[best : best + count]
-        return free[:count]
+        for free in self._free_pages(count):
+            # The first of the `count` pages that lie closest together.
+            best = int(np.argmin(free[count - 1 :] - free[: len(free) - count + 1]))
+            found = free[best : best + count]
+            if found[-1] - found[0] < count:
+                break
+        return found
+
+    def _free_pages(self, least: int) -> Iterator[np.ndarray]:
+        """The lowest free pages, at least `least`; then more and more, to the last. A look at all
+        of a pool of a million pages takes a millisecond, and a step may need a thousand."""
+        start, size = self._lowest, max(LOOKED_THROUGH, 2 * least)
+        while True:
+            free = start + np.flatnonzero(self._free[start : start + size])
+            if len(free) >= least:
+                self._lowest = int(free[0])
+                yield free
+            if start + size >= self.num_pages:
+                return
+            size *= 8
 
     def share(self, page: int, held: bool) -> None:
         """Count a further run that refers to a page (after a split)."""

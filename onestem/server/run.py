@@ -128,7 +128,7 @@ async def _start(settings: Settings, signals: _Signals) -> None:
         service = Service(settings, path, tokenizer, launcher)
         say_loading(settings, path)
         await service.start()
-        with collecting_less():
+        with collecting_less(clean=True):
             await _serve(service, listener, signals)
     finally:
         listener.close()

@@ -1,4 +1,5 @@
-"""What is there when a server begins is left alone until it ends; freed memory is used again."""
+"""What is there when a server or a run begins is left alone until it ends; freed memory is used
+again."""
 
 from __future__ import annotations
 
@@ -10,17 +11,47 @@ import sys
 
 import pytest
 
-from onestem.garbage import collecting_less
+from onestem.garbage import OLD_PASSES, PASSES, collecting_less
 
 
 def test_what_is_there_is_left_alone_until_the_end():
     before = gc.get_threshold()
-    with collecting_less():
+    with collecting_less(clean=True):
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold()[0] > before[0]
         assert gc.isenabled()  # cycles that requests leave behind go, only later
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == before
+
+
+def test_the_last_of_overlapping_blocks_brings_the_settings_back():
+    before = gc.get_threshold()
+    one, other = collecting_less(), collecting_less()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert gc.get_freeze_count() > 1000
+    assert gc.get_threshold() != before
+    other.__exit__(None, None, None)
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
+
+
+def test_what_the_user_froze_or_stopped_stays_so():
+    before = gc.get_threshold()
+    try:
+        gc.freeze()
+        gc.set_threshold(0)
+        with collecting_less():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_freeze_count() > 1000
+        gc.set_threshold(100_000, 1, 1)
+        with collecting_less():
+            assert gc.get_threshold() == (100_000, PASSES, OLD_PASSES)
+        assert gc.get_threshold() == (100_000, 1, 1)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 BLOCKS = """

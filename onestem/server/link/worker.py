@@ -533,7 +533,7 @@ def main() -> None:
     if llm.team is not None:
         llm.team.on_death(partial(_end_with_rank, channel))
     try:
-        with collecting_less():
+        with collecting_less(clean=True):
             worker.run()
     except RankError as error:
         _end_with_rank(channel, str(error))
