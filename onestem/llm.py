@@ -715,10 +715,10 @@ class LLM:
         """Validated requests, in the prompts' order, and the order in which they begin."""
         each, arrays = params_for_each(params, len(ids)), [one.array for one in ids]
         requests = [
-            self._request(one.listed, text, its)
+            self._request(one.listed, text, its, one.array)
             for one, text, its in zip(ids, texts, each, strict=True)
         ]
-        self._validate(requests, arrays)
+        self._validate(requests)
         return requests, RunningOrder(self.plan(arrays, each))
 
     def _answer(
@@ -765,18 +765,25 @@ class LLM:
         describe = partial(described, self.tokenizer)
         return (Answer.of(output, describe) for output in outputs)
 
-    def _validate(
-        self, requests: Sequence[Request], arrays: Sequence[NDArray[np.int64]] | None = None
-    ) -> None:
-        """`arrays`: the prompts' ids as arrays, if they are at hand: this saves time."""
+    def _validate(self, requests: Sequence[Request]) -> None:
         for i, request in enumerate(requests):
             with named_one("prompt", i, len(requests)):
-                self.engine.validate(request, None if arrays is None else arrays[i])
+                self.engine.validate(request)
 
-    def _request(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> Request:
+    def _request(
+        self,
+        ids: Sequence[int],
+        text: str | None,
+        params: SamplingParams,
+        array: NDArray[np.integer] | None = None,
+    ) -> Request:
         self._count += 1
         return Request(
-            request_id=f"request-{self._count}", prompt_token_ids=ids, prompt=text, params=params
+            request_id=f"request-{self._count}",
+            prompt_token_ids=ids,
+            prompt_array=array,
+            prompt=text,
+            params=params,
         )
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -536,6 +538,7 @@ class Request:
         request_id: unique among the requests an engine holds.
         prompt_token_ids: at least one id, BOS included where the model wants it.
         params: see `SamplingParams`; `seed` is set where the request is made.
+        prompt_array: `prompt_token_ids` as an integer array, if there is one: this saves time.
         prompt: the text, if there was one (only handed back).
         pml: the prompt as segments, if it imports modules; `prompt_token_ids` are its tokens in use
             in the order of their positions.
@@ -560,6 +563,7 @@ class Request:
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    prompt_array: NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
     prompt: str | None = None
     pml: CompiledPrompt | None = None
     stream: bool = False

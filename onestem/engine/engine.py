@@ -9,9 +9,7 @@ from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
@@ -200,11 +198,10 @@ class Engine:
 
     # ----------------------------------------------------------------------------- requests
 
-    def validate(self, request: Request, token_ids: NDArray[np.integer] | None = None) -> None:
+    def validate(self, request: Request) -> None:
         """Raise `RequestError` for a request that can never be answered. Compiles its grammar, so
-        call it from a thread that nothing waits for. `token_ids`: the prompt's, where there is
-        an array of them."""
-        self._check(request, token_ids)
+        call it from a thread that nothing waits for."""
+        self._check(request)
         self._compile(request)
 
     def prepare(self, request: Request) -> Future[Grammar] | None:
@@ -219,13 +216,12 @@ class Engine:
         if self._grammars is not None:
             check_format(self._grammars.compile, request)
 
-    def _check(self, request: Request, token_ids: NDArray[np.integer] | None = None) -> None:
+    def _check(self, request: Request) -> None:
         check_request(
             request,
             max_model_len=self.max_model_len,
             vocab_size=self.decoder.config.vocab_size,
             tokenizer=self.tokenizer,
-            token_ids=token_ids,
             max_num_seqs=self.scheduler.max_num_seqs,
         )
         self._sampler.settings_of(request.params)

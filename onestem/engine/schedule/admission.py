@@ -11,7 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onestem.cache import PagePool
 from onestem.checked import show
@@ -73,12 +72,11 @@ def check_request(
     max_model_len: int,
     vocab_size: int,
     tokenizer: Tokenizer | None,
-    token_ids: NDArray[np.integer] | None = None,
     max_num_seqs: int | None = None,
 ) -> None:
     """Raise `RequestError` for a request that can never be answered; `response_format` is left to
-    the grammar compiler. `token_ids`: the prompt's, where there is an array of them."""
-    _check_prompt(request, max_model_len, vocab_size, token_ids)
+    the grammar compiler."""
+    _check_prompt(request, max_model_len, vocab_size)
     if max_num_seqs is not None and request.params.n > max_num_seqs:
         raise RequestError(
             f"n is {request.params.n}, and at most {max_num_seqs} sequences run at once: "
@@ -161,11 +159,10 @@ def longest_choice(request: Request, tokenizer: Tokenizer | None) -> int:
     return max(map(len, choice_ids(request, tokenizer)))
 
 
-def _check_prompt(
-    request: Request, max_model_len: int, vocab_size: int, token_ids: NDArray[np.integer] | None
-) -> None:
+def _check_prompt(request: Request, max_model_len: int, vocab_size: int) -> None:
+    known = request.prompt_array
     try:
-        ids = np.asarray(request.prompt_token_ids if token_ids is None else token_ids)
+        ids = known if known is not None else np.asarray(request.prompt_token_ids)
     except ValueError:  # nested, of uneven lengths
         ids = np.zeros((0, 0))
     if ids.ndim == 1 and len(ids) == 0:
@@ -376,7 +373,9 @@ class SequenceFactory:
     def sequence(self, state: RequestState, index: int) -> Sequence:
         """One continuation of a request."""
         request, params = state.request, state.request.params
-        sequence = Sequence(state, index, array("i", state.own_prompt), self.weights_version)
+        known = request.prompt_array if state.pml is None else None
+        ids = state.own_prompt if known is None else known.astype(np.intc).tobytes()
+        sequence = Sequence(state, index, array("i", ids), self.weights_version)
         sequence.most_tokens = self._most_tokens(state)
         if index == 0:
             sequence.scoring = _prompt_scoring(request)
