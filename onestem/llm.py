@@ -27,6 +27,7 @@ from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
+from onestem.garbage import collecting_less
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.models.part import part_of
@@ -265,6 +266,7 @@ class LLM:
 
     # ----------------------------------------------------------------------------- offline
 
+    @collecting_less()
     def generate(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
@@ -324,6 +326,7 @@ class LLM:
             "from an output computes nothing again (docs/rollouts.md)"
         )
 
+    @collecting_less()
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -413,6 +416,7 @@ class LLM:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Prompt]]
     ) -> list[list[Score]]: ...
 
+    @collecting_less()
     def score(
         self,
         prompts: Sequence[Prompt],

@@ -44,6 +44,7 @@ from onestem.engine.step.slots import Slots
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.errors import ConfigError, RankError, RequestError
+from onestem.garbage import collecting_less
 from onestem.interrupts import Held, uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
@@ -426,9 +427,10 @@ class Engine:
         self._runs_a_job = True
         self.scheduler.queue = PlannedQueue(map(self._validated, requests))
         try:
-            while self.has_unfinished():
-                self.residence.check_ready()
-                yield from self.step()
+            with collecting_less():
+                while self.has_unfinished():
+                    self.residence.check_ready()
+                    yield from self.step()
         finally:
             with uninterrupted():
                 for request_id in list(self._states):
