@@ -5,7 +5,8 @@
 Calls are counted with `sys.setprofile`, on a model of nothing, in steps that change nothing but
 lengths: at several numbers of rows that nobody watches, and with some of them streamed. Seconds are
 those of `Engine.step` less what is waited for the device: on a GPU in `Event.synchronize`, on a CPU
-in the forward pass and in sampling. `--against` runs another checkout of the project in turns.
+in the forward pass and in sampling. `--against` runs another version in turns (see
+`benchmarks.checkout`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkout import measured
 from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
@@ -44,10 +45,11 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     turns: dict[str, list[dict[str, Any]]] = {"now": [], "before": []}
+    child = ["--child", "--device", options.device, "--shape", options.shape]
     for _ in range(options.repeats):
-        turns["now"].append(_in_child(options, Path.cwd()))
+        turns["now"].append(measured("benchmarks.step", child))
         if options.against is not None:
-            turns["before"].append(_in_child(options, options.against))
+            turns["before"].append(measured("benchmarks.step", child, options.against))
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
         "machine": _machine(options.device),
@@ -71,22 +73,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default="nothing")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--against", type=Path, help="folder of another version")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "step.json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _in_child(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One measurement, by the code of a folder; this file is what is run in either."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
-    command += ["--device", options.device, "--shape", options.shape]
-    environment = {**os.environ, "PYTHONPATH": f"{folder.resolve()}"}
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    if out.returncode:
-        raise SystemExit(f"{' '.join(command)} failed")
-    found: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
-    return found
 
 
 def _medians(found: list[dict[str, float]]) -> dict[str, float]:

@@ -1,0 +1,39 @@
+"""A benchmark's module, run in a process of its own by this version of the project or another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# An editable installation would find its own package first, and another checkout has benchmarks of
+# its own: only the package comes from the folder.
+BY_FOLDER = """
+import importlib.machinery, importlib.util, runpy, sys
+folder = sys.argv[1]
+sys.argv = sys.argv[2:]
+sys.meta_path[:] = [it for it in sys.meta_path if "_editable" not in type(it).__module__]
+spec = importlib.machinery.PathFinder.find_spec("onestem", [folder])
+if spec is None or spec.loader is None:
+    sys.exit(f"{folder} has no package onestem: give a checkout, or what pip install --target made")
+sys.modules["onestem"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["onestem"])
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+def measured(module: str, arguments: Sequence[str], folder: Path | None = None) -> Any:
+    """What the last line says that `module` prints, as JSON. `folder`: of another version, which is
+    a checkout or an installation (`pip install --target`). A checkout has no compiled CPU kernels.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    if folder is not None:
+        command = [sys.executable, "-c", BY_FOLDER, str(folder.resolve()), module, *arguments]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    if out.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)} failed, of {folder or 'this version'}")
+    return json.loads(out.stdout.splitlines()[-1])
