@@ -26,12 +26,12 @@ HEAD = """# The papers' tables and figures
 `onestem bench paper NAME` runs each of them with this engine and prints the paper's numbers
 beside; `onestem bench paper` lists the names. Weights are random, of the papers' shapes; prompts
 are token ids of the published lengths. `--scale 0.1` makes all of it smaller, `--part 0.1` only the
-numbers of requests and of points. With `--share off` the gains are gone: every number of ours is
-measured or counted in the run. (`cache-fig6` keeps 1.3: cached modules do not see each other, so
-they attend to less.) `--against vllm` runs the jobs on vLLM too, as given and sorted, if
-it is installed or `ONESTEM_VLLM_PYTHON` names a Python that has it. `--repeat 3` runs all series in
-turns, and medians count. `--tensor-parallel-size 2` holds a model on two devices. This page is made
-of `benchmarks/results/paper/*.json` by `python -m benchmarks.papers`.
+numbers of requests and of points. With `--share off` the gains of `full` and `planned` are gone:
+every number of ours is measured or counted in the run. (`cache-fig6` keeps 1.3: cached modules do
+not see each other, so they attend to less.) `--against vllm` runs the jobs on vLLM too, as given
+and sorted, if it is installed or `ONESTEM_VLLM_PYTHON` names a Python that has it. `--repeat 3`
+runs all series in turns, and medians count. `--tensor-parallel-size 2` holds a model on two
+devices. This page is made of `benchmarks/results/paper/*.json` by `python -m benchmarks.papers`.
 
 | series of ours | what runs |
 |---|---|

@@ -164,7 +164,8 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
     if case.shortest > llm.engine.max_model_len:  # before they are drawn
         raise ConfigError(
             f"a prompt with its answer has {case.shortest} tokens at least, max_model_len is "
-            f"{llm.engine.max_model_len}: shorten prefix, distinct or output"
+            f"{llm.engine.max_model_len}: shorten prefix, distinct or output, or raise "
+            "kv_memory or max_model_len"
         )
     requests = case.requests(llm.config.vocab_size)
     prompts = [ids for ids, _ in requests]

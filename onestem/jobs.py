@@ -81,6 +81,7 @@ def run_file(
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
         max_model_len=llm.options.max_model_len,
+        max_num_seqs=llm.options.max_num_seqs,
         model_identity=model_identity(llm.path),
         model_name=llm.name,
         options={**llm.options.identity(), **_schema_options(llm)},

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -250,7 +250,7 @@ class EngineOptions(Options):
     """Where seeds of requests without one come from (default: drawn)."""
 
     trace: Path_ | None = Field(default=None, json_schema_extra={"metavar": "FILE"})
-    """Write what each step computes there, a JSON line each."""
+    """Write what each step computes there, a JSON line each, in place of what the file holds."""
 
     module_host_memory: Memory = 0
     """Host memory for PML modules that KV memory has no room for."""
@@ -439,6 +439,16 @@ def _read(file: Path) -> dict[str, Any]:
     return tables
 
 
+def _check_names(names: Iterable[str]) -> None:
+    fields = EngineOptions.model_fields
+    flags = {flag.replace("-", "_"): name for name, flag in EngineOptions.offered().items()}
+    for name in names:
+        if name not in fields:
+            near = difflib.get_close_matches(name, [*fields, *flags], 1)
+            hint = f": did you mean {flags.get(near[0], near[0])}?" if near else ""
+            raise ConfigError(f"there is no option {name!r}{hint}")
+
+
 def _field(kind: type[Options], key: str, file: Path) -> str:
     names = {named: name for name, named in kind.offered().items()}
     name = names.get(key.replace("_", "-"))
@@ -475,6 +485,7 @@ def takes(
     ) -> Callable[Concatenate[Own, P], None]:
         @functools.wraps(method)
         def call(self: Own, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            _check_names(kwargs)
             method(self, Defaults().options(EngineOptions, _with_model(args, kwargs))[0])
 
         kind = inspect.Parameter.KEYWORD_ONLY

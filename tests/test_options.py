@@ -210,3 +210,17 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 def test_a_torch_dtype_is_its_name():
     torch = pytest.importorskip("torch")
     assert EngineOptions(dtype=torch.bfloat16).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("attention", "'attention': did you mean impl?"),
+        ("max_numseqs", "'max_numseqs': did you mean max_num_seqs?"),
+        ("zzz", "'zzz'"),
+    ],
+)
+def test_an_argument_that_is_no_option_is_told_the_nearest(name, hint):
+    with pytest.raises(ConfigError) as caught:
+        LLM("embedded", **{name: "auto"})
+    assert str(caught.value) == f"there is no option {hint}"

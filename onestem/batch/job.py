@@ -76,6 +76,7 @@ def run_job(
     run: Run,
     planner: Planner | None,
     max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
     model_identity: str,
     model_name: str,
     model_names: Collection[str] | None = None,
@@ -98,6 +99,8 @@ def run_job(
             output with "abort" counts as not answered.
         planner: None: input order.
         max_model_len: at which answers end, whatever `max_tokens` says.
+        max_num_seqs: what `validate` allows of answers to a prompt: where it was another before,
+            lines that have no answer are checked anew.
         model_identity: differs whenever weights, config or tokenizer do.
         model_name: `model` in results.
         model_names: lines that name another model get an error. None: lines may name any, and
@@ -136,7 +139,7 @@ def run_job(
     job = _Job(
         source, place, survey, identity,
         tokenizer=tokenizer, validate=validate, run=run, planner=planner,
-        max_model_len=max_model_len, model_names=model_names,
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, model_names=model_names,
         token_bytes=token_bytes, compile_pml=compile_pml,
         tell=on_progress or (lambda progress: None),
         first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
@@ -174,6 +177,7 @@ class _Job:
         run: Run,
         planner: Planner | None,
         max_model_len: int | None,
+        max_num_seqs: int | None,
         model_names: Collection[str] | None,
         token_bytes: Callable[[int], bytes] | None,
         compile_pml: CompilePml | None,
@@ -185,6 +189,7 @@ class _Job:
         self._tokenizer, self._validate = tokenizer, validate
         self._run, self._planner = run, planner
         self._max_model_len, self._model_names = max_model_len, model_names
+        self._checked = {"max_num_seqs": max_num_seqs}
         self._token_bytes, self._tell = token_bytes, tell
         self._compile_pml = compile_pml
         self._first_lines = first_lines
@@ -285,7 +290,8 @@ class _Job:
     def _read(self) -> None:
         """Do the first pass, unless its complete result exists."""
         manifest = self._place.read_manifest()
-        if manifest is not None and manifest.get("spool") == spool_sizes(self._place):
+        known = spool_sizes(self._place) | self._checked
+        if manifest is not None and manifest.get("spool") == known:
             return
         try:
             sha256, sizes = write_spool(
@@ -308,7 +314,7 @@ class _Job:
             if manifest is None:  # else it names the job of the answers
                 self._place.discard_spool()
             raise
-        self._place.write_manifest(self._identity.record() | {"spool": sizes})
+        self._place.write_manifest(self._identity.record() | {"spool": sizes | self._checked})
 
     def _tell_read(self, num_lines: int, num_bytes: int) -> None:
         self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))

@@ -70,7 +70,10 @@ def paper(
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of NAME.json and NAME.svg; of all: paper.html."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder of NAME.json and NAME.svg; all needs one, and writes paper.html too.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON line for each instead of a table.")
@@ -80,8 +83,8 @@ def paper(
     """Run a table or figure of the four papers; print it with the paper's numbers beside ours.
 
     Models are the papers' shapes with random weights unless --model names another. Every number of
-    ours is measured or counted in this run: with --share off, sharing gains nothing. Exit code 1:
-    with all, some could not run.
+    ours is measured or counted in this run: with --share off, full and planned gain nothing. Exit
+    code 1: with all, some could not run.
     """
     from onestem.errors import ConfigError
     from onestem.paper.bench import Bench

@@ -159,6 +159,10 @@ def _notes(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
         notes.append(f"The paper ran it on {experiment.machine}; we on {result['device']}{scale}.")
     elif scale:
         notes.append(f"Ours: {scale.strip(' ,')}.")
+    if result.get("model") is not None:
+        notes.append(f"Ours ran {result['model']} in place of the paper's models.")
+    if result.get("share", "full") != "full":
+        notes.append(f"Ours that would share as `full` ran with --share {result['share']}.")
     if experiment.assumed:
         notes.append(f"Ours to choose: {experiment.assumed}.")
     noted = [cell for cell in result["cells"] if cell["note"]]

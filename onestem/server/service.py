@@ -272,6 +272,7 @@ class Service:
             options=facts.options.identity(),
             planner=planner_of(facts.options, facts.kv_tokens),
             max_model_len=facts.max_model_len,
+            max_num_seqs=facts.options.max_num_seqs,
         )
 
 

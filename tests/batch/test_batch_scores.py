@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -142,3 +144,25 @@ def test_scores_beside_answers(tmp_path):
     found = [line["response"]["body"] for line in results(tmp_path / "all.out")]
     assert [body["object"] for body in found] == ["text_completion", "score", "score"]
     assert [len(body["data"][0]["scores"]) for body in found[1:]] == [2, 1]
+
+
+def test_a_job_resumed_with_fewer_sequences_goes_on_with_what_they_allow(model, tmp_path):
+    def line(i):
+        body = {"prompt": "a", "max_tokens": 2, "n": 3 if i == 6 else 1}
+        return {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+
+    source = write_lines(tmp_path / "in.jsonl", [line(i) for i in range(8)])
+    output = tmp_path / "out.jsonl"
+
+    def stop(progress):
+        if progress.stage == "run" and progress.done == 2:
+            raise KeyboardInterrupt
+
+    with LLM(model, **OPTIONS, levels="none") as llm, pytest.raises(JobInterrupted):
+        run_file(llm, source, output, on_progress=stop)
+    with LLM(model, **OPTIONS, levels="none", max_num_seqs=2) as llm:
+        summary = run_file(llm, source, output)
+    assert (summary.resumed, summary.failed) == (2, 1)
+    found = {one["custom_id"]: one for one in map(json.loads, output.read_text().splitlines())}
+    assert len(found) == 8
+    assert found["6"]["error"]["message"].startswith("n is 3, and at most 2 sequences run at once")

@@ -26,7 +26,7 @@ from onestem.paper.registry import EXPERIMENTS
 from onestem.paper.report import html_of, picture_of
 from onestem.paper.run import run_experiment
 from onestem.paper.serve import SustainableRates
-from onestem.paper.table import table_of
+from onestem.paper.table import table_of, text_of
 
 SCALE = 0.01
 TINY = {
@@ -170,6 +170,10 @@ def test_unshared_nothing_is_gained(name, unshared):
     result = run_experiment(experiment, unshared, "command")
     own = counts_of(result, "device" if name == "cache-fig5" else experiment.ratio[0])
     assert own
+    notes = text_of(table_of(experiment, result))
+    assert "with --share off" in notes
+    if result["model"] is not None:
+        assert f"Ours ran {result['model']} in place of" in notes
     others = counts_of(result, "off") or counts_of(result, "unshared")
     for where, counts in own.items():
         if "logical_prompt_tokens" in counts:

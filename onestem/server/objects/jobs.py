@@ -60,6 +60,7 @@ class JobModel:
     options: Mapping[str, Any]
     planner: Planner
     max_model_len: int
+    max_num_seqs: int | None
 
 
 class Jobs:
@@ -251,6 +252,7 @@ class Jobs:
             run=run,
             planner=model.planner,
             max_model_len=model.max_model_len,
+            max_num_seqs=model.max_num_seqs,
             model_identity=model.identity,
             model_name=model.name,
             model_names=model.names,
