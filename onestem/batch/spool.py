@@ -214,11 +214,13 @@ class Spool:
             assert self._compile_pml is not None  # else the line would have been refused
             compiled = self._compile_pml(spooled.pml, spooled.isolation)
         plain = compiled is None  # a group shares a prefix, and modules are no prefixes
-        prompt = self.prompt(index).tolist()
+        ids = self.prompt(index)
+        prompt = ids.tolist()
         task = spooled.task(prompt)
         return Request(
             request_id=result_id(self.job, spooled.line_number),
             prompt_token_ids=prompt,
+            prompt_array=ids,
             params=_params(self.job, spooled.custom_id, spooled.sampling),
             pml=compiled,
             paths=task.paths if task is not None else (),
