@@ -444,17 +444,22 @@ def _check_names(names: Iterable[str]) -> None:
     flags = {flag.replace("-", "_"): name for name, flag in EngineOptions.offered().items()}
     for name in names:
         if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *flags], 1)
-            hint = f": did you mean {flags.get(near[0], near[0])}?" if near else ""
+            hint = _nearest(name, {field: field for field in fields} | flags)
             raise ConfigError(f"there is no option {name!r}{hint}")
+
+
+def _nearest(name: str, spellings: Mapping[str, str]) -> str:
+    """A hint at the nearest of some spellings, in the words that each stands for."""
+    near = difflib.get_close_matches(name, spellings, 1)
+    return f": did you mean {spellings[near[0]]}?" if near else ""
 
 
 def _field(kind: type[Options], key: str, file: Path) -> str:
     names = {named: name for name, named in kind.offered().items()}
     name = names.get(key.replace("_", "-"))
     if name is None:
-        near = difflib.get_close_matches(key.replace("_", "-"), [*TABLES, *names], 1)
-        hint = f": did you mean {near[0].replace('-', '_')}?" if near else ""
+        spellings = {named: named.replace("-", "_") for named in (*TABLES, *names)}
+        hint = _nearest(key.replace("_", "-"), spellings)
         raise ConfigError(f"{file}: there is no option {key!r}{hint}")
     return name
 
