@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkout import measured
+from benchmarks.checkout import machine, measured
 from onestem.llm import LLM
 from onestem.request import SamplingParams
 
@@ -71,7 +70,7 @@ def main() -> None:
         print(name, {key: round(value, 3) for key, value in row.items()}, flush=True)
     result = {
         "command": " ".join(["python -m benchmarks.calls", *sys.argv[1:]]),
-        "machine": _machine(options.device),
+        "machine": machine(options.device),
         "date": str(date.today()),
         "calls": table,
         "each": found,
@@ -92,14 +91,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "calls.json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _machine(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    flags = Path("/proc/cpuinfo").read_text()
-    has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
-    return f"{os.cpu_count()} cores with {' and '.join(has) or 'neither AVX-512 nor AMX'}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:

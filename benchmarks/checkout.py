@@ -1,13 +1,17 @@
-"""A benchmark's module, run in a process of its own by this version of the project or another."""
+"""A benchmark's module, run in a process of its own by this version of the project or another; and
+the machine's name."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 # An editable installation would find its own package first, and another checkout has benchmarks of
@@ -37,3 +41,12 @@ def measured(module: str, arguments: Sequence[str], folder: Path | None = None) 
     if out.returncode:
         raise SystemExit(f"{module} {' '.join(arguments)} failed, of {folder or 'this version'}")
     return json.loads(out.stdout.splitlines()[-1])
+
+
+def machine(device: str) -> str:
+    """What a measurement ran on: a GPU's name, or cores and what they have."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    flags = Path("/proc/cpuinfo").read_text()
+    has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
+    return f"{os.cpu_count()} cores with {' and '.join(has) or 'neither AVX-512 nor AMX'}"

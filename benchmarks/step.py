@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkout import measured
+from benchmarks.checkout import machine, measured
 from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
@@ -52,7 +51,7 @@ def main() -> None:
             turns["before"].append(measured("benchmarks.step", child, options.against))
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
-        "machine": _machine(options.device),
+        "machine": machine(options.device),
         "date": str(date.today()),
         "calls": turns["now"][0]["calls"],
     }
@@ -81,13 +80,6 @@ def _options() -> argparse.Namespace:
 
 def _medians(found: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
-
-
-def _machine(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    flags = Path("/proc/cpuinfo").read_text()
-    return f"{os.cpu_count()} cores, {'AMX' if 'amx_bf16' in flags else 'no AMX'}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
