@@ -16,6 +16,7 @@ from onestem.ops import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.bench.cases import decode_step
 from onestem.ops.reference import visible
 from onestem.ops.triton import Workspace, load_config
+from onestem.ops.triton.attention import TritonAttention
 from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
 from onestem.ops.work.cuts import item_times
@@ -403,6 +404,24 @@ def test_a_workspace_compares_now_and_then(monkeypatch):
         space.write(plan)
         compared.append(len(drafts) > 1)
     assert np.flatnonzero(compared).tolist() == [0, 17, 34]
+
+
+def test_prepared_plans_of_one_implementation_keep_the_choice(monkeypatch):
+    plan = decode_step((1, 6), (64, 8), page_size=4).plan
+    q, k, v = (torch.rand(shape) for shape in ((6, 4, 16), (40, 4, 2, 16), (40, 4, 2, 16)))
+    given = []
+
+    def listed(*args, choice, **more):
+        given.append(choice)
+        return dataclasses.replace(make_work(*args, **more), choice=Choice(6, 6 * 72, True))
+
+    monkeypatch.setattr("onestem.ops.triton.attention.make_work", listed)
+    impl = TritonAttention()
+    for _ in range(20):
+        impl.prepare(plan).attend(q, k, v)
+    impl.prepare(windowed(plan, 8)).attend(q, k, v)
+    TritonAttention().prepare(plan).attend(q, k, v)
+    assert given == [None, *[Choice(6, 6 * 72, True)] * 19, None, None]
 
 
 def test_a_step_of_prompts_alone_has_no_item_that_reads():

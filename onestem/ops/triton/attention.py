@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,18 +18,25 @@ from onestem.ops.state import State
 from onestem.ops.triton.config import KernelConfig
 from onestem.ops.triton.launch import Kernels, Scores, States
 from onestem.ops.work import make_work
+from onestem.ops.work.lists import KeptChoice
 
 __all__ = ["PreparedTriton", "TritonAttention"]
 
 LINE_BYTES = 128  # read from a GPU's memory at a time
 
+Choices = defaultdict[tuple[object, ...], KeptChoice]
+
 
 @dataclass(frozen=True)
 class TritonAttention:
-    """Triton implementation of `AttentionImpl`. `config` replaces the device's own."""
+    """Triton implementation of `AttentionImpl`. `config` replaces the device's own. Plans that are
+    prepared one after the other are steps of one engine: similar ones keep a `Choice`."""
 
     name: str = "triton"
     config: KernelConfig | None = None
+    choices: Choices = field(
+        default_factory=lambda: defaultdict(KeptChoice), compare=False, repr=False
+    )
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         """Whether a token's head is not whole lines of memory: a line would then hold parts of two
@@ -36,7 +44,7 @@ class TritonAttention:
         return head_dim * dtype.itemsize % LINE_BYTES != 0
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTriton:
-        return PreparedTriton(plan, share, self.config)
+        return PreparedTriton(plan, share, self.choices, self.config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +64,12 @@ class PreparedTriton:
         self,
         plan: AttentionPlan,
         share: bool,
+        choices: Choices,
         config: KernelConfig | None = None,
     ) -> None:
         self.plan = plan
         self.share = share
+        self.choices = choices
         self.config = config
         self._ready: dict[tuple[object, ...], _OnDevice] = {}
 
@@ -78,7 +88,9 @@ class PreparedTriton:
         check_scores(q, scale, alibi_slopes, softcap)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
         if key not in self._ready:
-            self._ready[key] = self._make(q, k_pages.shape[2])
+            self._ready[key] = self._make(
+                q, k_pages.shape[2], self.choices[(*key, self.plan.window)]
+            )
         ready = self._ready[key]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -98,7 +110,7 @@ class PreparedTriton:
         )
         return State(out, lse)
 
-    def _make(self, q: Tensor, num_kv_heads: int) -> _OnDevice:
+    def _make(self, q: Tensor, num_kv_heads: int, choice: KeptChoice) -> _OnDevice:
         kernels = Kernels.make(
             num_q_heads=q.shape[1],
             num_kv_heads=num_kv_heads,
@@ -115,7 +127,9 @@ class PreparedTriton:
             num_kv_heads=num_kv_heads,
             group=kernels.group,
             share=self.share,
+            choice=choice.next(),
         )
+        choice.keep(work)
         words = np.zeros(work.num_words, np.int32)
         work.pack(words)
         states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)

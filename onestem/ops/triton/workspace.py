@@ -13,11 +13,9 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.triton.config import KernelConfig
 from onestem.ops.triton.launch import Kernels, Scores, States
 from onestem.ops.work import WorkList, make_work
-from onestem.ops.work.lists import AT_RECORDS, RECORD, Choice
+from onestem.ops.work.lists import AT_RECORDS, RECORD, KeptChoice
 
 __all__ = ["Workspace"]
-
-KEPT_LISTS = 16  # work lists made with a choice before it is compared again
 
 
 @dataclass(eq=False)
@@ -97,8 +95,7 @@ class Workspace:
         self._turn = 0
         self._words = 0
         self._grow: np.ndarray | None = None
-        self._choice: Choice | None = None
-        self._kept = 0  # lists since it was made
+        self._choice = KeptChoice()
 
     def clear(self) -> None:
         """Take the uploaded list back: until the next one there are no items."""
@@ -127,7 +124,6 @@ class Workspace:
                 f"the plan's window is {plan.window}, the workspace has windowed={self.windowed}"
             )
         assert self.states is not None
-        self._kept += 1
         self.work = make_work(
             plan,
             self.kernels.cost,
@@ -136,10 +132,9 @@ class Workspace:
             share=self.share,
             num_rows=num_rows,
             max_states=len(self.states),
-            choice=self._choice if self._kept <= KEPT_LISTS else None,
+            choice=self._choice.next(),
         )
-        if self.work.choice is not None:
-            self._choice, self._kept = self.work.choice, 0
+        self._choice.keep(self.work)
         self._words = self.work.pack(self._next_host().array)
         self._grow = None
         return self.work

@@ -20,6 +20,7 @@ __all__ = [
     "Choice",
     "ENTRY",
     "HEADER",
+    "KeptChoice",
     "QUEUE",
     "QUEUED",
     "RECORD",
@@ -49,6 +50,7 @@ LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
 MERGED_ROW, FIRST_STATE, NUM_PARTS = range(3)
 
 SIMILAR = 8  # steps whose rows and tokens differ by at most this part keep a `Choice`
+KEPT_LISTS = 16  # work lists made with a choice before it is compared again
 
 
 class ListTooLong(ConfigError):
@@ -203,6 +205,24 @@ class Choice:
         """Whether it is likely to be the same for such a step."""
         pairs = ((num_rows, self.num_rows), (tokens, self.tokens))
         return all(abs(new - old) * SIMILAR <= old for new, old in pairs)
+
+
+class KeptChoice:
+    """The last `Choice` of an engine's steps, for those after it; now and then it is made anew."""
+
+    def __init__(self) -> None:
+        self._choice: Choice | None = None
+        self._lists = 0  # since it was made
+
+    def next(self) -> Choice | None:
+        """What the next list is made with."""
+        self._lists += 1
+        return self._choice if self._lists <= KEPT_LISTS else None
+
+    def keep(self, work: WorkList) -> None:
+        """Take over the choice of that list, if it has made one."""
+        if work.choice is not None:
+            self._choice, self._lists = work.choice, 0
 
 
 def make_work(
