@@ -1,6 +1,6 @@
 """Tokens per second of `LLM.generate` in every mode that a user can switch on.
 
-    python -m benchmarks.calls [--device cuda] [--shape llama3.1-8b] [--against FOLDER] [--turns 2]
+    python -m benchmarks.calls [--device cuda] [--shape llama3.1-8b] [--against FOLDER] [--busy]
 
 Greedy and sampled, with log-probabilities, and with one neighbour that is sampled with penalties:
 many rows behind one prefix, fewer, groups, a tree, one row, and rows that share nothing. Each call
@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkout import machine, measured
+from benchmarks.checkout import busy_cores, machine, measured
 from onestem.llm import LLM
 from onestem.request import SamplingParams
 
@@ -54,10 +55,11 @@ def main() -> None:
     child = ["--child", "--device", options.device, "--shape", options.shape]
     child += ["--tokens", str(options.tokens), "--scale", str(options.scale)]
     child += ["--repeats", str(options.repeats), "--only", options.only]
-    for _ in range(options.turns):
-        for side, folder in sides.items():
-            for name, rates in measured("benchmarks.calls", child, folder).items():
-                found[side].setdefault(name, []).extend(rates)
+    with busy_cores() if options.busy else nullcontext():
+        for _ in range(options.turns):
+            for side, folder in sides.items():
+                for name, rates in measured("benchmarks.calls", child, folder).items():
+                    found[side].setdefault(name, []).extend(rates)
     table = {}
     for name, rates in found["now"].items():
         row: dict[str, Any] = {"tokens_per_s": statistics.median(rates), "best": max(rates)}
@@ -88,6 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=2, help="processes of each version")
     parser.add_argument("--only", default="", help="kinds whose name has this")
     parser.add_argument("--against", type=Path, help="folder of another version")
+    parser.add_argument("--busy", action="store_true", help="beside a busy process for each core")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "calls.json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

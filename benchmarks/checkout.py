@@ -1,5 +1,5 @@
-"""A benchmark's module, run in a process of its own by this version of the project or another; and
-the machine's name."""
+"""A benchmark's module, run in a process of its own by this version of the project or another; the
+machine's name; and processes that keep the machine busy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,16 @@ def machine(device: str) -> str:
     flags = Path("/proc/cpuinfo").read_text()
     has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
     return f"{os.cpu_count()} cores with {' and '.join(has) or 'neither AVX-512 nor AMX'}"
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """A process for each core that computes without end."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
