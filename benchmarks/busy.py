@@ -1,11 +1,12 @@
 """A busy machine: the same work alone and beside one busy PyTorch process for each core.
 
-    python -m benchmarks.busy [--pairs 15] [--shape 0.1b] [--dtype bfloat16]
+    python -m benchmarks.busy [--pairs 15] [--shape 0.1b] [--dtype bfloat16] [--against FOLDER]
 
 Two engines take turns, each in a process of its own: `onestem` as it is, whose OpenMP threads soon
-sleep at a barrier (`onestem/threads.py`), and `default`, with the OpenMP runtime's own patience.
-The busy processes are halted while the engines have the machine to themselves. Random weights.
-Written to benchmarks/results/busy-SHAPE-DTYPE.json.
+sleep at a barrier (`onestem/threads.py`), and `default`, with the OpenMP runtime's own patience; or
+`before`, another version in FOLDER (`benchmarks.checkout`). The busy processes are halted while the
+engines have the machine to themselves. Random weights. Written to
+benchmarks/results/busy-SHAPE-DTYPE.json; with FOLDER, busy-before-SHAPE-DTYPE.json.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import HERE, machine
+from benchmarks.checkout import ROOT, command_of
 
-# name -> prompts, their tokens, tokens to sample
-WORK = {"one request, 1,449 + 16": (1, 1449, 16), "eight, 64 + 30": (8, 64, 30)}
-ENGINES = {"onestem": {}, "default": {"GOMP_SPINCOUNT": "300000"}}
+# name -> prompts, tokens that they share, tokens of each, tokens to sample
+WORK = {
+    "one request, 1,449 + 16": (1, 0, 1449, 16),
+    "eight, 64 + 30": (8, 0, 64, 30),
+    "fifteen that share 1,024, 32 + 16": (15, 1024, 32, 16),
+}
+PATIENT = {"GOMP_SPINCOUNT": "300000"}
 BUSY = "import torch; torch.set_num_threads(1); a = torch.randn(1024, 1024)\nwhile True: a @ a"
 
 
@@ -34,41 +41,50 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--shape", default="0.1b")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--against", type=Path, help="folder of another version")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.shape, options.dtype)
         return
+    other = "default" if options.against is None else "before"
+    seconds = compare(options, other)
     result = {
         "command": f"python -m benchmarks.busy --pairs {options.pairs} --shape {options.shape} "
-        f"--dtype {options.dtype}",
+        f"--dtype {options.dtype}" + (" --against FOLDER" if options.against else ""),
         "machine": machine(),
         "date": str(date.today()),
-        "seconds": compare(options.shape, options.dtype, options.pairs),
+        "seconds": seconds,
+        "summary": summary(seconds, other),
     }
-    result["summary"] = summary(result["seconds"])
-    name = f"busy-{options.shape}-{options.dtype}.json"
+    kind = "busy" if options.against is None else "busy-before"
+    name = f"{kind}-{options.shape}-{options.dtype}.json"
     (HERE / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
     for row in result["summary"]:
         print(row)
 
 
-def compare(shape: str, dtype: str, pairs: int) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, other: str) -> list[dict[str, Any]]:
     """Seconds of each engine's turns, those of a pair one after the other."""
     found = []
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(start(shape, dtype, e)) for name, e in ENGINES.items()}
+        engines = {
+            "onestem": stack.enter_context(start(options, None, {})),
+            other: stack.enter_context(
+                start(options, options.against, {} if options.against else PATIENT)
+            ),
+        }
         for process in engines.values():
             stack.callback(process.kill)
         busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count() or 1)]
         for process in busy:
             stack.callback(process.kill)
-        for pair in range(pairs):
+        for pair in range(options.pairs):
             for work_name in WORK:
                 for beside, signal_number in ((False, signal.SIGSTOP), (True, signal.SIGCONT)):
                     for process in busy:
                         process.send_signal(signal_number)
-                    names = list(ENGINES)[:: 1 if pair % 2 else -1]
+                    names = list(engines)[:: 1 if pair % 2 else -1]
                     for name in names:
                         seconds = ask(engines[name], work_name)
                         row = {"engine": name, "work": work_name, "busy": beside, "pair": pair}
@@ -76,8 +92,9 @@ def compare(shape: str, dtype: str, pairs: int) -> list[dict[str, Any]]:
     return found
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of each work: alone against the runtime's default, busy against alone."""
+def summary(rows: list[dict[str, Any]], other: str) -> list[dict[str, Any]]:
+    """Of each work: medians of its seconds, of `onestem` over `other` in a pair, and of busy over
+    alone."""
     found = []
     for name in WORK:
         times = {
@@ -86,36 +103,43 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for row in rows
                 if (row["engine"], row["work"], row["busy"]) == (engine, name, busy)
             ]
-            for engine in ENGINES
+            for engine in ("onestem", other)
             for busy in (False, True)
         }
         middle = {key: statistics.median(values) for key, values in times.items()}
-        alone = [
-            ours / theirs
-            for ours, theirs in zip(times["onestem", False], times["default", False], strict=True)
-        ]
+        against = {
+            busy: statistics.median(
+                ours / theirs
+                for ours, theirs in zip(times["onestem", busy], times[other, busy], strict=True)
+            )
+            for busy in (False, True)
+        }
         found.append(
             {
                 "work": name,
                 "alone_seconds": middle["onestem", False],
-                "alone_seconds_default": middle["default", False],
-                "alone_against_default": statistics.median(alone),
+                f"alone_seconds_{other}": middle[other, False],
+                f"alone_against_{other}": against[False],
+                f"busy_against_{other}": against[True],
                 "busy_against_alone": middle["onestem", True] / middle["onestem", False],
-                "busy_against_alone_default": middle["default", True] / middle["default", False],
+                f"busy_against_alone_{other}": middle[other, True] / middle[other, False],
             }
         )
     return found
 
 
-def start(shape: str, dtype: str, settings: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.busy", "--work", "--shape", shape]
+def start(
+    options: argparse.Namespace, folder: Path | None, settings: dict[str, str]
+) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    arguments = ["--work", "--shape", options.shape, "--dtype", options.dtype]
     process = subprocess.Popen(
-        [*command, "--dtype", dtype],
+        command_of("benchmarks.busy", arguments, folder),
         env={**environment, **settings},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
     )
     for name in WORK:
         ask(process, name)
@@ -141,11 +165,12 @@ def work(shape: str, dtype: str) -> None:
     llm = LLM(f"shape:{shape}", device="cpu", dtype=dtype, kv_memory="1GiB")
     draw = np.random.default_rng(0)
     for line in sys.stdin:
-        count, length, output = WORK[line.strip()]
-        prompts = [draw.integers(3, 30000, length).tolist() for _ in range(count)]
+        count, shared, own, output = WORK[line.strip()]
+        prefix = draw.integers(3, 30000, shared).tolist()
+        prompts = [prefix + draw.integers(3, 30000, own).tolist() for _ in range(count)]
         params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
         began = time.perf_counter()
-        llm.generate(prompts, params)
+        llm.generate(prompts, params, use_tqdm=False)
         print(time.perf_counter() - began, flush=True)
 
 

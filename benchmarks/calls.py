@@ -56,8 +56,8 @@ def main() -> None:
     child += ["--tokens", str(options.tokens), "--scale", str(options.scale)]
     child += ["--repeats", str(options.repeats), "--only", options.only]
     with busy_cores() if options.busy else nullcontext():
-        for _ in range(options.turns):
-            for side, folder in sides.items():
+        for turn in range(options.turns):
+            for side, folder in list(sides.items())[:: -1 if turn % 2 else 1]:
                 for name, rates in measured("benchmarks.calls", child, folder).items():
                     found[side].setdefault(name, []).extend(rates)
     table = {}

@@ -16,28 +16,33 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 # An editable installation would find its own package first, and another checkout has benchmarks of
-# its own: only the package comes from the folder.
-BY_FOLDER = """
+# its own: only the package comes from the folder. It comes before torch (`onestem.threads`).
+RUN = """
 import importlib.machinery, importlib.util, runpy, sys
 folder = sys.argv[1]
 sys.argv = sys.argv[2:]
-sys.meta_path[:] = [it for it in sys.meta_path if "_editable" not in type(it).__module__]
-spec = importlib.machinery.PathFinder.find_spec("onestem", [folder])
-if spec is None or spec.loader is None:
-    sys.exit(f"{folder} has no package onestem: give a checkout, or what pip install --target made")
-sys.modules["onestem"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["onestem"])
+if folder:
+    sys.meta_path[:] = [it for it in sys.meta_path if "_editable" not in type(it).__module__]
+    spec = importlib.machinery.PathFinder.find_spec("onestem", [folder])
+    if spec is None or spec.loader is None:
+        sys.exit(f"{folder} has no package onestem: a checkout or pip install --target makes it")
+    sys.modules["onestem"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["onestem"])
+import onestem
 runpy.run_module(sys.argv[0], run_name="__main__")
 """
 
 
+def command_of(module: str, arguments: Sequence[str], folder: Path | None = None) -> list[str]:
+    """The command that runs `module`, from `ROOT`. `folder`: of another version, a checkout or an
+    installation (`pip install --target`). A checkout has no compiled CPU kernels."""
+    where = "" if folder is None else str(folder.resolve())
+    return [sys.executable, "-c", RUN, where, module, *arguments]
+
+
 def measured(module: str, arguments: Sequence[str], folder: Path | None = None) -> Any:
-    """What the last line says that `module` prints, as JSON. `folder`: of another version, which is
-    a checkout or an installation (`pip install --target`). A checkout has no compiled CPU kernels.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    if folder is not None:
-        command = [sys.executable, "-c", BY_FOLDER, str(folder.resolve()), module, *arguments]
+    """What the last line says that `module` prints, as JSON; see `command_of`."""
+    command = command_of(module, arguments, folder)
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if out.returncode:
         raise SystemExit(f"{module} {' '.join(arguments)} failed, of {folder or 'this version'}")
