@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import HERE, machine
-from benchmarks.checkout import ROOT, command_of
+from benchmarks.checkout import ROOT, busy_cores, command_of
 
 # name -> prompts, tokens that they share, tokens of each, tokens to sample
 WORK = {
@@ -76,9 +76,7 @@ def compare(options: argparse.Namespace, other: str) -> list[dict[str, Any]]:
         }
         for process in engines.values():
             stack.callback(process.kill)
-        busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count() or 1)]
-        for process in busy:
-            stack.callback(process.kill)
+        busy = stack.enter_context(busy_cores(BUSY))
         for pair in range(options.pairs):
             for work_name in WORK:
                 for beside, signal_number in ((False, signal.SIGSTOP), (True, signal.SIGCONT)):

@@ -59,12 +59,12 @@ def machine(device: str) -> str:
 
 
 @contextmanager
-def busy_cores() -> Iterator[None]:
-    """A process for each core that computes without end."""
-    command = [sys.executable, "-c", "while True: pass"]
+def busy_cores(code: str = "while True: pass") -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A process for each core that runs Python code without end."""
+    command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()

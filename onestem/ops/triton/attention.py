@@ -24,8 +24,6 @@ __all__ = ["PreparedTriton", "TritonAttention"]
 
 LINE_BYTES = 128  # read from a GPU's memory at a time
 
-Choices = defaultdict[tuple[object, ...], KeptChoice]
-
 
 @dataclass(frozen=True)
 class TritonAttention:
@@ -34,8 +32,8 @@ class TritonAttention:
 
     name: str = "triton"
     config: KernelConfig | None = None
-    choices: Choices = field(
-        default_factory=lambda: defaultdict(KeptChoice), compare=False, repr=False
+    choices: defaultdict[tuple[object, ...], KeptChoice] = field(
+        default_factory=lambda: defaultdict(KeptChoice), init=False, compare=False, repr=False
     )
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
@@ -44,7 +42,7 @@ class TritonAttention:
         return head_dim * dtype.itemsize % LINE_BYTES != 0
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedTriton:
-        return PreparedTriton(plan, share, self.choices, self.config)
+        return PreparedTriton(plan, share, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +58,10 @@ class PreparedTriton:
     """A plan. Its work list is made at the first layer, when the heads are known, and serves all
     layers. One object must not run on two streams at a time: its layers share partial states."""
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        share: bool,
-        choices: Choices,
-        config: KernelConfig | None = None,
-    ) -> None:
+    def __init__(self, plan: AttentionPlan, share: bool, impl: TritonAttention) -> None:
         self.plan = plan
         self.share = share
-        self.choices = choices
-        self.config = config
+        self.impl = impl
         self._ready: dict[tuple[object, ...], _OnDevice] = {}
 
     def attend(
@@ -88,9 +79,8 @@ class PreparedTriton:
         check_scores(q, scale, alibi_slopes, softcap)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
         if key not in self._ready:
-            self._ready[key] = self._make(
-                q, k_pages.shape[2], self.choices[(*key, self.plan.window)]
-            )
+            choice = self.impl.choices[(*key, self.plan.window)]
+            self._ready[key] = self._make(q, k_pages.shape[2], choice)
         ready = self._ready[key]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -119,7 +109,7 @@ class PreparedTriton:
             dtype=q.dtype,
             device=q.device,
             windowed=self.plan.window is not None,
-            config=self.config,
+            config=self.impl.config,
         )
         work = make_work(
             self.plan,
