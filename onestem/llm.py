@@ -26,6 +26,7 @@ from onestem.engine.engine import Engine
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
+from onestem.engine.warm_up import warm_up
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.garbage import collecting_less
 from onestem.models.config import GenerationDefaults, ModelConfig
@@ -143,7 +144,7 @@ class LLM:
         self.team: Team | None = None
         self._running: weakref.ref[Generator[RequestOutput]] | None = None
         try:
-            self._load_traced(options, trace)
+            self._load_model(options)
         except BaseException:
             if trace is not None:
                 trace.close()
@@ -151,9 +152,10 @@ class LLM:
                 self.team.close()
             raise
         if trace is not None:
+            self.engine.trace = trace
             trace.restart()
 
-    def _load_traced(self, options: EngineOptions, trace: StepTrace | None) -> None:
+    def _load_model(self, options: EngineOptions) -> None:
         size = options.tensor_parallel_size
         set_threads(options.threads, size)
         self.name = str(options.model)
@@ -202,9 +204,9 @@ class LLM:
             impl=options.impl,
             logprobs_mode=options.logprobs_mode,
             seed=options.seed,
-            trace=trace,
             runners=None if self.team is None else self.team.make_runner,
         )
+        warm_up(self._engine)
         self._count = 0
         self._schemas: Library | None = None
         host = parse_memory(options.module_host_memory)

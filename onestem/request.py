@@ -458,6 +458,12 @@ class SamplingParams(Checked):
     include_stop_str_in_output: bool = False
     """Keep the stop string at the text's end."""
 
+    @property
+    def may_end_early(self) -> bool:
+        """Whether an answer may end before `max_tokens`."""
+        ends = not self.ignore_eos or self.stop or self.stop_token_ids
+        return self.response_format is not None or bool(ends and self.min_tokens != self.max_tokens)
+
     @model_validator(mode="after")
     def _check_together(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -35,6 +35,7 @@ from onestem.engine.schedule.memory import (
 )
 from onestem.engine.schedule.queue import Gate, HybridQueue, Jobs, PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler, SourceError
+from onestem.engine.schedule.throttle import FEWEST_ROWS
 from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 
 # A step that can only wait for a grammar ends after this, to see what else has come.
 GATE_SECONDS = 0.02
+# Rows that a device multiplies while it reads the weights.
+FREE_ROWS = {"cuda": 200}
 CHECK_SHARE = 0.001  # of the time may go into `Engine.check`
 
 
@@ -83,13 +86,13 @@ class Engine:
         logprobs_mode: log-probabilities of sampled tokens are the model's own (`raw_logprobs`), or
             those that they are drawn with (`processed_logprobs`).
         seed: source of seeds for requests that have none; None draws from the system.
-        trace: where each step is recorded; the engine closes it.
         runners: makes what runs the steps, with the arguments of `make_runner`, which is the
             default.
 
     Attributes:
         on_begin: called with ids of interactive requests before the first step that they are in.
         residence: where weights and KV memory are.
+        trace: where each step is recorded, if anywhere; the engine closes it.
         is_paused: nothing is computed, though requests are taken.
     """
 
@@ -110,7 +113,6 @@ class Engine:
         impl: str = "auto",
         logprobs_mode: LogprobsMode = "raw_logprobs",
         seed: int | None = None,
-        trace: StepTrace | None = None,
         runners: Callable[..., StepRunner] | None = None,
     ) -> None:
         if share not in ("full", "storage", "off", "no-attention"):
@@ -174,6 +176,7 @@ class Engine:
             max_step_tokens=max_step_tokens,
             max_step_seconds=max_step_seconds,
             max_num_seqs=max_num_seqs,
+            free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
         )
         slots = Slots(self._sampler, eos)
         self.order = Order(self.cache, slots, windows=runner.windows, share=share != "storage")
@@ -190,7 +193,7 @@ class Engine:
         self._committed_at = 0.0
         self._kinds = (False, False)  # whether the step before had interactive decodes, and jobs
         self._runs_a_job = False
-        self._trace = trace
+        self.trace: StepTrace | None = None
         self.tiers: ModuleTiers | None = None  # see `keep_modules`
         self.on_begin: Callable[[list[str]], object] = lambda request_ids: None
         self.is_paused = False
@@ -552,8 +555,8 @@ class Engine:
         stats.note_held(pool.num_held * pool.page_size)
         stats.num_preempted = self.scheduler.num_preempted
         stats.model_seconds += time.perf_counter() - self.launcher.began
-        if self._trace is not None:
-            self._trace.note(
+        if self.trace is not None:
+            self.trace.note(
                 len(self.order.inputs.positions),
                 edits.chunks,
                 running=self.num_running,
@@ -716,8 +719,8 @@ class Engine:
             self.tiers.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self._trace is not None:
-            self._trace.close()
+        if self.trace is not None:
+            self.trace.close()
 
     # ----------------------------------------------------------------------------- books
 
@@ -729,8 +732,8 @@ class Engine:
         """Count anew from here on; a trace begins anew."""
         self.stats.reset()
         self.scheduler.num_preempted = 0
-        if self._trace is not None:
-            self._trace.restart()
+        if self.trace is not None:
+            self.trace.restart()
 
 
 def check_counts(**counts: object) -> None:

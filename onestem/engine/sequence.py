@@ -275,6 +275,19 @@ class Sequence:
         most = self.state.request.params.max_tokens
         return room if most is None else min(room, most - self.num_output)
 
+    @property
+    def known_left(self) -> int | None:
+        """Tokens that it will still store, if nothing can end it sooner; else None."""
+        if self.state.request.params.may_end_early:
+            return None
+        return max(0, self.num_left - (self.num_launched - (len(self.tokens) - 1)))
+
+    @property
+    def num_forks(self) -> int:
+        """Sequences that will fork from it at its prompt's end."""
+        state = self.state
+        return 0 if state.forked or self.score_only else state.request.params.n - 1
+
     def extend(self, token_ids: Seq[int], entries: Iterable[TokenLogprobs] = ()) -> None:
         """Take sampled tokens, with their log-probabilities where they are wanted. All but the last
         have keys and values, in the run that the sequence alone writes."""

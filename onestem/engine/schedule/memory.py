@@ -1,11 +1,11 @@
-"""Reserved KV memory: pinned prefixes, those of planned groups, what decodes will need.
+"""Prefixes that stay in KV memory: pinned ones, and those of planned groups.
 And why a prompt shares what it shares."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,6 @@ from onestem.request import ONE_TOKEN, Request, Rerendered, Reuse
 
 __all__ = [
     "PREFIXES",
-    "ReservedPages",
     "PinnedPrefixes",
     "PlannedGroups",
     "PrefixInfo",
@@ -355,58 +354,3 @@ def _newest(parent: Run, like: Run, wanted: Callable[[Run], bool]) -> Run | None
     return next(
         (c for c in children if c is not like and c.label == like.label and wanted(c)), None
     )
-
-
-class ReservedPages:
-    """Pages reserved at the last count, and for sequences admitted since.
-
-    Args:
-        cache: the runs.
-        lookahead_tokens: decodes that admission leaves room for, per sequence.
-    """
-
-    def __init__(self, cache: PrefixCache, lookahead_tokens: int) -> None:
-        self._cache = cache
-        self._lookahead_tokens = lookahead_tokens
-        self._num_pages = 0
-
-    def count(self, running: Iterable[Sequence]) -> None:
-        """Count anew, for all running sequences."""
-        self._num_pages = sum(map(self._pages, running))
-
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence that is admitted."""
-        self._num_pages += self._pages(sequence)
-
-    def take_back(self, sequence: Sequence) -> None:
-        """Subtract a counted sequence that is to be preempted."""
-        self._num_pages -= self._pages(sequence)
-
-    def have_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence with its path attached fits beside what is reserved."""
-        needed = self._uncomputed(sequence) + self._lookahead(sequence)
-        return needed + self._num_pages <= self._cache.pool.num_available
-
-    def _pages(self, sequence: Sequence) -> int:
-        if sequence.slot >= 0:
-            return self._lookahead(sequence)
-        return self._uncomputed(sequence) + self._lookahead(sequence)
-
-    def _uncomputed(self, sequence: Sequence) -> int:
-        """Pages still to be allocated on its path, for runs that it is to compute itself."""
-        size = self._cache.pool.page_size
-        imported = sequence.modules.missing_pages() if sequence.modules is not None else 0
-        return imported + sum(
-            max(0, -(-(run.offset + len(run.tokens)) // size) - len(run.pages))
-            for run in sequence.path(self._cache.tree.num_splits)
-            if run.owner is sequence or run.owner is None
-        )
-
-    def _lookahead(self, sequence: Sequence) -> int:
-        if sequence.score_only:
-            return 0
-        most = sequence.state.request.params.max_tokens
-        ahead = self._lookahead_tokens
-        if most is not None:
-            ahead = min(ahead, most - sequence.num_output)
-        return self._cache.pool.pages_for(ahead)

@@ -9,8 +9,9 @@ from collections.abc import Container
 from typing import Any, Protocol
 
 from onestem.cache import ModuleRun, PrefixCache, Run
-from onestem.engine.schedule.memory import PinnedPrefixes, PlannedGroups, ReservedPages, explain
+from onestem.engine.schedule.memory import PinnedPrefixes, PlannedGroups, explain
 from onestem.engine.schedule.queue import RequestQueue
+from onestem.engine.schedule.room import ReservedPages
 from onestem.engine.schedule.throttle import JobShare, StepBudget
 from onestem.engine.sequence import Chunk, Edits, RequestState, Sequence
 from onestem.request import Request
@@ -95,12 +96,6 @@ def _place(sequence: Sequence) -> tuple[bool, float]:
     return sequence.is_job, sequence.order if sequence.order >= 0 else float("inf")
 
 
-def _num_forks(sequence: Sequence) -> int:
-    """Sequences that will fork from one at its prompt's end."""
-    state = sequence.state
-    return 0 if state.forked or sequence.score_only else state.request.params.n - 1
-
-
 class Scheduler:
     """Decodes first, then unfinished prompts, then new requests; then the same for jobs.
 
@@ -116,7 +111,9 @@ class Scheduler:
         max_step_tokens: maximum rows of a step, at least half for prompts (`StepBudget`).
         max_step_seconds: what a step may take, by the measured time of a row; None: no limit.
         max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
-        lookahead_tokens: decodes that admission leaves room for, per sequence.
+        lookahead_tokens: decodes that admission leaves room for, per sequence whose length is not
+            known.
+        free_rows: decodes that hardly make a step longer; see `ReservedPages`.
 
     Attributes:
         factory: makes a request's sequences when it is opened, and those that fork at its end.
@@ -140,6 +137,7 @@ class Scheduler:
         max_step_seconds: float | None = None,
         max_num_seqs: int | None = None,
         lookahead_tokens: int = 32,
+        free_rows: int = 0,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.cache = cache
@@ -170,7 +168,8 @@ class Scheduler:
         self._job_rows: dict[Sequence, None] = {}  # jobs that have one
         self._job_limit: int | None = None  # of these; None: no limit
         self._review_at = 0  # the step in which that is set again
-        self._reserved = ReservedPages(cache, lookahead_tokens)
+        self._coming: int | None = None  # sequences that fork from prompts, by the last count
+        self._reserved = ReservedPages(cache, lookahead_tokens, free_rows)
         self._reserved_at = -RESERVED_STEPS  # the step in which they were counted
         self._short_at = -RESERVED_STEPS
         self._short_head: object = None
@@ -201,7 +200,7 @@ class Scheduler:
         self._edits, self._only, self._may_preempt = Edits(), only, may_preempt
         self._chunked.clear()
         self.opened.clear()
-        self._is_launched = False
+        self._is_launched, self._coming = False, None
         for sequence in itertools.chain(self.prompts, self._standing):
             if sequence.modules is not None:
                 sequence.modules.release_placeholders()
@@ -699,8 +698,10 @@ class Scheduler:
         """Whether a sequence, with those that fork from it, may run beside the others; jobs are
         preempted for interactive ones."""
         while self.max_num_seqs is not None and self.running:
-            coming = _num_forks(sequence) + sum(map(_num_forks, self.prompts))
-            if len(self.running) + 1 + coming <= self.max_num_seqs:
+            if self._coming is None:
+                self._coming = sum(prompt.num_forks for prompt in self.prompts)
+            coming = self._coming + 1 + sequence.num_forks
+            if len(self.running) + coming <= self.max_num_seqs:
                 break
             if sequence.is_job or not self._give_up_newest_job():
                 return False
@@ -729,6 +730,8 @@ class Scheduler:
         # One that was preempted keeps its age, so that it is not the first to go again.
         insort(self.running, sequence, key=_order)
         insort(self.prompts, sequence, key=_order)
+        if self._coming is not None:
+            self._coming += sequence.num_forks
         if sequence is not self._alone:
             self.groups.admitted(sequence)
         self.handling = None
@@ -752,7 +755,6 @@ class Scheduler:
         newest = self.running[-1]
         if newest.is_job and newest not in self._chunked:
             self._alone = None
-            self._reserved.take_back(newest)
             self.preempt(newest)
             return True
         return False
@@ -802,6 +804,8 @@ class Scheduler:
                 some.remove(sequence)
         self._standing.pop(sequence, None)
         self._job_rows.pop(sequence, None)
+        self._reserved.drop(sequence)
+        self._coming = None
 
     def _detach(self, sequence: Sequence) -> None:
         sequence.leave_slot()

@@ -90,6 +90,10 @@ class StepBudget:
         row = seconds / prompt_rows
         self._row = row if self._row is None else _mean(self._row, row)
 
+    def forget(self) -> None:
+        """Measure the time of a row anew."""
+        self._row = None
+
 
 FIRST_ROWS = 64  # where nothing is known of a row's time yet
 FEWEST_ROWS = 16  # below it a step is not shorter: weights are read whole

@@ -142,6 +142,7 @@ class GraphRunner(Runner):
             for window, num_kv_heads, head_dim in set(self._kinds)
         }
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
         spaces = self._workspaces.values()
@@ -153,7 +154,7 @@ class GraphRunner(Runner):
         for size in reversed(BATCH_SIZES):
             if attends and any(space.kernels.may_be_wide(size) for space in spaces):
                 self._graph(_Shape(size, True))
-            self._graph(_Shape(size, False))
+            self.decoder.logits(self._graph(_Shape(size, False)).hidden)  # a product of its own
 
     def release_pages(self) -> None:
         """Graphs hold addresses: they are made again when the engine is awake (`warm_up`)."""

@@ -1,0 +1,42 @@
+"""A first job, so that no user's job waits until a GPU's kernels are compiled and chosen."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from onestem.engine.engine import Engine
+from onestem.request import ONE_TOKEN, Request
+
+__all__ = ["warm_up"]
+
+PROMPTS = 16
+# Of the rows of a full step: libraries choose their kernels by the number of rows.
+SHARES = (1.0, 0.75, 0.5)
+
+
+def warm_up(engine: Engine) -> None:
+    """Run full steps of prompts behind a prefix, then forget them; nothing on a CPU."""
+    if engine.decoder.device.type != "cuda":
+        return
+    tokens, names, pool = count(), map(str, count()), engine.cache.pool
+    vocab_size, room = engine.decoder.config.vocab_size, engine.max_model_len - 2
+
+    def some(length: int) -> list[int]:
+        return [next(tokens) % vocab_size for _ in range(length)]
+
+    for share in SHARES:
+        rows = int(share * min(engine.scheduler.budget.most, pool.num_pages * pool.page_size // 2))
+        own = min(rows // (2 * PROMPTS), room // 2)
+        prefix = some(min(rows - PROMPTS * own, room - own))
+        prompts = [prefix + some(own) for _ in range(PROMPTS)]
+        params = ONE_TOKEN.replace(max_tokens=2)
+        requests = [
+            Request(request_id=next(names), prompt_token_ids=ids, params=params)
+            for ids in prompts
+            if ids
+        ]
+        for _ in engine.run(requests):
+            pass
+    engine.cache.clear()
+    engine.reset_stats()
+    engine.scheduler.budget.forget()
