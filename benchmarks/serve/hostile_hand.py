@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import httpx2
 
 from benchmarks.serve.hostile_answers import Reply, differences, is_a_draw, reply_of
 from benchmarks.serve.hostile_pool import COMPLETIONS, Case
+from benchmarks.serve.hostile_server import Outages
 from onestem.server.objects.tenants import OPERATOR
 
 __all__ = ["Hand", "Site", "Tally", "judged", "varied"]
@@ -32,12 +34,14 @@ class Site:
         keys: name -> key, the operator's among them.
         clients: name of a key -> a client that sends it.
         max_body: bytes of the longest body it takes.
+        outages: when the benchmark itself had ended it.
     """
 
     url: str
     keys: Mapping[str, str]
     clients: Mapping[str, httpx2.AsyncClient]
     max_body: int
+    outages: Outages = field(default_factory=Outages)
 
     @property
     def operator(self) -> httpx2.AsyncClient:
@@ -83,6 +87,7 @@ class Hand:
         place: seed, client and step, which say all that is drawn.
         key: name of the key that it has.
         pace: how long it pauses, where 1 is usual.
+        began: when, in seconds of `time.monotonic`.
     """
 
     site: Site
@@ -93,6 +98,7 @@ class Hand:
     kind: str
     key: str
     pace: float
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def http(self) -> httpx2.AsyncClient:
@@ -110,7 +116,8 @@ class Hand:
         await asyncio.sleep(seconds * self.pace)
 
     def note(self, outcome: str, **detail: Any) -> None:
-        """Write down how it ended."""
+        """Write down how it ended; `cut` is what an outage of the benchmark's own has ended."""
+        outcome = "cut" if self.site.outages.excuses(outcome, self.began) else outcome
         self.tally.note(self.kind, outcome, {**self.place, "action": self.kind, **detail})
 
     def judge(self, case: Case, reply: Reply, body: Json | None = None) -> str:

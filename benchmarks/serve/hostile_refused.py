@@ -12,7 +12,7 @@ from benchmarks.serve.hostile_pool import CHATS, COMPLETIONS
 from benchmarks.serve.hostile_wire import head_of, post
 from onestem.server.objects.tenants import OPERATOR
 
-__all__ = ["REFUSED"]
+__all__ = ["MARKUPS", "MESSAGES", "REFUSED", "TEXT", "UNKNOWN", "WRONG"]
 
 Json = dict[str, Any]
 
@@ -23,7 +23,7 @@ NEVER = {"type": "object", "not": {}}
 WRONG: list[Json] = [
     *({"max_tokens": value} for value in ("8", 0, -1, 1.5, True, [])),
     *({"temperature": value} for value in ("hot", -1, 101, {}, 1e308)),
-    *({"n": value} for value in (0, -1, 1025, True, "2", 10**30)),
+    *({"n": value} for value in (0, -1, 4097, True, "2", 10**30)),
     *({"stop": value} for value in (5, [1], [""], "", ["a"] * 65, {"a": "b"})),
     *({"seed": value} for value in (2**64, -(2**63) - 1, 0.5, "x")),
     *({"choices": value} for value in ([], ["a", "a"], [1], "a", ["a"] * 1025, [""])),
@@ -53,14 +53,13 @@ WRONG: list[Json] = [
     {"stream": True, "prompt_logprobs": 1},
     {"isolation": "anchored"},
     {"prompt": ["a"] * 257},
-    {"prompt": ["a"] * 200, "n": 6},
+    {"prompt": ["a"] * 200, "n": 21},
     {"prompt": "corn " * 30000},
     {"prompt": [9] * 1025},
 ]
 UNKNOWN: list[Json] = [
     {"foo": 1},
     {"tools": [{"type": "function"}]},
-    {"echo": True},
     {"best_of": 3},
     {"suffix": "x"},
     {"messages": CHAT},
@@ -78,7 +77,7 @@ MESSAGES: list[Any] = [
     [{"role": "tool", "content": "x"}],
     [{"role": "user", "content": 5}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-    [{"role": "user", "content": "x", "name": "y"}],
+    [{"role": "user", "content": "x", "tone": "y"}],
     [{"role": "user", "content": "x"}] * 4097,
     [{"role": "user", "content": "corn " * 30000}],
     [None],

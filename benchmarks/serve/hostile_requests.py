@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.serve.hostile_answers import Reply, choices_of, reply_of
+from benchmarks.serve.hostile_answers import Reply, reply_of
+from benchmarks.serve.hostile_batches import ENDED, line_of, reply_of_line
 from benchmarks.serve.hostile_hand import Hand, asked, dumped, varied
 from benchmarks.serve.hostile_pool import (
     APP,
@@ -26,11 +27,9 @@ from benchmarks.serve.hostile_refused import REFUSED
 from benchmarks.serve.hostile_wire import Connection, head_of, post, received
 from onestem.errors import ConfigError
 
-__all__ = ["ACTIONS", "make_own"]
+__all__ = ["ACTIONS", "make_own", "tidy"]
 
 Json = dict[str, Any]
-ENDED = ("completed", "failed", "cancelled")
-
 
 # ----------------------------------------------------------------------------- good clients
 
@@ -217,6 +216,14 @@ async def make_own(http: httpx2.AsyncClient) -> None:
             raise ConfigError(f"{path} cannot be made: {answer.text}")
 
 
+async def tidy(http: httpx2.AsyncClient) -> None:
+    """Delete the key's other prefixes and schemas, which those left who were cut."""
+    for path in ("/v1/prefixes", "/v1/schemas"):
+        for one in (await http.get(path)).json()["data"]:
+            if one["name"] not in (APP, OWN):
+                await http.delete(f"{path}/{one['name']}")
+
+
 async def same_again(hand: Hand) -> None:
     """The next version of what all use, which says the same."""
     path, body = hand.rng.choice(
@@ -347,15 +354,13 @@ async def batch(hand: Hand) -> None:
 
 
 def _lines(hand: Hand, chosen: Sequence[Case]) -> bytes:
-    lines = [
-        dumped({"custom_id": str(c.number), "method": "POST", "url": c.path, "body": c.body})
-        for c in chosen
-    ]
+    lines = [line_of(case).raw() for case in chosen]
     if hand.rng.random() < 0.4:
         lines.insert(
-            0, hand.rng.choice([b"{}", b"no JSON", b"\xff", b'{"custom_id": "a"}', b"[" * 99])
+            0,
+            hand.rng.choice([b"{}", b"no JSON", b"\xff", b'{"custom_id": "a"}', b"[" * 99]) + b"\n",
         )
-    return b"".join(line + b"\n" for line in lines)
+    return b"".join(lines)
 
 
 async def _follow(hand: Hand, record: Json, chosen: Mapping[int, Case]) -> None:
@@ -393,21 +398,12 @@ async def _judge_lines(hand: Hand, record: Json, chosen: Mapping[int, Case]) -> 
         lines = [json.loads(line) for line in answer.text.splitlines()]
     mine = [line for line in lines if str(line["custom_id"]) in map(str, chosen)]
     for line in mine:
-        hand.judge(chosen[int(line["custom_id"])], _reply_of_line(line))
+        hand.judge(chosen[int(line["custom_id"])], reply_of_line(line))
     whole = len(mine) == len(chosen) or record["status"] == "cancelled"
     twice = len({line["custom_id"] for line in mine}) < len(mine)
     hand.note(record["status"] if whole and not twice else "wrong", batch=record)
     for name in [*files, record["input_file_id"]]:
         hand.expect(await hand.http.delete(f"/v1/files/{name}"), 200)
-
-
-def _reply_of_line(line: Json) -> Reply:
-    if line["error"] is not None:
-        status = 400 if line["error"]["code"] in ("invalid_request", "unsupported") else 500
-        return Reply(status=status, error=line["error"]["message"], code=line["error"]["code"])
-    body = line["response"]["body"]
-    usage = body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
-    return Reply(status=200, choices=choices_of(body["choices"]), usage=usage)
 
 
 # ----------------------------------------------------------------------------- onlookers

@@ -7,19 +7,31 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from benchmarks.serve.hostile import MAX_BODY, Setting, pool_of, server_files, traffic, verdict
+from benchmarks.serve.hostile import answering, faults, pool_of
 from benchmarks.serve.hostile_answers import Reply, reply_of
 from benchmarks.serve.hostile_hand import judged
-from benchmarks.serve.hostile_pool import APP, PREFIXES, SCHEMAS, Case, cases
+from benchmarks.serve.hostile_pool import APP, CHATS, COMPLETIONS, PREFIXES, SCHEMAS, Case, cases
+from benchmarks.serve.hostile_refused import MARKUPS, MESSAGES, TEXT, UNKNOWN, WRONG
+from benchmarks.serve.hostile_run import traffic
+from benchmarks.serve.hostile_setting import MAX_BODY, SECRETS, Setting, server_files
 from benchmarks.serve.hostile_wire import received
 from tests.pairs.options import SAMPLING
 from tests.server.harness import Running, running
 
 SETTING = Setting(
-    pool=60, clients=6, requests=60, max_model_len=384, kv_memory="16MiB", hang=30.0, pace=0.1
+    pool=60,
+    clients=6,
+    requests=60,
+    max_model_len=384,
+    kv_memory="24MiB",
+    hang=30.0,
+    pace=0.1,
+    attackers=0,
 )
+ANSWERED = answering(SETTING)
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +56,18 @@ def server(tmp_path_factory) -> Iterator[Running]:
 
 
 def test_nothing_is_wrong(server, pool):
-    found = asyncio.run(traffic(server.url, pool, SETTING))
-    assert verdict(found), json.dumps(found["shown"])[:2000]
+    found = asyncio.run(traffic(server.url, pool, SETTING, ANSWERED))
+    assert faults(found) == [], json.dumps(found["shown"])[:2000]
     outcomes = found["outcomes"]
     assert found["dead_engines"] == 0
     assert found["requests"] == sum(outcomes.values()) >= SETTING.requests
     assert outcomes["right"] > SETTING.requests / 4
     assert outcomes["refused"] > 0
     assert found["short_seconds"]["p50"] > 0
-    assert found["rss"]["end"]["engine_rss"] > 0
+    assert found["memory"]["engine"]["peak"] > 0
+    assert found["batches"]["lines"] > found["batches"]["begun"] > 0
+    assert found["latency"]["plain"]["before attacks"]["count"] > 0
+    assert found["latency"]["small schema"]["before attacks"]["max"] > 0
     server.check()
 
 
@@ -65,13 +80,29 @@ def test_a_planted_fault_is_found(server, pool):
     expected = dataclasses.replace(case.expected, choices=[other, *others])
     planted = [dataclasses.replace(case, expected=expected)] * len(pool)
     short = dataclasses.replace(SETTING, requests=12)
-    found = asyncio.run(traffic(server.url, [*planted, *pool], short))
-    assert not verdict(found)
+    found = asyncio.run(traffic(server.url, [*planted, *pool], short, ANSWERED))
+    assert any(fault.endswith(" wrong") for fault in faults(found))
     assert found["outcomes"]["wrong"] > 0
     told = found["shown"]["wrong"][0]
     assert (told["seed"], told["case"], told["path"]) == (0, case.number, case.path)
     assert {"client", "step", "expected", "found"} <= told.keys()
     assert "something else" in told["why"][0]
+
+
+MUST_BE_REFUSED = [
+    *((COMPLETIONS, {**TEXT, **fields}) for fields in [*WRONG, *UNKNOWN]),
+    *((CHATS, {"messages": messages}) for messages in MESSAGES),
+    *((COMPLETIONS, {"pml": markup}) for markup in MARKUPS),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), MUST_BE_REFUSED, ids=lambda one: str(one)[:60])
+def test_what_must_be_refused_is(server, path, body):
+    """Nothing of it has come to be supported since."""
+    headers = {"authorization": f"Bearer {SECRETS['alice']}"}
+    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
 
 
 # ----------------------------------------------------------------------------- parts of it
