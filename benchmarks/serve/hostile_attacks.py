@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 
 from benchmarks.serve.hostile_bodies import DOORS, bomb, long_text
-from benchmarks.serve.hostile_hand import Hand, dumped
+from benchmarks.serve.hostile_hand import Hand, bad_outcome, dumped
 from benchmarks.serve.hostile_pool import CHATS, COMPLETIONS, text
 from benchmarks.serve.hostile_schemas import costly_schema, format_of
 from benchmarks.serve.hostile_wire import Connection, post, received
@@ -137,9 +137,11 @@ async def _send_whole(hand: Hand, request: bytes) -> None:
     except (httpx2.HTTPError, OSError, ValueError) as error:
         hand.note("error", error=f"{type(error).__name__}: {error}"[:500])
         return
-    good = answer.status in ANSWERED
-    told = {} if good else {"answer": answer.body[:500].decode("latin-1")}
-    hand.note(str(answer.status) if good else "error", **told)
+    if answer.status in ANSWERED:
+        hand.note(str(answer.status))
+    else:
+        bad = bad_outcome(answer.status, b"engine_down" in answer.body)
+        hand.note(bad, answer=answer.body[:500].decode("latin-1"))
 
 
 # What attackers do, and how often.

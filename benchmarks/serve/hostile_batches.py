@@ -123,10 +123,19 @@ def with_costly_schemas(rng: random.Random, pool: Sequence[Case]) -> list[Line]:
     return _attacked(rng, cases, attacks)
 
 
+def with_blanks(rng: random.Random, pool: Sequence[Case]) -> list[Line]:
+    """One line of millions of blanks, among good ones."""
+    return _with_run(rng, pool, " ")
+
+
 def with_long_runs(rng: random.Random, pool: Sequence[Case]) -> list[Line]:
-    """One line of millions of the same character, among good ones."""
+    """The same with any characters."""
+    return _with_run(rng, pool, rng.choice(RUNS))
+
+
+def _with_run(rng: random.Random, pool: Sequence[Case], piece: str) -> list[Line]:
     cases = [line_of(case, f"{i} ") for i, case in enumerate(rng.choices(_fitting(pool), k=6))]
-    body = {"prompt": run_of(rng.choice(RUNS), rng), "max_tokens": 4}
+    body = {"prompt": run_of(piece, rng), "max_tokens": 4}
     return _attacked(rng, cases, [Line("run", COMPLETIONS, body)])
 
 
@@ -137,6 +146,7 @@ def _fitting(pool: Sequence[Case]) -> list[Case]:
 
 Maker = Callable[[random.Random, Sequence[Case]], list[Line]]
 ATTACKS: Mapping[str, Maker] = {
+    "blanks": with_blanks,
     "costly schemas": with_costly_schemas,
     "long runs": with_long_runs,
 }

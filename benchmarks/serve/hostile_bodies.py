@@ -13,15 +13,16 @@ __all__ = ["BOMBS", "DOORS", "RUNS", "bomb", "long_text", "run_of"]
 
 Json = dict[str, Any]
 
-# What Qwen's and Llama 3's patterns look ahead in, and what they take in one piece. Blanks most.
-RUNS = [" ", " ", " ", "\t", "\u3000", "\n", "a", "é", "!", "1", "\r\n", " \n", "a\u0301"]
+# What Qwen's and Llama 3's patterns look ahead in, and what they take in one piece.
+RUNS = [" ", "\t", "\u3000", "\n", "a", "é", "!", "1", "\r\n", " \n", "a\u0301"]
 RUN_LENGTH = 11_000_000  # of a regular expression's steps, ten millions are the usual limit
-BYTES_OF_BODY = 900_000  # below the server's limit
+BYTES_OF_BODY, BYTES_OF_LINE = 900_000, 16_000_000  # below the server's limits
 
 
 def run_of(piece: str, rng: random.Random) -> str:
-    """Millions of it, and something behind."""
-    return piece * (RUN_LENGTH // len(piece)) + rng.choice(["", "x", "\n", "."])
+    """Millions of it, as many as a line may have, and something behind."""
+    most = BYTES_OF_LINE // (len(dumped({"": piece})) - len(dumped({"": ""})))
+    return piece * min(RUN_LENGTH // len(piece), most) + rng.choice(["", "x", "\n", "."])
 
 
 # ----------------------------------------------------------------------------- long texts
@@ -31,7 +32,7 @@ def long_text(rng: random.Random, most_bytes: int = BYTES_OF_BODY) -> str:
     """A text of one piece, about as long as a body may be or as long as a prompt may be."""
     piece = rng.choice(RUNS)
     size = rng.choice([most_bytes, most_bytes // 8, 60_000, 20_000])
-    return "x" + piece * (size // len(dumped({"": piece})))
+    return "x" + piece * (size // (len(dumped({"": piece})) - len(dumped({"": ""}))))
 
 
 def _completion(content: str) -> Json:
@@ -39,7 +40,7 @@ def _completion(content: str) -> Json:
 
 
 def _completions(content: str) -> Json:
-    return {"prompt": [content, "x", content], "max_tokens": 2}
+    return {"prompt": [content[::2], "x", content[::2]], "max_tokens": 2}
 
 
 def _chat(content: str) -> Json:
@@ -52,19 +53,19 @@ def _chat_of_parts(content: str) -> Json:
 
 
 def _score(content: str) -> Json:
-    return {"prompt": content, "completions": ["yes", content[:50_000]]}
+    return {"prompt": content, "completions": ["yes", content[:10_000]]}
 
 
 def _stops(content: str) -> Json:
-    return {"prompt": "x", "stop": [content[:100_000]] * 3, "max_tokens": 20}
+    return {"prompt": "x", "stop": [content[:20_000]] * 3, "max_tokens": 20}
 
 
 def _choices(content: str) -> Json:
-    return {"prompt": "x", "choices": [f"{i}{content[:3000]}" for i in range(100)]}
+    return {"prompt": "x", "choices": [f"{i}{content[:1000]}" for i in range(100)]}
 
 
 def _bad_words(content: str) -> Json:
-    return {"prompt": "x", "bad_words": [f"{i}{content[:900]}" for i in range(200)]}
+    return {"prompt": "x", "bad_words": [f"{i}{content[:900]}" for i in range(100)]}
 
 
 def _echo(content: str) -> Json:

@@ -18,7 +18,7 @@ from benchmarks.serve.hostile_pool import COMPLETIONS, Case
 from benchmarks.serve.hostile_server import Outages
 from onestem.server.objects.tenants import OPERATOR
 
-__all__ = ["Hand", "Site", "Tally", "judged", "varied"]
+__all__ = ["Hand", "Site", "Tally", "asked", "bad_outcome", "judged", "varied"]
 
 Json = dict[str, Any]
 
@@ -131,14 +131,16 @@ class Hand:
         """Write down a status, which must be one of some; whether it is 200."""
         good = answer.status_code in allowed
         told = {} if good else {"status": answer.status_code, "answer": answer.text[:500]}
-        self.note(str(answer.status_code) if good else _bad(answer), **told)
+        bad = bad_outcome(answer.status_code, "engine_down" in answer.text)
+        self.note(str(answer.status_code) if good else bad, **told)
         return good and answer.status_code == 200
 
 
-def _bad(answer: httpx2.Response) -> str:
-    if answer.status_code in (429, 504):
-        return "busy" if answer.status_code == 429 else "late"
-    return "engine down" if "engine_down" in answer.text else "error"
+def bad_outcome(status: int, is_down: bool) -> str:
+    """What a status is that should have been another. `is_down`: it says that the engine is."""
+    if status in (429, 504):
+        return "busy" if status == 429 else "late"
+    return "engine down" if is_down else "error"
 
 
 def _told(case: Case, reply: Reply, body: Json) -> Json:
@@ -150,10 +152,8 @@ def judged(case: Case, reply: Reply) -> tuple[str, list[str]]:
     """What an answer to a good request is, and why if it is bad."""
     if reply.fault is not None:
         return "error", [reply.fault]
-    if reply.status in (429, 504):
-        return ("busy" if reply.status == 429 else "late"), []
-    if reply.status >= 500:
-        return ("engine down" if reply.code == "engine_down" else "error"), [str(reply.error)]
+    if reply.status >= 500 or reply.status == 429:
+        return bad_outcome(reply.status, reply.code == "engine_down"), [str(reply.error)]
     if case.expected.status != reply.status:
         return "wrong", [f"status is {reply.status}, expected {case.expected.status}"]
     if reply.status != 200:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from benchmarks.serve.hostile_answers import Reply
-from benchmarks.serve.hostile_hand import Hand, asked
+from benchmarks.serve.hostile_hand import Hand, asked, bad_outcome
 from benchmarks.serve.hostile_pool import COMPLETIONS
 from benchmarks.serve.hostile_schemas import format_of, small_schema
 from onestem.bench_serve.figures import distribution
@@ -74,11 +74,11 @@ class Probes:
         body = {"prompt": "x", "max_tokens": 30, "temperature": 0}
         body["response_format"] = format_of(schema)
         reply = await self._timed("small schema", hand, COMPLETIONS, body)
-        if reply.fault is not None or reply.status in (429, 503, 504) or reply.status >= 500:
-            hand.note(_outcome(reply), body=body, found=reply.plain())
+        if reply.status != 200 or reply.fault is not None:
+            outcome = bad_outcome(reply.status, reply.code == "engine_down")
         else:
-            good = reply.status == 200 and fits(reply, schema)
-            hand.note("right" if good else "wrong", body=body, found=reply.plain())
+            outcome = "right" if fits(reply, schema) else "wrong"
+        hand.note(outcome, body=body, found=reply.plain())
 
     async def _timed(self, kind: str, hand: Hand, path: str, body: Json) -> Reply:
         began = time.monotonic()
@@ -102,12 +102,6 @@ class Probes:
             }
             for kind, phases in self.seconds.items()
         }
-
-
-def _outcome(reply: Reply) -> str:
-    if reply.status in (429, 504):
-        return "busy" if reply.status == 429 else "late"
-    return "engine down" if reply.code == "engine_down" else "error"
 
 
 def fits(reply: Reply, schema: Json) -> bool:
