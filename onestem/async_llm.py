@@ -195,7 +195,9 @@ class AsyncLLM:
         if name in self._streams:
             raise RequestError(f"request id {name!r} is in use: give each request its own")
         with self._open(name) as stream, _as_own_errors():
-            text, ids = await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
+            text, ids = await asyncio.to_thread(
+                read_prompt, prompt, self.tokenizer, self.options.max_model_len
+            )
             stream.request = Request(
                 request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True
             )

@@ -35,6 +35,7 @@ from onestem.report import MODES, DrawnTree, Price, check_page, savings_by_level
 from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
+    from onestem.engine.text.bounded import BoundedTokenizer
     from onestem.engine.text.tokenizer import Tokenizer
     from onestem.forecasts import JobWatch, Target
     from onestem.llm import LLM
@@ -76,7 +77,7 @@ def run_file(
     return run_job(
         source,
         output,
-        tokenizer=llm.tokenizer,
+        tokenizer=_bounded(llm.tokenizer, llm.options.max_model_len),
         validate=validate,
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
@@ -92,6 +93,13 @@ def run_file(
         on_progress=on_progress,
         on_first_error=on_first_error,
     )
+
+
+def _bounded(tokenizer: Tokenizer | None, max_model_len: int | None) -> BoundedTokenizer | None:
+    from onestem.engine.text.bounded import BoundedTokenizer
+
+    assert max_model_len is not None  # settled by the engine
+    return None if tokenizer is None else BoundedTokenizer(tokenizer, max_model_len)
 
 
 def check_trace(
@@ -228,7 +236,7 @@ def plan_file(
             source,
             place,
             "plan",
-            tokenizer=tokenizer,
+            tokenizer=_bounded(tokenizer, most),
             validate=validate,
             on_chunk=partial(_tell_read, on_progress, source.num_bytes),
             first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),

@@ -24,6 +24,7 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
 from onestem.engine.engine import Engine
 from onestem.engine.grammar.schema import check_schema
+from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.engine.warm_up import warm_up
@@ -363,7 +364,7 @@ class LLM:
         if len(messages) == 0:
             return []
         many = [messages] if isinstance(messages[0], Mapping) else messages
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self._bounded_tokenizer("chat")
         options = {
             "tools": tools,
             "tool_choice": tool_choice,
@@ -697,13 +698,14 @@ class LLM:
 
     def _ids(self, prompts: Sequence[Prompt]) -> list[_Ids]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        tokenizer = self._need_tokenizer("text") if texts else None
+        tokenizer = self._bounded_tokenizer("text") if texts else None
         try:
             encoded = tokenizer.encode_batch(texts) if tokenizer is not None else []
         except RequestError:
+            assert tokenizer is not None
             for i, prompt in enumerate(prompts):
                 with named_one("prompt", i, len(prompts)):
-                    self._need_tokenizer("text").encode(prompt) if isinstance(prompt, str) else None
+                    tokenizer.encode_batch([prompt] if isinstance(prompt, str) else [])
             raise
         found = iter(encoded)
         ids = []
@@ -799,6 +801,9 @@ class LLM:
             )
         return self.tokenizer
 
+    def _bounded_tokenizer(self, what: str) -> BoundedTokenizer:
+        return BoundedTokenizer(self._need_tokenizer(what), self.engine.max_model_len)
+
 
 class _Awake(Iterator[Answer]):
     """Answers of an engine, refused while it sleeps. A generator that raises would have ended."""
@@ -849,13 +854,20 @@ def check_output_kind(kind: object) -> None:
         raise RequestError(f"output_kind is {show(kind)}, expected cumulative or delta")
 
 
-def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
-    """Text, if it was given, and token ids of one prompt."""
+def read_prompt(
+    prompt: object, tokenizer: Tokenizer | None, max_model_len: int | None
+) -> tuple[str | None, list[int]]:
+    """Text, if it was given, and token ids of one prompt.
+
+    Args:
+        max_model_len: None: it is not known yet.
+    """
     plain = _plain(prompt)
     if not isinstance(plain, str):
         return None, _ids_of(plain).listed
     if tokenizer is None:
         raise RequestError("text needs a tokenizer, and the model has none: give token ids")
+    tokenizer.check_length("prompt", len(plain), max_model_len)
     return plain, _ids_of(tokenizer.encode(plain)).listed
 
 

@@ -366,6 +366,7 @@ def test_of_several_prompts_the_bad_one_is_named(llm):
     good, limit = "a word", llm.engine.max_model_len
     for bad, reason in (
         ("x" * 9 * limit, f"prompt 1: prompt has .* tokens, limit is {limit - 1}"),
+        (" " * 1000 * limit, f"prompt 1: prompt has {1000 * limit} characters, limit is"),
         ("a\ud800", "prompt 1: a text has .* half a character"),
         ([], "prompt 1: prompt is empty"),
         ([VOCAB_SIZE], f"prompt 1: prompt has token id {VOCAB_SIZE}"),
@@ -375,6 +376,10 @@ def test_of_several_prompts_the_bad_one_is_named(llm):
             llm.generate([good, bad, good])
     with pytest.raises(RequestError, match=r"conversation 1: messages\[0\] is 'b'"):
         llm.chat([[{"role": "user", "content": "a"}], ["b"]])
+    with pytest.raises(RequestError, match=r"messages has .* characters, limit is"):
+        llm.chat([{"role": "user", "content": " " * 1000 * limit}])
+    with pytest.raises(RequestError, match=r"choices has .* characters, limit is"):
+        llm.generate("a", SamplingParams(choices=["yes", " " * 1_000_000]))
     with pytest.raises(RequestError, match=r"^prompt is empty"):
         llm.generate([[]])
     with pytest.raises(RequestError, match="half a character"):

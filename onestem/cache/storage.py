@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from onestem.errors import ConfigError
+from onestem.errors import CacheError, ConfigError
+from onestem.native import native
 
 __all__ = ["DiskStore", "HostStore"]
 
@@ -106,12 +107,12 @@ class DiskStore:
         """A module; None if there is no file, or its contents are not what they should be."""
         path = self.path(name)
         try:
-            with safe_open(path, "pt") as file:
+            with native(str(path), CacheError), safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 if any(metadata.get(k) != v for k, v in self._metadata(name).items()):
                     return None
                 module = file.get_tensor("kv")
-        except (OSError, SafetensorError, KeyError):
+        except (OSError, SafetensorError, KeyError, CacheError):
             return None
         if module.shape != (num_values,) or module.dtype != dtype:
             return None
@@ -129,11 +130,12 @@ class DiskStore:
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         metadata = {**self._metadata(name), "checksums": _checksums(module)}
         try:
-            save_file({"kv": module}, part, metadata)
+            with native(str(part), CacheError):
+                save_file({"kv": module}, part, metadata)
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(part, path)
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError, CacheError):
             part.unlink(missing_ok=True)
             return False
         self._trim()

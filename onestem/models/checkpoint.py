@@ -27,6 +27,7 @@ from onestem.models.formats.stored import (
     wrong_values,
 )
 from onestem.models.quantization import Scheme
+from onestem.native import native
 
 __all__ = [
     "PACKED",
@@ -175,7 +176,10 @@ class Checkpoint:
         held = self._held[name]
         file = self._opened(held.file)
         tensor: Tensor
-        tensor = file.get_tensor(held.name) if cut is None else cut.of(file.get_slice(held.name))
+        with native(f"{held.file}: {held.name} cannot be read", WeightsError):
+            tensor = (
+                file.get_tensor(held.name) if cut is None else cut.of(file.get_slice(held.name))
+            )
         return tensor
 
 
@@ -412,10 +416,12 @@ def _names_in(file: Path) -> list[str]:
 
 
 def _opened(file: Path) -> safe_open:
+    what = f"{file} cannot be read as safetensors"
     try:
-        return safe_open(file, framework="pt", device="cpu")
+        with native(what, WeightsError):
+            return safe_open(file, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
+        raise WeightsError(f"{what}: {error}") from None
 
 
 def _held(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, Held]:

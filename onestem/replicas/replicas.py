@@ -227,7 +227,7 @@ class Replicas:
     def _request_of(self, prompt: Prompt, params: SamplingParams) -> Request:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
-        text, ids = read_prompt(prompt, self.tokenizer)
+        text, ids = read_prompt(prompt, self.tokenizer, self._max_model_len)
         self._count += 1
         return Request(
             request_id=f"request-{self._count}",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
-from onestem.engine.schedule.admission import MAX_CHOICE_TOKENS, check_request
+from onestem.engine.schedule.admission import check_request
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
@@ -192,9 +192,6 @@ class Service:
         the engine process.)"""
         facts = self.client.facts
         assert facts is not None
-        choices = request.params.choices
-        if choices is not None and self.bounded_tokenizer is not None:
-            self.bounded_tokenizer.check("choices", sum(map(len, choices)), MAX_CHOICE_TOKENS)
         check_request(
             request,
             max_model_len=facts.max_model_len,

@@ -218,6 +218,8 @@ def _check_text(request: Request, tokenizer: Tokenizer | None) -> None:
 
 
 def _check_choices(request: Request, max_model_len: int, tokenizer: Tokenizer) -> None:
+    characters = sum(map(len, request.params.choices or ()))
+    tokenizer.check_length("choices", characters, MAX_CHOICE_TOKENS)
     encoded = choice_ids(request, tokenizer)
     for text, ids in zip(request.params.choices or (), encoded, strict=True):
         if not ids:

@@ -16,8 +16,6 @@ from onestem.openai.tools import ToolForm
 __all__ = ["BoundedTokenizer", "check_markup"]
 
 TAG = re.compile(r"<[^>]*>")
-# A tokenizer may make one character of several (composed accents) before it looks for tokens.
-COMPOSED = 4
 MOST_ELEMENTS = 4096  # of a PML text: each costs about 0.1 ms to read, to lay out and to compile
 
 
@@ -31,20 +29,22 @@ class BoundedTokenizer:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
 
-    def check(self, name: str, num_characters: int, max_tokens: int | None = None) -> None:
+    def check(
+        self,
+        name: str,
+        num_characters: int,
+        max_tokens: int | None = None,
+        *,
+        control: bool = False,
+    ) -> None:
         """Raise `RequestError` for a text that certainly has more than `max_tokens` tokens (None:
         than the model's length)."""
         max_tokens = self._max_model_len if max_tokens is None else max_tokens
-        limit = max_tokens * self._tokenizer.longest_token * COMPOSED
-        if num_characters > limit:
-            raise RequestError(
-                f"{name} has {num_characters} characters, limit is {limit}, which are more than "
-                f"{max_tokens} tokens in any case: shorten it"
-            )
+        self._tokenizer.check_length(name, num_characters, max_tokens, control=control)
 
     def check_messages(self, name: str, messages: Iterable[Mapping[str, Any]]) -> None:
         """The same of all texts of checked messages together."""
-        self.check(name, sum(map(len, _texts(messages))))
+        self.check(name, sum(map(len, _texts(messages))), control=True)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -58,8 +58,10 @@ class BoundedTokenizer:
     ) -> list[int]:
         self.check_messages("messages", messages)
         if how.get("fields"):
-            self.check("tools", len(json.dumps(how["fields"], default=str)))
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **how)
+            self.check("tools", len(_json(how["fields"])), control=True)
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt, max_tokens=self._max_model_len, **how
+        )
 
     def prefilled_tokens(self, fields: Mapping[str, Any]) -> int:
         return self._tokenizer.prefilled_tokens(fields)
@@ -83,10 +85,15 @@ class BoundedTokenizer:
         return self._tokenizer.token_bytes(token_id)
 
 
+def _json(value: Any) -> str:
+    """The shortest form: a template may write a longer one."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+
+
 def _texts(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     for message in messages:
         if "tool_calls" in message:
-            yield json.dumps(message["tool_calls"])
+            yield _json(message["tool_calls"])
         yield message["content"]
 
 

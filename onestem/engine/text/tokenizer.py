@@ -22,19 +22,18 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.engine.text.backend import Backend
+from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
+from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
+from onestem.native import is_panic
 from onestem.openai.tools import ToolForm, form_of
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
 
 __all__ = ["Tokenizer"]
 
@@ -49,6 +48,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_RENDERED = "the rendered chat"  # in errors
 PREFILLED_KEPT = 64  # template variables whose generation prompts are remembered
 # Decoders of which each token's text is its own, whatever follows it.
 _LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
@@ -95,12 +95,10 @@ class Tokenizer:
             )
         self._hugging_face = hugging_face
         # One backend takes control tokens in a text for what they are, the other for characters.
-        self._control: Backend = hugging_face.backend_tokenizer
-        _encode_everything(self._control)
-        self._text = _copy(self._control)
-        self._text.encode_special_tokens = True
+        self._control = Backend(hugging_face.backend_tokenizer)
+        self._text = self._control.copy()
         self._decoders = _decoder_kinds(self._control)
-        added = self._control.get_added_tokens_decoder()
+        added = self._control.library.get_added_tokens_decoder()
         self._special = {token_id: token for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self._special)
         self.bos_token_id: int | None = hugging_face.bos_token_id
@@ -132,10 +130,14 @@ class Tokenizer:
             loaded = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever its files make transformers raise
+            return cls(loaded)
+        except OnestemError:
+            raise
+        except BaseException as error:  # whatever its files make the libraries raise
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"tokenizer of {directory} cannot be loaded: {reason[0]}") from error
-        return cls(loaded)
 
     # --- text to ids ---------------------------------------------------------------------------
 
@@ -153,17 +155,50 @@ class Tokenizer:
         """`encode` of many texts, on all cores and without Python's lock.
 
         Raises:
-            RequestError: a text holds half of a surrogate pair.
+            RequestError: a text holds half of a surrogate pair, or cannot be tokenised.
         """
-        with _whole_characters(texts):
-            encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._text.encode_batch(texts)
         bodies = [
-            self._unforged(self._text, text, encoding.ids)
-            for text, encoding in zip(texts, encoded, strict=True)
+            self._unforged(self._text, text, ids) for text, ids in zip(texts, encoded, strict=True)
         ]
         if not add_special_tokens:
             return bodies
         return [[*self._prefix, *body, *self._suffix] for body in bodies]
+
+    def check_length(
+        self,
+        name: str,
+        num_characters: int,
+        max_tokens: int | None = None,
+        *,
+        control: bool = False,
+    ) -> None:
+        """Raise `RequestError` for a text that certainly has more than `max_tokens` tokens, or that
+        is longer than any text may be.
+
+        Args:
+            name: what the error calls it.
+            control: whether names of control tokens in it are these tokens.
+        """
+        if num_characters <= (MOST_CHARACTERS if max_tokens is None else max_tokens):
+            return
+        per_token = self._most_per_token(control) if max_tokens is not None else None
+        limit, why = MOST_CHARACTERS, ""
+        if max_tokens is not None and per_token is not None:
+            limit = min(limit, max_tokens * per_token)
+            why = f", which are more than {max_tokens} tokens in any case"
+        if num_characters > limit:
+            raise RequestError(
+                f"{name} has {num_characters} characters, limit is {limit}{why}: shorten it"
+            )
+
+    @cached_property
+    def _most_per_token(self) -> Callable[[bool], int | None]:
+        return lru_cache(2)(
+            lambda control: most_per_token(
+                (self._control if control else self._text).library, control=control
+            )
+        )
 
     def encode_control(self, text: str) -> list[int]:
         """Ids of a text that its writer vouches for: names of control tokens are control tokens.
@@ -171,13 +206,10 @@ class Tokenizer:
         For prompts rendered elsewhere from a template. The beginning-of-sequence token is not
         doubled if the text has it.
         """
-        with _whole_characters([text]):
-            return self._begun(self._control.encode(text, add_special_tokens=False).ids)
+        return self._begun(self._control.encode(text))
 
     def _text_ids(self, text: str) -> list[int]:
-        with _whole_characters([text]):
-            ids = self._text.encode(text, add_special_tokens=False).ids
-        return self._unforged(self._text, text, ids)
+        return self._unforged(self._text, text, self._text.encode(text))
 
     def _unforged(self, backend: Backend, text: str, ids: list[int]) -> list[int]:
         """`ids` of `text`, or others if characters became control tokens.
@@ -190,7 +222,7 @@ class Tokenizer:
         assert self._special_names is not None
         cuts = [found.start() + 1 for found in self._special_names.finditer(text)]
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        joined = [id for part in parts for id in backend.encode(part, add_special_tokens=False).ids]
+        joined = [id for part in parts for id in backend.encode(part)]
         return [token for token in joined if token not in self._unforgeable]
 
     def _begun(self, ids: list[int]) -> list[int]:
@@ -200,8 +232,8 @@ class Tokenizer:
 
     def _post_processing(self) -> tuple[list[int], list[int]]:
         """Ids that the post-processor puts before and after a text."""
-        whole = self._text.encode("a", add_special_tokens=True).ids
-        body = self._text.encode("a", add_special_tokens=False).ids
+        whole = self._text.encode("a", add_special_tokens=True)
+        body = self._text.encode("a")
         for start in range(len(whole) - len(body) + 1):
             if whole[start : start + len(body)] == body:
                 return whole[:start], whole[start + len(body) :]
@@ -243,6 +275,7 @@ class Tokenizer:
         *,
         continue_final_message: bool = False,
         fields: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Ids of a conversation, as the model's template writes it.
 
@@ -251,6 +284,7 @@ class Tokenizer:
             add_generation_prompt: end with what begins an answer.
             continue_final_message: end inside the last message, which the answer goes on from.
             fields: further variables of the template (vLLM's `chat_template_kwargs`).
+            max_tokens: refuse what has more for certain, before it is tokenised.
 
         A control token that the template writes is one; its name inside a message is
         characters. The rule:
@@ -266,7 +300,7 @@ class Tokenizer:
           template sees the messages with marks in place of the names, otherwise as they are.
 
         Raises:
-            RequestError: no template, or it refuses.
+            RequestError: no template, or it refuses; or what it writes is too long.
         """
         plain = self._plain(messages)
         ending = Ending(add_generation_prompt, continue_final_message)
@@ -275,12 +309,15 @@ class Tokenizer:
             if name in fields and name not in self._template_source:
                 raise RequestError(f"{name}: the model's chat template does not know it")
         if self._special_names is None or not _mentions([plain, fields], self._special_names):
-            return self.encode_control(self._render(plain, ending, fields))
+            rendered = self._render(plain, ending, fields)
+            self.check_length(_RENDERED, len(rendered), max_tokens, control=True)
+            return self.encode_control(rendered)
         with self._lock:
             marker = self._marker
         rendered = self._render(marker.mark(plain), ending, marker.mark(fields))
         text, literal = marker.unmark(rendered)
-        ids = marker.backend.encode(text, add_special_tokens=False).ids
+        self.check_length(_RENDERED, len(text), max_tokens, control=True)
+        ids = marker.backend.encode(text)
         ids = self._unforged(marker.backend, text, ids) if literal else ids
         return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
 
@@ -364,7 +401,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; ids that the vocabulary does not have give nothing."""
         ids = [token for token in token_ids if 0 <= token < self.vocab_size]
-        text: str = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
+        text = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
         if "\ufffd" in text and "ByteFallback" in self._decoders:
             return self._decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
         return text
@@ -403,7 +440,7 @@ class Tokenizer:
             return self.token_bytes(token_id)
         if not 0 <= token_id < self.vocab_size:
             return b""
-        text: str = self._control.decode([token_id], skip_special_tokens=False)
+        text = self._control.decode([token_id])
         return text.encode()
 
     def _token_bytes(self, token_id: int) -> bytes:
@@ -419,26 +456,20 @@ class Tokenizer:
         if byte is not None:
             return bytes([byte])
         anchor_id, anchor = self._anchor
-        text: str = self._control.decode([anchor_id, token_id], skip_special_tokens=False)
+        text = self._control.decode([anchor_id, token_id])
         return text.removeprefix(anchor).encode()
 
     def token_name(self, token_id: int) -> str | None:
         """The vocabulary's own form of a token; None where it has no such id."""
         if not 0 <= token_id < self.vocab_size:
             return None
-        name: str | None = self._control.id_to_token(token_id)
+        name: str | None = self._control.library.id_to_token(token_id)
         return name
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id, added tokens included. A model may have more logits."""
-        return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token's name, at least 1."""
-        names = map(self.token_name, range(self.vocab_size))
-        return max((len(name) for name in names if name is not None), default=1)
+        return max(self._control.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def _is_byte_level(self) -> bool:
@@ -456,7 +487,7 @@ class Tokenizer:
         for token_id in range(self.vocab_size):
             if token_id in self.special_ids or self._fallback_byte(token_id) is not None:
                 continue
-            text: str = self._control.decode([token_id], skip_special_tokens=False)
+            text = self._control.decode([token_id])
             if text.isalnum():
                 return token_id, text
         raise UnsupportedError("the tokenizer's vocabulary has no token of letters or digits")
@@ -465,25 +496,12 @@ class Tokenizer:
 # --- backends ----------------------------------------------------------------------------------
 
 
-def _copy(backend: Backend) -> Backend:
-    from tokenizers import Tokenizer as BackendClass
-
-    copied = BackendClass.from_str(backend.to_str())
-    _encode_everything(copied)
-    return copied
-
-
-def _encode_everything(backend: Backend) -> None:
-    """A directory may carry truncation and padding from training; a prompt is never cut."""
-    backend.no_truncation()
-    backend.no_padding()
-
-
 def _decoder_kinds(backend: Backend) -> list[str]:
     """Names of the decoder's steps, refused if they do not give each token a text of its own."""
-    if backend.decoder is None:
+    decoder = backend.library.decoder
+    if decoder is None:
         return []
-    state = json.loads(backend.decoder.__getstate__())
+    state = json.loads(decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     byte_level = "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
@@ -521,27 +539,6 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
     # The longest first, as the tokenizer prefers it too.
     ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
-
-
-@contextmanager
-def _whole_characters(texts: Sequence[str]) -> Iterator[None]:
-    """The library raises a bare TypeError for text that has no UTF-8."""
-    try:
-        yield
-    except TypeError as error:
-        for text in texts:
-            _check_whole(text)
-        raise RequestError(f"a text cannot be tokenised: {error}") from error
-
-
-def _check_whole(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"{text[error.start]!r} at character {error.start}"
-        raise RequestError(
-            f"a text has {found}, which is half a character: give both surrogates, or none"
-        ) from error
 
 
 # --- messages ----------------------------------------------------------------------------------
@@ -589,8 +586,7 @@ class _Marker:
         self._mentioned = names
         self._rendered = re.compile(f"mark{self._nonce}n([0-9]+)n|({names.pattern})")
         self._place = {name: place for place, name in enumerate(self._names)}
-        self.backend = _copy(text_backend)
-        self.backend.encode_special_tokens = True
+        self.backend = text_backend.copy()
         stand_ins = [
             AddedToken(
                 self._stand_in(name),
@@ -601,8 +597,8 @@ class _Marker:
             )
             for name, token in zip(self._names, special.values(), strict=True)
         ]
-        self.backend.add_tokens(stand_ins)
-        vocabulary = self.backend.get_added_tokens_decoder()
+        self.backend.library.add_tokens(stand_ins)
+        vocabulary = self.backend.library.get_added_tokens_decoder()
         by_name = {token.content: token_id for token_id, token in vocabulary.items()}
         self.ids: dict[int, int] = {
             by_name[token.content]: token_id

@@ -19,6 +19,7 @@ from onestem.batch.spool import NO_TOKENIZER
 from onestem.checked import check, without_nulls
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.bounded import BoundedTokenizer
+from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, Prompt, read_body, read_conversation, read_object
 from onestem.openai.schema import DetokenizeBody, Kind, TokenizeBody
@@ -54,7 +55,6 @@ __all__ = ["answer", "check_piece", "detokenize", "events", "read_noted", "token
 
 SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
 QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
-SCORED_CHARACTERS = 1 << 26  # these take half a minute to tokenise
 ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
 CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
 
@@ -181,10 +181,10 @@ def _tasks(service: Service, asked: Asked) -> list[ScoreTask]:
         for prompt, completions in zip(asked.prompts, some, strict=True)
         if prompt.text is not None
     )
-    if characters > SCORED_CHARACTERS:
+    if characters > MOST_CHARACTERS:
         raise RequestError(
             f"prompts have {characters} characters, each counted again for each completion, limit "
-            f"is {SCORED_CHARACTERS}: send several requests, or token ids"
+            f"is {MOST_CHARACTERS}: send several requests, or token ids"
         )
     return [asked.task(number, service.bounded_tokenizer) for number in range(len(asked.prompts))]
 

@@ -1,0 +1,111 @@
+"""How many characters of a text one token stands for at most: a longer text has more tokens than a
+model takes in any case, and need not be tokenised to know it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["MOST_CHARACTERS", "most_per_token"]
+
+# Of any text. These take half a minute to tokenise, and some 10 GiB of memory.
+MOST_CHARACTERS = 1 << 26
+
+# Characters that normalisation may make one of. Canonical composition joins at most four.
+_COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "ByteLevel": 1, "Prepend": 1}
+_KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
+_BYTES = range(256)
+
+
+def most_per_token(backend: Tokenizer, *, control: bool) -> int | None:
+    """Characters of a text that one token stands for at most; None: there is no such number, since
+    characters may be dropped, or any number of them become one token.
+
+    Args:
+        control: whether names of control tokens in the text are these tokens.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    matched = [token for token in added if control or not token.special]
+    if any(token.lstrip or token.rstrip for token in matched):  # such a token takes all blanks
+        return None
+    shortened = _shortened(_state(backend.normalizer))
+    if shortened is None or not _keeps_all(_state(backend.pre_tokenizer)):
+        return None
+    names = backend.get_vocab(with_added_tokens=True)
+    if not _names_each(backend, names):
+        return None
+    longest = max(map(len, names), default=1)
+    if backend.normalizer is not None:
+        normal = (backend.normalizer.normalize_str(token.content) for token in matched)
+        longest = max([longest, *map(len, normal)])
+    return max(1, longest) * shortened
+
+
+def _state(part: Any) -> Mapping[str, Any] | None:
+    state: Mapping[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return state
+
+
+def _shortened(normalizer: Mapping[str, Any] | None) -> int | None:
+    """Characters that become one at most; None: any number."""
+    if normalizer is None:
+        return 1
+    kind = normalizer["type"]
+    if kind == "Sequence":
+        product = 1
+        for step in normalizer["normalizers"]:
+            factor = _shortened(step)
+            if factor is None:
+                return None
+            product *= factor
+        return product
+    if kind == "Replace":
+        pattern, content = normalizer["pattern"].get("String"), normalizer["content"]
+        return -(-len(pattern) // len(content)) or 1 if pattern is not None and content else None
+    return _COMPOSED.get(kind)
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether every character comes to the model."""
+    if pre_tokenizer is None:
+        return True
+    kind = pre_tokenizer["type"]
+    if kind == "Sequence":
+        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
+    if kind in ("Split", "Punctuation"):
+        return bool(pre_tokenizer["behavior"] != "Removed")
+    return kind in _KEEPS_ALL
+
+
+def _names_each(backend: Tokenizer, names: Mapping[str, int]) -> bool:
+    """Whether each token of the model has a name, or is one unknown character."""
+    model: Any = backend.model
+    kind = type(model).__name__
+    if kind != "BPE":  # others make one token of any unknown word
+        return False
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in names for byte in _BYTES):
+        return True
+    if model.unk_token is not None:
+        return not model.fuse_unk
+    return _is_byte_level(backend) and len(_one_byte_names(names)) == len(_BYTES)
+
+
+def _is_byte_level(backend: Tokenizer) -> bool:
+    parts = (_state(backend.pre_tokenizer), _state(backend.normalizer))
+    return any("ByteLevel" in _kinds(part) for part in parts if part is not None)
+
+
+def _kinds(part: Mapping[str, Any]) -> list[str]:
+    steps = part.get("normalizers") or part.get("pretokenizers")
+    return [part["type"]] if steps is None else [kind for one in steps for kind in _kinds(one)]
+
+
+def _one_byte_names(names: Mapping[str, int]) -> set[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return set(ByteLevel.alphabet()) & names.keys()
