@@ -32,7 +32,14 @@ from onestem.server.api.completions import answer, read_noted
 from onestem.server.api.completions import detokenize as detokenize_body
 from onestem.server.api.completions import tokenize as tokenize_body
 from onestem.server.api.control import control_routes
-from onestem.server.api.http import ForeignCalls, check_media_type, hosts_of, read_limited, uploaded
+from onestem.server.api.http import (
+    Contained,
+    ForeignCalls,
+    check_media_type,
+    hosts_of,
+    read_limited,
+    uploaded,
+)
 from onestem.server.api.openapi import ERRORS, answers, body_of, document, json_body
 from onestem.server.errors import ApiError, as_api_error, error_response, field_of
 from onestem.server.logs import log
@@ -339,6 +346,7 @@ def make_app(service: Service) -> FastAPI:
         hosts=hosts_of(service.settings.host, service.settings.allowed_hosts),
         refuse=_errored,
     )
+    app.add_middleware(Contained, answer=_on_bug)
     app.include_router(api)
     app.include_router(tokens)
     app.include_router(open_routes)
@@ -382,7 +390,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     return _errored(request, ApiError(400, f"{name}: {first['msg']}", param=name))
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
+def _on_bug(request: Request, error: BaseException) -> Response:
     log.exception("internal_error", error, method=request.method, path=request.url.path)
     return _errored(request, ApiError(500, "an error in the server: its log says which"))
 
@@ -411,5 +419,4 @@ HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Respons
     OnestemError: _on_mistake,
     HTTPException: _on_http_error,
     RequestValidationError: _on_bad_parameter,
-    Exception: _on_bug,
 }

@@ -30,6 +30,7 @@ from onestem.server.errors import ApiError
 
 __all__ = [
     "COMMENT",
+    "Contained",
     "DONE",
     "EventStream",
     "ForeignCalls",
@@ -234,6 +235,36 @@ def _origin_error(request: Request) -> ApiError | None:
         f"origin {show(origin)} is not allowed: it is another site than {show(host)}",
         code="origin_not_allowed",
     )
+
+
+class Contained:
+    """Middleware that answers where a call fails by what no handler knows, be it a panic of a Rust
+    library, which is no `Exception`. (Handlers of `Exception` see no panics, and after them the
+    connection is closed.) Cancellations and what ends the process pass.
+
+    Args:
+        answer: makes the answer.
+    """
+
+    def __init__(self, app: ASGIApp, answer: Callable[[Request, BaseException], Response]) -> None:
+        self._app, self._answer = app, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            await self._answer(Request(scope, receive), error)(scope, receive, send)
 
 
 def check_media_type(request: Request, expected: str) -> None:
