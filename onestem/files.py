@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from onestem.errors import JobError
+from onestem.errors import JobError, OnestemError
 
-__all__ = ["check_apart", "check_place", "write_whole"]
+__all__ = ["check_apart", "check_place", "check_regular", "read_regular", "write_whole"]
+
+LARGEST_TEXT = 256 << 20  # bytes of a file that is read as a whole; a tokenizer has 40 MB
+
+
+def check_regular(
+    path: Path, error: type[OnestemError], *, most_bytes: int | None = LARGEST_TEXT
+) -> None:
+    """Raise `error` for what is there and no regular file, through links too, or too long. A pipe
+    is read for ever, and a device may have no end.
+
+    Args:
+        most_bytes: None: of any length, as it is mapped and not read.
+
+    Raises:
+        OSError: it is not there, or cannot be looked at.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise error(f"{path} is no regular file: put a file there")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise error(
+            f"{path} has {status.st_size} bytes, limit is {most_bytes}: it is damaged, or no "
+            "file of a model"
+        )
+
+
+def read_regular(path: Path, error: type[OnestemError]) -> bytes:
+    """A regular file's bytes; raises as `check_regular`."""
+    check_regular(path, error)
+    return path.read_bytes()
 
 
 def _is_same(one: Path, other: Path) -> bool:

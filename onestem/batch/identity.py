@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from onestem.errors import JobError
+from onestem.files import check_regular
 
 __all__ = ["model_identity"]
 
@@ -26,6 +27,7 @@ def model_identity(directory: str | os.PathLike[str]) -> str:
     digest = hashlib.sha256()
     try:
         for path in sorted({path for pattern in PATTERNS for path in folder.glob(pattern)}):
+            check_regular(path, JobError, most_bytes=None)
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update(_content_hash(path))
     except OSError as error:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError, WeightsError
+from onestem.files import check_regular
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
 from onestem.models.fields import read_json
@@ -418,6 +419,7 @@ def _names_in(file: Path) -> list[str]:
 def _opened(file: Path) -> safe_open:
     what = f"{file} cannot be read as safetensors"
     try:
+        check_regular(file, WeightsError, most_bytes=None)
         with native(what, WeightsError):
             return safe_open(file, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.files import read_regular
 
 __all__ = ["Fields", "is_integer", "read_json"]
 
@@ -105,12 +106,16 @@ def is_integer(value: object) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file of a model directory."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        text = read_regular(file, ConfigError)
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist: expected a Hugging Face model directory"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds {type(value).__name__}, expected a JSON object")

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from onestem.engine.text.backend import Backend
+from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.native import is_panic
@@ -122,6 +123,7 @@ class Tokenizer:
             UnsupportedError: see the class.
         """
         directory = Path(path)
+        check_files(directory)
         if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
             return None
         from transformers import AutoTokenizer
