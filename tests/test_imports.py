@@ -22,7 +22,7 @@ LAYERS = [
         "seeds",
         "threads",
     ),
-    ("checked", "files", "lengths", "native", "shapes", "utf8"),
+    ("checked", "children", "files", "lengths", "native", "shapes", "utf8"),
     ("options",),
     ("pml", "scores"),
     ("request",),

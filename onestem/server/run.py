@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from onestem.engine.text import templates
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
 from onestem.garbage import collecting_less
@@ -125,6 +126,8 @@ async def _start(settings: Settings, signals: _Signals) -> None:
         engine = settings.engine.replace(model=path, seed=seed, random_weights=made_up)
         launcher = EngineProcess(engine)
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
+        if tokenizer is not None and tokenizer.has_chat_template:
+            templates.start()
         service = Service(settings, path, tokenizer, launcher)
         say_loading(settings, path)
         await service.start()

@@ -27,11 +27,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from onestem.engine.text.backend import Backend
 from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
+from onestem.engine.text.templates import render
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.native import is_panic
 from onestem.openai.tools import ToolForm, form_of
@@ -380,14 +379,11 @@ class Tokenizer:
                 "begins or goes on, so set one of them"
             )
         try:
-            rendered: str = self._hugging_face.apply_chat_template(
-                messages, tokenize=False, **ending._asdict(), **fields
-            )
-        except Exception as error:  # a template is a program: it can do anything wrong
-            reason = " ".join(str(error).split()) or "it fails"
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise RequestError(f"the chat template refuses the messages: {kind}{reason}") from error
-        return rendered
+            template = self._hugging_face.get_chat_template(tools=fields.get("tools"))
+        except ValueError as error:  # several, and none for this
+            raise RequestError(f"the model has no chat template for this: {error}") from error
+        names = self._hugging_face.special_tokens_map
+        return render(template, messages, **{**names, **fields}, **ending._asdict())
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:

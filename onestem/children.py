@@ -1,0 +1,181 @@
+"""Processes for what may take any time or memory, or crash: the kernel ends them at their limits,
+whatever they do then.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+from onestem.processes import python_module
+
+__all__ = ["Child", "Limits", "TooCostlyError", "serve"]
+
+Answer = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one answer may take.
+
+    Attributes:
+        cpu_seconds: of the process.
+        wall_seconds: where the machine is busy with other work.
+        memory_bytes: beyond what the process has at its start.
+    """
+
+    cpu_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+
+
+class TooCostlyError(Exception):
+    """An answer took more than it may, or ended its process. Its text is a verb and its object."""
+
+
+class Child:
+    """Answers one question at a time. The process starts with the first, and again after one that
+    ended it. It ends with this object or this process.
+
+    Args:
+        module: is run, and calls `serve`.
+        limits: of each answer.
+    """
+
+    def __init__(self, module: str, limits: Limits) -> None:
+        self._module = module
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def ask(self, question: bytes) -> bytes:
+        """The answer.
+
+        Raises:
+            TooCostlyError: there is none.
+        """
+        with self._lock:
+            process = self._running()
+            try:
+                answer = process.ask(question)
+            except (EOFError, OSError):
+                self._process = None
+                raise TooCostlyError(self._reason(process.end())) from None
+            except BaseException:  # an interrupt: its answer would be taken for the next one's
+                self._process = None
+                process.end()
+                raise
+        if not answer:
+            raise TooCostlyError(self._out_of_memory())
+        return answer[1:]
+
+    def start(self) -> None:
+        """Start the process before there is a question; returns at once."""
+        with self._lock:
+            self._running()
+
+    def _running(self) -> _Process:
+        if self._process is None or self._process.has_ended:
+            self._process = _Process(self._module, self._limits)
+        return self._process
+
+    def _reason(self, status: int) -> str:
+        if status >= 0:
+            return f"ends its process (status {status})"
+        limits, number = self._limits, signal.Signals(-status)
+        seconds = {signal.SIGPROF: limits.cpu_seconds, signal.SIGALRM: limits.wall_seconds}
+        if number in seconds:
+            return f"takes more than {seconds[number]:g} s"
+        return self._out_of_memory() if number == signal.SIGKILL else f"crashes ({number.name})"
+
+    def _out_of_memory(self) -> str:
+        return f"takes more than {self._limits.memory_bytes >> 20} MiB of memory"
+
+
+class _Process:
+    """The process and the way to it."""
+
+    def __init__(self, module: str, limits: Limits) -> None:
+        self._owner = os.getpid()
+        self._channel, other = Pipe()
+        told = (limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes)
+        self._process = subprocess.Popen(
+            python_module(module, str(other.fileno()), *map(str, told)),
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # libraries write lines for people there
+        )
+        other.close()
+        self._end = weakref.finalize(self, _end, self._process, self._channel, self._owner)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended while it waited; after a fork it is another process's."""
+        return self._owner != os.getpid() or self._process.poll() is not None
+
+    def ask(self, question: bytes) -> bytes:
+        self._channel.send_bytes(question)
+        return self._channel.recv_bytes()
+
+    def end(self) -> int:
+        """End it. Returns its exit status: what it died of, if it was dead."""
+        self._end()
+        return self._process.wait()
+
+
+def _end(process: subprocess.Popen[bytes], channel: Connection, owner: int) -> None:
+    channel.close()
+    if owner == os.getpid() and process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+# ----------------------------------------------------------------------------- the process itself
+
+
+def serve(arguments: list[str], prepare: Callable[[], Answer]) -> None:
+    """Answer questions until who asks is gone.
+
+    Args:
+        arguments: of the command, as `Child` gives them.
+        prepare: imports what it needs, and returns what answers.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for who asks
+    for deadline in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(deadline, signal.SIG_DFL)  # the kernel ends the process
+    descriptor, memory = int(arguments[0]), int(arguments[3])
+    cpu, wall = map(float, arguments[1:3])
+    channel = Connection(descriptor)
+    answer = prepare()
+    _bound_memory(memory)
+    with suppress(EOFError, OSError):
+        while True:
+            question = channel.recv_bytes()
+            _bound_time(cpu, wall)
+            try:
+                given = b"\0" + answer(question)
+            except MemoryError:
+                given = b""
+            _bound_time(0, 0)
+            channel.send_bytes(given)
+
+
+def _bound_memory(more: int) -> None:
+    with suppress(OSError), open("/proc/self/statm") as statm:  # elsewhere there is no such limit
+        limit = int(statm.read().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _bound_time(cpu: float, wall: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, cpu)
+    signal.setitimer(signal.ITIMER_REAL, wall)

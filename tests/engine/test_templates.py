@@ -1,0 +1,122 @@
+"""A chat template may do anything: it costs the request that it renders, within limits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onestem.children import Child, Limits
+from onestem.engine.text import templates
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import RequestError
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+
+USER = [{"role": "user", "content": "hi"}]
+LOOP = "{% for i in range(99999) %}"
+ENDLESS = {
+    "loops inside loops": LOOP * 4 + "{{ i }}" + "{% endfor %}" * 4,
+    "loops without output": LOOP * 4 + "{% endfor %}" * 4,
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a number without end": "{{ 7 ** (10 ** 9) }}",
+}
+LARGE = {
+    "a repeated text": "{{ 'x' * 10 ** 12 }}",
+    "a centred text": "{{ 'x' | center(10 ** 12) }}",
+    "a method": "{{ 'x'.rjust(10 ** 12) }}",
+    "a format": "{{ '%1000000000000d' % 1 }}",
+    "a text that doubles": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}{{ n.x }}"
+    ),
+    "a list": "{{ [0] * 10 ** 12 }}",
+}
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second and 256 MiB."""
+    limits = Limits(cpu_seconds=0.5, wall_seconds=60, memory_bytes=256 << 20)
+    child = Child("onestem.engine.text.template_process", limits)
+    monkeypatch.setattr(templates, "_child", child)
+
+
+def chat(path: Path, template: str, messages: list[dict[str, Any]] = USER) -> str:
+    tokenizer = Tokenizer.from_directory(make_byte_level_tokenizer(path, template=template))
+    assert tokenizer is not None
+    return tokenizer.render_chat(messages)
+
+
+def is_well() -> bool:
+    return templates.render("{{ messages[0].content }}!", USER) == "hi!"
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("name", ENDLESS)
+def test_time_is_bounded(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(tmp_path, ENDLESS[name])
+    assert str(error.value) == (
+        "the chat template takes more than 0.5 s for these messages: send fewer, or correct the "
+        "template in the model's directory"
+    )
+    assert is_well()
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError, match="takes more than 256 MiB of memory for these messages"):
+        chat(tmp_path, LARGE[name])
+    assert is_well()
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(templates, "MOST_CHARACTERS", 1000)
+    with pytest.raises(RequestError, match="the rendered chat has 1001 characters, limit is 1000"):
+        chat(tmp_path, "{{ 'x' * 1001 }}")
+    assert chat(tmp_path / "less", "{{ 'x' * 1000 }}") == "x" * 1000
+
+
+def test_a_range_that_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="refuses the messages: OverflowError: Range too big"):
+        chat(tmp_path, "{% for i in range(10 ** 9) %}{% endfor %}")
+
+
+def test_the_process_is_kept(tmp_path: Path) -> None:
+    """And a forked process has its own: two that share one would take each other's answers."""
+    ask = "{{ messages[0].content }}!"
+    assert templates.render(ask, USER) == "hi!"
+    process = templates._child._process
+    assert process is not None
+    templates.render(ask, USER)
+    assert templates._child._process is process
+    forked = os.fork()
+    if forked == 0:
+        answered = templates.render(ask, [{"role": "user", "content": "forked"}])
+        os._exit(0 if answered == "forked!" and templates._child._process is not process else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert templates.render(ask, USER) == "hi!"
+    assert templates._child._process is process
+
+
+def test_the_process_imports_little() -> None:
+    """It starts in a fraction of a second."""
+    assert is_well()
+    process = templates._child._process
+    assert process is not None
+    mapped = Path(f"/proc/{process._process.pid}/maps").read_text()
+    assert "libtorch" not in mapped
+    assert "tokenizers" not in mapped
+
+
+def test_variables_that_are_no_json() -> None:
+    seen = "{{ one }} {{ two[0] }} {{ three }}"
+    assert templates.render(seen, USER, one=object(), two=(1, 2), three=None) == "<object> 1 None"
+    with pytest.raises(RequestError, match="chat_template_kwargs cannot be written as JSON"):
+        templates.render(seen, USER, one={(1, 2): 3})
+    assert is_well()
