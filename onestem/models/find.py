@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from onestem.errors import ConfigError
+from onestem.native import native
 from onestem.options import EMBEDDED
 from onestem.shapes import find_shape, is_shape
 
@@ -32,13 +33,14 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
-                ignore_patterns=["consolidated*", "original/*"],
+        with native("it cannot be fetched", ConfigError):
+            return Path(
+                snapshot_download(
+                    name,
+                    allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
+                    ignore_patterns=["consolidated*", "original/*"],
+                )
             )
-        )
     except Exception as error:  # many kinds: offline, unknown name, no access
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(

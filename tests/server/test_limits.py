@@ -46,6 +46,19 @@ def test_lines_that_would_cost_too_much(embedded):
             assert message in errors[str(i)]["message"]
 
 
+def test_by_how_much_a_text_is_too_long(embedded):
+    """Can be asked, up to four times the model's length."""
+    with embedded.http() as http:
+        refused = ask(http, "completions", prompt="a" * 1_000_000).json()["error"]["message"]
+        limit = int(refused.split("limit is ")[1].split(",")[0])
+        for length, status in ((limit, 200), (4 * limit, 200), (4 * limit + 1, 400)):
+            answer = http.post("/tokenize", json={"prompt": "a" * length})
+            assert answer.status_code == status
+            if status == 200:
+                assert answer.json()["count"] > answer.json()["max_model_len"]
+        assert f"limit is {4 * limit}" in answer.json()["error"]["message"]
+
+
 def test_as_many_as_are_allowed(embedded):
     with embedded.http() as http:
         choices = [f"{i}" for i in range(1024)]

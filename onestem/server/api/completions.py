@@ -55,6 +55,7 @@ __all__ = ["answer", "check_piece", "detokenize", "events", "read_noted", "token
 
 SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
 QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
+TOKENIZED_LENGTHS = 4  # times the model's: by how much a text is too long can be asked
 ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
 CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
 
@@ -482,9 +483,11 @@ def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     asked = check(TokenizeBody, without_nulls(body))
     service.check_model(asked.model)
-    tokenizer, facts = service.bounded_tokenizer, service.client.facts
-    if tokenizer is None:
+    facts = service.client.facts
+    assert facts is not None
+    if service.tokenizer is None:
         raise RequestError(NO_TOKENIZER)
+    tokenizer = BoundedTokenizer(service.tokenizer, TOKENIZED_LENGTHS * facts.max_model_len)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("body has not exactly one of prompt and messages")
     if asked.prompt is not None:
@@ -494,7 +497,6 @@ def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
         prompt = read_conversation(asked)
         assert prompt.messages is not None
         ids = tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
-    assert facts is not None
     made = {"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids}
     if asked.return_token_strs:
         made["token_strs"] = [
