@@ -186,8 +186,8 @@ class Projection(Protocol):
     Attributes:
         kind: its format and product, for people.
         scratch_bytes: memory that a product takes on a device beside its result.
-        rounds: 8-bit dtype that it rounds its rows to; it also takes rows in that dtype. None: it
-            does not round them.
+        rounds: 8-bit dtype that it rounds its rows to, each by itself; it also takes rows in that
+            dtype. None: it takes rows as they are.
     """
 
     out_features: int

@@ -860,17 +860,21 @@ class _Builder:
         self.places.append(ProductPlace(head, (name,)))
         return head
 
-    def weight(self, module: str) -> Weight:
+    def sharing(self, module: str) -> Ranks:
+        """The ranks that have some of a module's columns each."""
         cut = self.cuts.get(f"{module}.weight")
         by_columns = cut is not None and cut.dim != int(self.names.transposed)
-        ranks = self.ranks if by_columns else ALONE
-        return read_weight(self.config, self.source, module, self.quantization, ranks)
+        return self.ranks if by_columns else ALONE
 
     def linear(
         self, at: str, modules: tuple[str, ...], bias: bool, order: list[int] | None = None
     ) -> Projection:
         """Projections of the same input, fused into one product; its rows in `order`."""
-        weights = [self.weight(at + name) for name in modules]
+        ranks = self.sharing(at + modules[0])
+        weights = [
+            read_weight(self.config, self.source, at + name, self.quantization, ranks)
+            for name in modules
+        ]
         if self.quantization is not None:
             kept = (n for n, w in zip(modules, weights, strict=True) if isinstance(w, Tensor))
             self.kept.extend(f"{at}{name}" for name in kept)
@@ -879,7 +883,7 @@ class _Builder:
         if bias:
             joined = torch.cat([self.source(f"{at}{name}.bias") for name in modules])
             joined = joined if places is None else joined[places]
-        linear = projection(weights, joined, places, self.target)
+        linear = projection(weights, joined, places, self.target, ranks)
         if self.quantised is None:
             assert isinstance(linear, Linear)
             counts = tuple(len(weight) for weight in weights if isinstance(weight, Tensor))

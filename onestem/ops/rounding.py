@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "RoundRows", "RoundedRows", "Rows", "rounded_rows"]
+__all__ = ["LARGEST", "RoundRows", "RoundedRows", "Rows", "row_tops", "rounded_rows"]
 
 # The largest code of each type.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -29,15 +30,27 @@ class RoundedRows(NamedTuple):
 # Input of a product: rows as they are, or already rounded for it.
 Rows: TypeAlias = Tensor | RoundedRows
 
-# (x, dtype of codes) -> codes and scales, as `rounded_rows`.
-RoundRows: TypeAlias = Callable[[Tensor, torch.dtype], RoundedRows]
+# (x, dtype of codes, tops) -> codes and scales, as `rounded_rows`.
+RoundRows: TypeAlias = Callable[[Tensor, torch.dtype, Tensor | None], RoundedRows]
 
 
-def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
+def row_tops(x: Tensor) -> Tensor:
+    """The largest size in each row of x `[n, size]`: float32 `[n, 1]`."""
+    if not x.shape[1]:
+        return x.new_zeros(len(x), 1, dtype=torch.float32)
+    return torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True, dtype=torch.float32)
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype, tops: Tensor | None = None) -> RoundedRows:
     """x `[n, size]` as codes of `dtype`, rounded to the nearest (halves to even), in PyTorch. A
-    row's codes depend on that row alone."""
+    row's codes depend on that row alone.
+
+    Args:
+        tops: float32 `[n, parts]`, the largest sizes of each row's parts where x is one of them;
+            None: x is whole.
+    """
     values = x.float()
-    scales = values.abs().amax(1, keepdim=True) if x.shape[1] else values.new_zeros(len(x), 1)
+    scales = (row_tops(x) if tops is None else tops).amax(1, keepdim=True)
     scales = torch.where(scales == 0, 1.0, scales / LARGEST[dtype])
     values = values / scales
     codes = values.round_() if dtype == torch.int8 else values

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onestem.ops.dispatch import resolve_rounding
-from onestem.ops.rounding import LARGEST, RoundedRows, rounded_rows
+from onestem.ops.rounding import LARGEST, RoundedRows, rounded_rows, row_tops
 from onestem.ops.triton import tiled
 from onestem.ops.triton.layers import TritonLayers
 from onestem.ops.triton.rounding import rounded_rows as by_kernel
@@ -197,6 +197,10 @@ def test_rows_are_rounded_by_their_own_maximum(dtype: torch.dtype) -> None:
         alone = rounded_rows(x[row : row + 1], dtype)
         assert torch.equal(alone.codes.float()[0], codes.float()[row])
     assert rounded_rows(x[:0], dtype).codes.shape == (0, 100)
+    tops = torch.cat([row_tops(x[:, :30]), row_tops(x[:, 30:])], dim=1)
+    part = rounded_rows(x[:, 30:], dtype, tops)
+    assert torch.equal(part.codes.float(), codes[:, 30:].float())
+    assert torch.equal(part.scales, scales)
     assert resolve_rounding(torch.device("cpu")) is rounded_rows
 
 
@@ -212,3 +216,7 @@ def test_the_kernel_rounds_likewise(dtype: torch.dtype) -> None:
     assert torch.equal(one.codes.float(), other.codes.float().cpu())
     assert torch.equal(one.scales, other.scales.cpu())
     assert by_kernel(x[:0].to(DEVICE), dtype).codes.shape == (0, 100)
+    tops = torch.cat([row_tops(x[:, :30]), row_tops(x[:, 30:])], dim=1)
+    part = by_kernel(x[:, 30:].contiguous().to(DEVICE), dtype, tops.to(DEVICE))
+    assert torch.equal(part.codes.float().cpu(), one.codes[:, 30:].float())
+    assert torch.equal(part.scales.cpu(), one.scales)

@@ -53,6 +53,17 @@ def test_four(forked_teams, tiny, expected):
     team.close()
 
 
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_rounded_weights(two, form):
+    """Rounding is that of the whole model: no answer differs."""
+    prompts = [f"{first} {second}" for first in "abcdefgh" for second in ("a", "dog", "1", "x y")]
+    greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    with LLM(**OPTIONS, quantization=form) as llm:
+        alone = told(llm.generate(prompts, greedy))
+    with lent_to_llms(two), LLM(**OPTIONS, quantization=form, tensor_parallel_size=2) as llm:
+        assert told(llm.generate(prompts, greedy)) == alone
+
+
 def test_memory_for_few(two, tiny):
     """Jobs that are preempted are computed again, on each rank."""
     options = {"num_pages": 16, "page_size": 4, "max_step_tokens": 64}

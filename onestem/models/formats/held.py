@@ -6,6 +6,7 @@ scales of their own can be fused, and products need not know the file format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -13,7 +14,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Channels", "Groups", "Weight", "dense", "joined", "ordered"]
+from onestem.models.cuts import Span
+
+__all__ = ["Channels", "Groups", "Weight", "dense", "joined", "of_columns", "ordered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +99,22 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
 def ordered(weight: Weight, at: Tensor) -> Weight:
     """The weight's rows `at` (int64)."""
     return weight[at] if isinstance(weight, Tensor) else weight.rows(at)
+
+
+def of_columns(weight: Groups, span: Span, size: int) -> Groups:
+    """The columns `span` of a weight of `size` columns. Its codes are those of the span already,
+    its scales and zero points those of all groups. A span that divides groups has smaller ones."""
+    start, stop = span
+    whole = weight.group
+    if start // whole == (stop - 1) // whole:
+        group = stop - start  # all have one scale
+    elif start % whole == 0 and (stop % whole == 0 or stop == size):
+        group = whole
+    else:
+        group = math.gcd(start, stop, whole)
+    at = torch.arange(start, stop, group, device=weight.codes.device) // whole
+    zeros = None if weight.zeros is None else weight.zeros[:, at]
+    return replace(weight, scales=weight.scales[:, at], zeros=zeros, group=group)
 
 
 def joined(parts: Sequence[Weight]) -> Weight | None:

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
@@ -35,9 +36,10 @@ from onestem.models.linear import (
     choose_layout,
 )
 from onestem.models.quantization import Scheme
+from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
 from onestem.ops.dispatch import resolve_rounding
-from onestem.ops.rounding import RoundedRows, Rows
+from onestem.ops.rounding import RoundedRows, Rows, row_tops
 from onestem.options import Quantize
 
 __all__ = ["RoundedHead", "Target", "kinds_of", "projection", "row_bytes"]
@@ -62,7 +64,11 @@ class Target:
 
 
 def projection(
-    parts: Sequence[Weight], bias: Tensor | None, order: Tensor | None, target: Target
+    parts: Sequence[Weight],
+    bias: Tensor | None,
+    order: Tensor | None,
+    target: Target,
+    ranks: Ranks = ALONE,
 ) -> Projection:
     """Fuse projections of the same input into one.
 
@@ -70,11 +76,12 @@ def projection(
         parts: weights, in the order of their rows.
         bias: `[out_features]`, in the order of results.
         order: int64 `[out_features]`: the row of the parts for each result; None: as they are.
+        ranks: each has some of the inputs. Rows are rounded by the maximum of whole rows.
     """
     whole = joined(parts)
     if whole is not None:
-        return _product(whole if order is None else ordered(whole, order), bias, target)
-    return _Parts([_product(part, None, target) for part in parts], bias, order)
+        return _product(whole if order is None else ordered(whole, order), bias, target, ranks)
+    return _Parts([_product(part, None, target, ranks) for part in parts], bias, order)
 
 
 def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -116,11 +123,15 @@ def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channel
     return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
 
 
-def _product(weight: Weight, bias: Tensor | None, target: Target) -> Projection:
+def _product(
+    weight: Weight, bias: Tensor | None, target: Target, ranks: Ranks = ALONE
+) -> Projection:
     if isinstance(weight, Channels):
-        for kind in (_ChannelsGpu, _Cpu):
-            if kind.takes(weight, target):
-                return kind(weight, bias, target)
+        if _all_take(_ChannelsGpu.takes(weight, target), ranks, target.device):
+            return _ChannelsGpu(weight, bias, target, ranks)
+        if _all_take(_Cpu.takes(weight, target), ranks, target.device):
+            alone = ranks.size == 1
+            return _Cpu(weight, bias, target) if alone else _CpuPart(weight, bias, target, ranks)
     if isinstance(weight, Groups):
         if _GroupsGpu.takes(weight, target):
             return _GroupsGpu(weight, bias, target)
@@ -131,6 +142,13 @@ def _product(weight: Weight, bias: Tensor | None, target: Target) -> Projection:
         f"{made.kind}, from {_kind(weight)}" if not isinstance(weight, Tensor) else made.kind
     )
     return made
+
+
+def _all_take(here: bool, ranks: Ranks, device: torch.device) -> bool:
+    """Whether every rank's part is taken: what one does not round is rounded by none."""
+    if ranks.size == 1:
+        return here
+    return bool(ranks.gather(torch.tensor([[float(here)]], device=device)).all())
 
 
 def _kind(weight: Channels | Groups) -> str:
@@ -147,8 +165,14 @@ class _Quantized(Projection, ABC):
     scratch_bytes = 0
     rounds: torch.dtype | None = None
 
-    def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
-        self.dtype = target.dtype
+    def __init__(
+        self,
+        weight: Channels | Groups,
+        bias: Tensor | None,
+        target: Target,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.dtype, self.ranks = target.dtype, ranks
         self.out_features, self.in_features = len(weight.codes), weight.in_features
         self.bias = bias
         self.code_dtype = weight.codes.dtype
@@ -160,7 +184,13 @@ class _Quantized(Projection, ABC):
 
     def rounded(self, x: Rows) -> RoundedRows:
         """`x`, rounded to the dtype of the codes if it is not yet."""
-        return x if isinstance(x, RoundedRows) else self.round_rows(x, self.code_dtype)
+        if isinstance(x, RoundedRows):
+            return x
+        return self.round_rows(x, self.code_dtype, self.tops(x))
+
+    def tops(self, x: Tensor) -> Tensor | None:
+        """The largest size in each rank's part of rows, `[n, ranks]`; None: x has whole rows."""
+        return None if self.ranks.size == 1 else self.ranks.gather(row_tops(x))
 
     @abstractmethod
     def __call__(self, x: Any) -> Tensor:
@@ -178,12 +208,14 @@ class _ChannelsGpu(_Quantized):
     """float8 by float8, or int8 by int8, on a GPU. Tensor cores sum float8; int8 sums are exact.
     Both are scaled in float32."""
 
-    def __init__(self, weight: Channels, bias: Tensor | None, target: Target) -> None:
+    def __init__(
+        self, weight: Channels, bias: Tensor | None, target: Target, ranks: Ranks = ALONE
+    ) -> None:
         from onestem.ops.triton.tiled import TiledChannels
 
-        super().__init__(weight, bias, target)
-        self.rounds = weight.codes.dtype
-        self.is_float = self.rounds == torch.float8_e4m3fn
+        super().__init__(weight, bias, target, ranks)
+        self.rounds = weight.codes.dtype if ranks.size == 1 else None
+        self.is_float = self.code_dtype == torch.float8_e4m3fn
         self.kind += f", rows in {'fp8' if self.is_float else 'int8'}"
         self.packed = TiledChannels(weight.codes, weight.scales)
         self.column_scales = weight.scales[None, :]
@@ -250,7 +282,7 @@ class _GroupsGpu(_Quantized):
         x = self._ordered(x)
         if len(x) <= self.most:
             return self.packed.product(x, self.bias)
-        return torch.nn.functional.linear(x, self.packed.dense(x.dtype), self.bias)
+        return F.linear(x, self.packed.dense(x.dtype), self.bias)
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         gate = _GATES.get(activation.name)
@@ -297,6 +329,33 @@ class _Cpu(_Quantized):
 
     def held(self) -> list[Tensor]:
         return self.packed.tensors() + ([] if self.order is None else [self.order])
+
+
+class _CpuPart(_Quantized):
+    """8 bits per channel on a CPU, where each rank has some of the inputs.
+
+    Rows are rounded by the maximum of whole rows, and ranks sum whole numbers: what is scaled after
+    that has the bits of one device's product. Rank 0 returns it and the others zeros, so that the
+    sum over ranks that follows changes nothing.
+    """
+
+    def __init__(self, weight: Channels, bias: Tensor | None, target: Target, ranks: Ranks) -> None:
+        super().__init__(weight, bias, target, ranks)
+        self.kind += ", rows in int8"
+        # The product rounds its rows too, by their maximum. It is 127 in one input more.
+        self.packed = CpuCodes.of8(F.pad(weight.codes, (0, 1)), torch.ones_like(weight.scales))
+        self.scales = weight.scales
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scales = self.rounded(x)
+        sums = self.packed.product(F.pad(codes.float(), (0, 1), value=127.0), None)
+        y = self.ranks.sum(sums).mul_(scales).mul_(self.scales)
+        if self.ranks.rank:
+            return torch.zeros_like(y, dtype=x.dtype)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def held(self) -> list[Tensor]:
+        return [*self.packed.tensors(), self.scales]
 
 
 class RoundedHead(Head):

@@ -11,16 +11,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from onestem.models.cuts import Cut, covering
-from onestem.models.formats.held import Channels, Groups, Weight
+from onestem.models.formats.held import Channels, Groups, Weight, of_columns
 from onestem.models.quantization import Scheme
 
 __all__ = ["Expected", "main_tensor", "stored_tensors", "stored_weight", "wrong_values"]
@@ -258,7 +257,10 @@ class _Reader:
         zeros = None if zeros is None else self.of_rows(zeros)
         places = torch.arange(self.size, device=codes.device) // group
         if at is None or torch.equal(at.long(), places):
-            return self.of_columns(Groups(codes.contiguous(), scales, zeros, group, bits))
+            weight = Groups(codes.contiguous(), scales, zeros, group, bits)
+            if self.cut is None or self.cut.dim == 0:
+                return weight
+            return of_columns(weight, self.cut.spans[0], self.size)
         order = at.long().argsort(stable=True)
         if self.cut is not None and self.cut.dim == 1:
             assert zeros is not None
@@ -283,22 +285,6 @@ class _Reader:
         parts = groups[::PART]
         held = scales[:, parts].contiguous(), zeros[:, parts].contiguous()
         return Groups(filled, *held, PART, self.scheme.bits, inputs)
-
-    def of_columns(self, weight: Groups) -> Groups:
-        """The weight, whose codes are those wanted, with the scales and zero points of these."""
-        if self.cut is None or self.cut.dim == 0:
-            return weight
-        ((start, stop),) = self.cut.spans
-        whole = weight.group
-        if start // whole == (stop - 1) // whole:
-            group = stop - start  # all have one scale
-        elif start % whole == 0 and (stop % whole == 0 or stop == self.size):
-            group = whole
-        else:
-            group = math.gcd(start, stop, whole, PART)
-        at = torch.arange(start, stop, group, device=weight.codes.device) // whole
-        zeros = None if weight.zeros is None else weight.zeros[:, at]
-        return replace(weight, scales=weight.scales[:, at], zeros=zeros, group=group)
 
 
 def _parts(size: int, part: int | None) -> int:
