@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-__all__ = ["python_module"]
+__all__ = ["is_stopped", "python_module"]
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
@@ -15,3 +16,13 @@ def python_module(module: str, *arguments: str) -> list[str]:
         f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     )
     return [sys.executable, "-P", "-c", code, *arguments]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped by a signal, as SIGSTOP does; never by a
+    debugger. False where there is no `/proc`."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == "T"

@@ -1,13 +1,14 @@
 """The processes of one model: how they are started, watched and ended.
 
 Each other rank has one socket to rank 0. Rank 0's messages go over it in order; a thread here
-reads the replies, and sees the end of a process as the end of its socket. When one rank is lost all
-are ended: a collective of the others would wait for ever.
+reads the replies, sees the end of a process as the end of its socket, and looks whether one is
+stopped. When one rank is lost all are ended: a collective of the others would wait for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,15 +38,20 @@ from onestem.ops import AttentionImpl
 from onestem.parallel.group import join
 from onestem.parallel.lead import LeadRunner
 from onestem.parallel.messages import call
-from onestem.processes import python_module
+from onestem.processes import is_stopped, python_module
 
 __all__ = ["Team", "check_size"]
+
+log = logging.getLogger(__name__)
 
 # A rank that fails because another has ended may report that before the other's socket closes.
 # After this time it is known which came first.
 GRACE_SECONDS = 0.3
 VERDICT_SECONDS = 3.0  # for the watcher to see why a collective has failed
 END_SECONDS = 5.0  # for a process to end by itself, and for NCCL to let go
+# A rank that is stopped by a signal for so many looks in a row is lost. One that computes for long
+# is not stopped.
+LOOK_SECONDS, STOPPED_LOOKS = 1.0, 10
 FORKED = "this process is a fork of the one whose ranks these are: make another LLM here"
 
 
@@ -316,8 +323,9 @@ def _start(rank: int, folder: Path) -> _Member:
 def _watch(crew: _Crew) -> None:
     """Take what ranks report, until one has ended or the team is closed."""
     sockets = {member.socket: member for member in crew.members}
+    looks: Counter[_Member] = Counter()
     while crew.death is None:
-        for ready in wait([*sockets, crew.sleeper]):
+        for ready in wait([*sockets, crew.sleeper], LOOK_SECONDS):
             if ready is crew.sleeper:
                 return
             assert isinstance(ready, Connection)
@@ -329,6 +337,15 @@ def _watch(crew: _Crew) -> None:
             with crew.changed:
                 crew.reports.setdefault(kind, {})[sockets[ready].rank] = value
                 crew.changed.notify_all()
+        for member in crew.members:
+            looks[member] = looks[member] + 1 if is_stopped(member.process.pid) else 0
+            if looks[member] == 1:
+                log.warning(
+                    "%s", _line(crew, member, "is stopped", f"kill -CONT {member.process.pid}")
+                )
+            if looks[member] == STOPPED_LOOKS:
+                crew.note_death(_line(crew, member, "was stopped by a signal"))
+                return
 
 
 def _report(end: Connection) -> tuple[str, Any] | None:
@@ -356,8 +373,11 @@ def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str
         ]
     one = ended[0] if ended else first
     what = _how(one.process) if ended or report is None else f"failed: {report[1]}"
-    pid = one.process.pid
-    return f"rank {one.rank} of {crew.size} (process {pid}) {what}: start the engine again"
+    return _line(crew, one, what)
+
+
+def _line(crew: _Crew, one: _Member, what: str, way_out: str = "start the engine again") -> str:
+    return f"rank {one.rank} of {crew.size} (process {one.process.pid}) {what}: {way_out}"
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:

@@ -113,6 +113,64 @@ def test_while_nobody_asks():
         assert told == [str(error.value)]
 
 
+def stopped_line(rank: int, size: int, pid: int) -> str:
+    name = f"rank {rank} of {size} \\(process {pid}\\)"
+    return f"{name} was stopped by a signal: start the engine again$"
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_rank_that_is_stopped(step, monkeypatch, caplog):
+    """It is ended, whatever rank 0 waits for; before that a line says how it goes on."""
+    monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
+    with LLM(**OPTIONS) as llm:
+        (pid,) = llm.team.process_ids
+        kill_at_step(llm.engine, step, pid, signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(RankError, match=stopped_line(1, 2, pid)):
+                llm.generate(["a", "b"], LONG)
+        assert f"(process {pid}) is stopped: kill -CONT {pid}" in caplog.text
+    assert not is_running(pid)
+
+
+def test_a_rank_that_is_stopped_while_nobody_asks(monkeypatch):
+    monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
+    with LLM(**OPTIONS) as llm:
+        (pid,), told = llm.team.process_ids, []
+        llm.team.on_death(told.append)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: told)
+        assert re.fullmatch(stopped_line(1, 2, pid), told[0])
+
+
+def test_a_rank_that_is_stopped_while_they_meet(monkeypatch):
+    monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
+    start = teams._start
+
+    def started(number, folder):
+        member = start(number, folder)
+        os.kill(member.process.pid, signal.SIGSTOP)
+        return member
+
+    monkeypatch.setattr(teams, "_start", started)
+    with pytest.raises(RankError, match=r"rank 1 of 2 \(process \d+\) was stopped by a signal"):
+        Team(2, CPU)
+
+
+def test_a_rank_that_goes_on_is_not_ended(monkeypatch):
+    """Stopped for fewer looks than are too many, again and again."""
+    seen: list[int] = []
+
+    def is_stopped(pid: int) -> bool:
+        seen.append(pid)
+        return len(seen) % teams.STOPPED_LOOKS != 0
+
+    monkeypatch.setattr(teams, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(teams, "is_stopped", is_stopped)
+    with LLM(**OPTIONS) as llm:
+        wait_until(lambda: len(seen) > 20 * teams.STOPPED_LOOKS)
+        assert len(llm.generate("a", LONG)[0].outputs[0].token_ids) == 200
+
+
 def test_a_job_goes_on(tmp_path):
     """As after any death of its engine."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
