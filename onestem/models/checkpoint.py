@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from onestem.models.fields import read_json
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.stored import (
     FLOATS,
+    SCALED_BY,
     Expected,
     main_tensor,
     stored_tensors,
@@ -51,6 +53,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 # Name of a tensor of all experts `[num, ...]` -> for each expert, the tensors that a file may hold
 # instead. Those of one expert are concatenated along the first dimension.
 Parts = Mapping[str, Sequence[Sequence[str]]]
+
+log = logging.getLogger(__name__)
 
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
@@ -157,7 +161,9 @@ class Checkpoint:
 
     def check_values(self) -> None:
         """Raise `WeightsError` for numbers that make no sense in what says how weights are stored,
-        such as scales that are not finite."""
+        such as scales that are not finite. Scales that are 0, as of weights that are all 0, are
+        told in a warning."""
+        zero: list[str] = []
         for name, held in self._held.items():
             is_powers = held.dtype == "U8" and name.endswith("_scales")
             if is_powers and int(self._stored(name, None).max()) == NOT_A_POWER:
@@ -166,12 +172,19 @@ class Checkpoint:
 
             def get(name: str, module: str = module) -> Tensor | None:
                 name = f"{module}.{name}"
-                return self._stored(name, None) if name in self._held else None
+                if name not in self._held:
+                    return None
+                stored = self._stored(name, None)
+                if name.endswith(SCALED_BY) and not stored.float().all():
+                    zero.append(self._held[name].name)
+                return stored
 
             wrong = wrong_values(*scheme, get)
             if wrong is not None:
                 held = self._held[f"{module}.{wrong[0]}"]
                 raise WeightsError(f"{held.file}: {held.name} {wrong[1]}: {DAMAGED}")
+        if zero:
+            log.warning("scales that are 0, whose weights are 0 then: %s", listed(zero))
 
     def _stored(self, name: str, cut: Cut | None) -> Tensor:
         held = self._held[name]

@@ -231,6 +231,26 @@ def test_what_does_not_fit_is_named(llama: Path, tmp_path: Path, case: str) -> N
     assert re.search(words, needs_of(EngineOptions(path, kv_memory="4MiB")).problem or "")
 
 
+@pytest.mark.parametrize(
+    ("form", "scales"),
+    [("int8", "weight_scale"), ("awq", "scales"), ("packed int4", "weight_scale")],
+)
+def test_scales_that_are_0_are_named(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, scales: str
+) -> None:
+    """A module may have weights that are all 0, so it is loaded."""
+    path = quantised(llama, tmp_path / "x", FORMATS[form])
+    load_decoder(path, dtype=torch.float32, device="cpu")
+    assert not caplog.text
+    name = f"{AT}.{scales}"
+    changed = load_file(path / "model.safetensors")[name]
+    changed[0] = 0
+    _edited(path, **{name: changed})
+    load_decoder(path, dtype=torch.float32, device="cpu")
+    (line,) = caplog.messages
+    assert line == f"scales that are 0, whose weights are 0 then: {name}"
+
+
 def test_families_with_turned_weights_are_refused(tmp_path: Path) -> None:
     path = make_tiny("gpt2", tmp_path / "gpt2")
     config = json.loads((path / "config.json").read_text())

@@ -22,11 +22,21 @@ from onestem.models.cuts import Cut, covering
 from onestem.models.formats.held import Channels, Groups, Weight, of_columns
 from onestem.models.quantization import Scheme
 
-__all__ = ["Expected", "main_tensor", "stored_tensors", "stored_weight", "wrong_values"]
+__all__ = [
+    "SCALED_BY",
+    "Expected",
+    "main_tensor",
+    "stored_tensors",
+    "stored_weight",
+    "wrong_values",
+]
 
 # Dtypes of tensors that are not quantised, by safetensors' names.
 FLOATS = ("BF16", "F16", "F32", "F64")
 SCALES = (*FLOATS, "F8_E8M0")
+
+# Tensors of scales, of which a module has one.
+SCALED_BY = ("weight_scale", "weight_scale_inv", "scales")
 
 # Order of eight columns in an int32 of AWQ, lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -116,7 +126,7 @@ def wrong_values(
     Args:
         get: returns a module's tensor by its name within the module; None: it is not there.
     """
-    for name in ("weight_scale", "weight_scale_inv", "scales"):
+    for name in SCALED_BY:
         scales = get(name)
         if scales is not None and not scales.float().isfinite().all():
             return name, "has numbers that are not finite"
