@@ -388,11 +388,12 @@ class Engine:
             if sequence.finish_reason is None:
                 with uninterrupted():
                     self._results.finish(sequence, "abort")
-        if not self.scheduler.running:
-            self.launcher.abandon()
+        self._rest()
         self._forget_ended()
         self._results.touched.pop(state, None)
-        return request_output(state)
+        output = request_output(state)
+        state.let_go()
+        return output
 
     def has_unfinished(self) -> bool:
         """Whether a step has something to do. An engine that falls idle calls `check` now and
@@ -497,11 +498,11 @@ class Engine:
         outputs, self._factory.refused = self._factory.refused, []
         going_on = []
         for state in touched:
-            if isinstance(state.request, PrefixRequest):
-                continue
+            is_asked_for = not isinstance(state.request, PrefixRequest)
             if state.finished:
-                outputs.append(request_output(state))
-            elif state.request.stream:
+                outputs += [request_output(state)] if is_asked_for else []
+                state.let_go()
+            elif state.request.stream and is_asked_for:
                 going_on.append(state)
         return outputs, going_on
 
@@ -525,9 +526,15 @@ class Engine:
             self._sample(edits, logits)
         depth = launcher.runner.depth if has_rows and tried is None else 1
         self._commit(depth - 1 if has_rows else 0)
-        if not self.scheduler.running:  # sequences still in flight have ended
-            launcher.abandon()
+        self._rest()
         self._suspects.passed(has_rows=has_rows)
+
+    def _rest(self) -> None:
+        """Where nothing runs, keep nothing of the last steps; what is in flight has ended."""
+        if not self.scheduler.running:
+            self.launcher.abandon()
+            self.scheduler.forget_step()
+            self.order.forget_chunks()
 
     def _apply(self, edits: Edits) -> bool:
         """Make the rows of the next step. Returns whether there are any."""

@@ -59,6 +59,11 @@ class RequestState:
         self._num_ended = ended
         return ended == len(sequences)
 
+    def let_go(self) -> None:
+        """Drop the sequences of a request that has ended, once its output is made. Each refers to
+        its request: as a cycle they would stay until Python's collector comes, which is late."""
+        self.sequences, self._num_ended = [], 0
+
 
 class Scoring:
     """Given tokens whose log-probabilities a sequence wants.
@@ -125,6 +130,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "__weakref__",
         "_path",
         "_path_version",
         "cumulative_logprob",

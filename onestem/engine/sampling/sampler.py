@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -48,7 +49,8 @@ class SamplingRow:
     """One sequence that samples. The engine keeps it from the first token to the last.
 
     Attributes:
-        params: the request's; the same object at every step (what it means is cached by identity).
+        params: the request's; the same object at every step (what it means is kept by identity, as
+            long as there is the object).
         seed: the request's 64-bit seed, `params.seed` or drawn.
         sequence_index: which of the request's n sequences.
         token_index: how many tokens it has sampled so far.
@@ -58,8 +60,8 @@ class SamplingRow:
             `ignore_eos`, and `stop_token_ids`).
         allowed_mask: from the grammar: bits packed in int32 `[ceil(vocab / 32)]`, lowest bit first;
             what a mask does not reach is forbidden.
-        place, record: the sampler's own: of its state of penalties (-1: none), and the `ROW` that
-            the device gets, as far as it does not change.
+        place, record, prompt_ids: the sampler's own: of its state of penalties (-1: none), the
+            `ROW` that the device gets, as far as it does not change, and the prompt's distinct ids.
     """
 
     params: SamplingParams
@@ -72,6 +74,7 @@ class SamplingRow:
     allowed_mask: Tensor | None = None
     place: int = -1
     record: bytes = b""
+    prompt_ids: NDArray[np.int64] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +264,6 @@ def _as_bits(values: Tensor) -> Tensor:
     return values.double().flatten().view(torch.int64)
 
 
-_CACHE_ENTRIES = 8192
-_CACHE_PROMPTS = 256  # whose distinct ids are kept, 8 bytes each
 _MOST_TOKENS = 2**31 - 1  # no sequence has more
 # A lower one is greedy: float32 logits have no smaller differences.
 LOWEST_TEMPERATURE = 1e-6
@@ -314,9 +315,10 @@ class Sampler:
         self._penalties = self._ops.penalties(vocab_size, self.device)
         self._noted = np.zeros(0, np.int64)  # sampled tokens that the state of a place has
         self._free: list[int] = []
-        # Keyed by identity; the keyed object is kept in the value, so its id stays its own.
-        self._settings: dict[int, tuple[SamplingParams, SamplingSettings]] = {}
-        self._prompts: dict[int, tuple[object, NDArray[np.int64]]] = {}
+        # By identity. An entry goes with its object: parameters may be as large as a request's
+        # body, and a prompt as long as the model allows.
+        self._settings: dict[int, tuple[ref[SamplingParams], SamplingSettings]] = {}
+        self._prompts: WeakValueDictionary[int, NDArray[np.int64]] = WeakValueDictionary()
 
     def warm_up(self) -> None:
         """Sample in every way, so that no request waits until a GPU's kernels are compiled."""
@@ -345,11 +347,11 @@ class Sampler:
 
     def settings_of(self, params: SamplingParams) -> SamplingSettings:
         """What parameters mean for this model."""
-        known = self._settings.get(id(params))
+        settings, name = self._settings, id(params)
+        known = settings.get(name)
         if known is None:
-            if len(self._settings) >= _CACHE_ENTRIES:
-                self._settings.clear()
-            known = self._settings[id(params)] = (params, self._resolve(params))
+            gone = ref(params, lambda _: settings.pop(name, None))
+            known = settings[name] = (gone, self._resolve(params))
         return known[1]
 
     def _resolve(self, params: SamplingParams) -> SamplingSettings:
@@ -419,7 +421,7 @@ class Sampler:
     def _assign(self, row: SamplingRow) -> None:
         """Tell the device what a row has seen: at first, and after a failed step."""
         repeats = self.settings_of(row.params).repetition_penalty != 1.0
-        prompt = self._prompt_ids(row.prompt_token_ids) if repeats else None
+        prompt = self._prompt_ids(row) if repeats else None
         self._penalties.assign(row.place, prompt, np.asarray(row.output_token_ids(), np.int64))
         self._noted[row.place] = row.token_index
 
@@ -430,15 +432,16 @@ class Sampler:
         self._free.extend(range(first + more - 1, first, -1))
         return first
 
-    def _prompt_ids(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-        """The prompt's distinct ids, shared by its n sequences."""
-        known = self._prompts.get(id(token_ids))
-        if known is None:
-            if len(self._prompts) >= _CACHE_PROMPTS:
-                self._prompts.clear()
-            ids = np.unique(np.asarray(token_ids, np.int64))
-            known = self._prompts[id(token_ids)] = (token_ids, ids)
-        return known[1]
+    def _prompt_ids(self, row: SamplingRow) -> NDArray[np.int64]:
+        """The prompt's distinct ids, shared by its n sequences: they go with the last row."""
+        if row.prompt_ids is None:
+            name = id(row.prompt_token_ids)  # its own: each row that has these ids has the prompt
+            ids = self._prompts.get(name)
+            if ids is None:
+                ids = np.unique(np.asarray(row.prompt_token_ids, np.int64))
+                self._prompts[name] = ids
+            row.prompt_ids = ids
+        return row.prompt_ids
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """One token for each row of `logits` float32 `[n, vocab]`, which may be changed."""

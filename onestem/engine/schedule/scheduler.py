@@ -313,6 +313,11 @@ class Scheduler:
                 insort(self.prompts, chunk.sequence, key=_order)  # its scores were to come
         self._edits.chunks = []
 
+    def forget_step(self) -> None:
+        """Drop the step chosen last, which is taken: nothing runs."""
+        self._edits, self._short_head = Edits(), None
+        self._chunked.clear()
+
     def note_launched(self) -> None:
         """Note that the step chosen last is launched: its chunks have keys and values."""
         self._is_launched = True
@@ -763,7 +768,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Release the runs of a sequence that has ended (those that others may find stay)."""
-        self.is_short = False
+        self.is_short, self._short_head = False, None
         if sequence is self._alone:
             self._alone = None
         if sequence.run is not None:

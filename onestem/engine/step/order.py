@@ -338,7 +338,12 @@ class Order:
     def clear(self) -> None:
         """Remove all rows and chunks."""
         self._put([])
-        self.chunks = []
+        self.forget_chunks()
+
+    def forget_chunks(self) -> None:
+        """Drop what the last step had beside rows that decode: nothing runs, and an idle engine
+        keeps no sequence that has ended."""
+        self.chunks, self.inputs, self._changed = [], self._decodes, True
 
     def _put(self, sequences: list[Sequence]) -> None:
         version = self._cache.tree.num_splits

@@ -6,7 +6,9 @@ Which rows a step has, and in which order, is another matter (`onestem.engine.st
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -169,7 +171,8 @@ class Slots(Columns):
                 seed=sequence.state.seed,
                 sequence_index=sequence.index,
                 prompt_token_ids=sequence.state.request.prompt_token_ids,
-                output_token_ids=lambda: sequence.output_ids,
+                # Not of the sequence, which has the row: a cycle would outlive the request.
+                output_token_ids=partial(_from, sequence.tokens, sequence.num_prompt),
                 stop_ids=frozenset((*eos, *params.stop_token_ids)),
             )
         row.token_index = sequence.num_output
@@ -250,3 +253,7 @@ class Slots(Columns):
             return
         entries = self._entries.pop(slot, ()) if self._entries else ()
         sequence.extend([token for token in found if token >= 0], entries)
+
+
+def _from(tokens: array[int], first: int) -> array[int]:
+    return tokens[first:]
