@@ -378,8 +378,12 @@ class _Stream:
             await asyncio.wait([waiting])
         finally:
             waiting.cancel()
-        if not waiting.cancelled():
-            waiting.result()
+        self._waiting = None
+        try:
+            if not waiting.cancelled():
+                waiting.result()
+        finally:
+            del waiting  # an error has this frame, and must not be in it
 
     def on_delta(self, delta: Delta) -> None:
         self._part.on_delta(delta)

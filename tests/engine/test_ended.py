@@ -14,7 +14,7 @@ import pytest
 
 from onestem.engine.engine import Engine
 from onestem.engine.sampling.sampler import SamplingRow
-from onestem.engine.sequence import Chunk, Edits, RequestState, Scoring, ScoreSpan, Sequence
+from onestem.engine.sequence import Chunk, Edits, RequestState, ScoreSpan, Scoring, Sequence
 from onestem.engine.step.launch import Flight
 from onestem.engine.step.slots import Slots
 from onestem.llm import LLM

@@ -58,8 +58,8 @@ class Columns:
 
     def _each(self, arrays: dict[str, np.ndarray]) -> Self:
         made = type(self)()
-        for name, array in arrays.items():
-            setattr(made, name, array)
+        for name, column in arrays.items():
+            setattr(made, name, column)
         return made
 
 

@@ -101,7 +101,8 @@ class Call:
             self.inbox.ended[part] = Delta(name, [], finished=True, metrics=metrics)
         self._num_left += 1
         if self._num_left == len(self.requests) and self._on_left is not None:
-            self._on_left()
+            tell, self._on_left = self._on_left, None  # it refers to the call
+            tell()
 
     def when_left(self, tell: Callable[[], object]) -> None:
         """Have `tell` called when the engine is done with all of its requests: `metrics` are whole
@@ -330,8 +331,12 @@ class Inbox:
         await self._news.wait()
         self._is_waited_for = False
         self._news.clear()
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it has this frame now: neither the frame nor the inbox may have it
 
     async def whole(self) -> dict[tuple[int, int], CompletionOutput]:
         """All pieces of all parts, each sequence's joined."""

@@ -316,6 +316,7 @@ async def _whole(
         for task in (body, gone):
             task.cancel()
         await asyncio.gather(body, gone, return_exceptions=True)
+        del body, gone, task  # an error of the body has this frame, and must not be in it
 
 
 async def _body(service: Service, call: Call) -> dict[str, object]:

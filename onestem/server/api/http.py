@@ -355,9 +355,11 @@ class EventStream(Response):
             await asyncio.gather(sender, watcher, return_exceptions=True)
             await self._events.aclose()
         if sender.done() and not sender.cancelled():
-            # A client that went away while we wrote to it is no error.
-            with contextlib.suppress(OSError):
-                sender.result()
+            # A client that went away while we wrote to it is no error. (`result` would raise it
+            # here: an error that refers to this frame, and so to itself.)
+            error = sender.exception()
+            if error is not None and not isinstance(error, OSError):
+                raise error
 
     async def _send_all(self, send: Send, writer: PieceWriter | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -398,7 +400,8 @@ class HalfOpenProtocol(H11Protocol):
 
     @property
     def is_free(self) -> bool:
-        return not self.flow.write_paused and not self.cycle.disconnected
+        cycle = self.cycle
+        return cycle is not None and not self.flow.write_paused and not cycle.disconnected
 
     def write_piece(self, data: bytes) -> None:
         """Write a chunk as h11 would."""
@@ -450,6 +453,8 @@ class HalfOpenProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+        # Both refer back here: the last call, with its body, would stay until the collector comes.
+        self.cycle, self.scope, self.app_state = None, None, {}  # type: ignore[assignment]
 
 
 # ----------------------------------------------------------------------------- uploads

@@ -158,7 +158,7 @@ class PendingCalls:
 
     def __init__(self, send: Callable[[Ask], object]) -> None:
         self._send = send
-        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._open: dict[int, asyncio.Future[Answered]] = {}
         self._tokens = itertools.count()
 
     def __len__(self) -> int:
@@ -172,26 +172,27 @@ class PendingCalls:
             RequestError: the engine refuses; ApiError: it failed to find out, or is gone.
         """
         token = next(self._tokens)
-        future = self._open[token] = asyncio.get_running_loop().create_future()
+        self._open[token] = asyncio.get_running_loop().create_future()
         try:
             self._send(Ask(token, what, value))
-            return await asyncio.wait_for(future, seconds)
+            answer = await asyncio.wait_for(self._open[token], seconds)
         except TimeoutError:
             raise NoAnswerError(seconds or 0.0) from None
         finally:
             self._open.pop(token, None)
+        if answer.error is None:
+            return answer.value
+        if answer.fault:
+            raise RequestError(answer.error)
+        raise ApiError(500, answer.error, code="engine_error")
 
     def take(self, answer: Answered) -> None:
         """An answer has come."""
         future = self._open.get(answer.token)
-        if future is None or future.done():
-            return
-        if answer.error is None:
-            future.set_result(answer.value)
-        elif answer.fault:
-            future.set_exception(RequestError(answer.error))
-        else:
-            future.set_exception(ApiError(500, answer.error, code="engine_error"))
+        # Also one that is an error: a future with an exception stays until the collector comes,
+        # with all that its frames have.
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def fail(self, error: ApiError) -> None:
         """The engine is gone."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial, singledispatchmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -233,21 +233,24 @@ class Worker:
         try:
             grammar = self._engine.prepare(ask.value)
         except Exception as error:
-            self._tell(ask, error)
+            self._tell(ask.token, error)
             return
         if grammar is None:
-            self._tell(ask, None)
-        else:
-            grammar.add_done_callback(lambda done: self._tell(ask, done.exception()))
+            self._tell(ask.token, None)
+        else:  # the compiler keeps it, and what it calls: not the request
+            grammar.add_done_callback(partial(self._tell_done, ask.token))
 
-    def _tell(self, ask: Ask, error: BaseException | None) -> None:
+    def _tell_done(self, token: int, grammar: Future[Any]) -> None:
+        self._tell(token, grammar.exception())
+
+    def _tell(self, token: int, error: BaseException | None) -> None:
         """Put into the next report that a request can be answered, or why not."""
-        answer = Answered(ask.token)
+        answer = Answered(token)
         if isinstance(error, OnestemError):
-            answer = Answered(ask.token, error=str(error))
+            answer = Answered(token, error=str(error))
         elif error is not None:  # without an answer the asker would wait for ever
             why = f"the request cannot be checked: {type(error).__name__}: {error}"
-            answer = Answered(ask.token, error=why, fault=False)
+            answer = Answered(token, error=why, fault=False)
         self._inbox.put(answer)
 
     # ------------------------------------------------------------------------- a turn
