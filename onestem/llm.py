@@ -24,6 +24,7 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
 from onestem.engine.engine import Engine
 from onestem.engine.grammar.schema import check_schema
+from onestem.engine.schedule.answers import answer_memory_bytes
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
@@ -190,6 +191,7 @@ class LLM:
         )
         page_bytes = self.decoder.kv_bytes_per_token * options.page_size
         num_pages = pages_of(memory, options.page_size, page_bytes)
+        answer_memory = answer_memory_bytes(options.answer_memory)
         self._engine: Engine | None = Engine(
             self.decoder,
             self.tokenizer,
@@ -201,6 +203,7 @@ class LLM:
             max_step_tokens=max_step_tokens,
             max_step_seconds=options.max_step_ms / 1000 if options.max_step_ms else None,
             max_num_seqs=options.max_num_seqs,
+            answer_memory=answer_memory,
             max_passed=options.max_passed,
             impl=options.impl,
             logprobs_mode=options.logprobs_mode,
@@ -220,6 +223,7 @@ class LLM:
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             kv_memory=num_pages * page_bytes,
+            answer_memory=answer_memory,
             max_model_len=self.engine.max_model_len,
             max_step_tokens=max_step_tokens,
             order=options.order or default_order(options.levels),

@@ -208,6 +208,11 @@ class EngineOptions(Options):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Maximum sequences that run at once (default: as many as KV memory holds)."""
 
+    answer_memory: Memory = "auto"
+    """Host memory that log-probabilities of running requests may take, and answers of n above 1:
+    auto (a quarter of the RAM), bytes, or like 2GiB. Requests wait for it; one that may need more
+    alone is refused."""
+
     max_passed: int = Field(default=MAX_PASSED, ge=0)
     """Maximum later requests that go before one that waits, because their prefix is in the cache;
     0: first come, first served."""

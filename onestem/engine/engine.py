@@ -26,6 +26,7 @@ from onestem.engine.schedule.admission import (
     check_request,
     model_len,
 )
+from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.memory import (
     PREFIXES,
     PinnedPrefixes,
@@ -80,6 +81,8 @@ class Engine:
         max_step_seconds: what a step may take, by the measured time of a prompt's row; None: no
             limit but `max_step_tokens`.
         max_num_seqs: maximum sequences that run at once; None: as many as KV memory holds.
+        answer_memory: bytes of host memory that answers of running requests may take (see
+            `AnswerMemory`); None: any.
         max_passed: maximum later requests that may pass a waiting one because their prefix is in
             the cache; 0: first come, first served.
         impl: attention implementation.
@@ -109,6 +112,7 @@ class Engine:
         max_step_tokens: int = 512,
         max_step_seconds: float | None = None,
         max_num_seqs: int | None = None,
+        answer_memory: int | None = None,
         max_passed: int = MAX_PASSED,
         impl: str = "auto",
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -177,6 +181,7 @@ class Engine:
             max_step_seconds=max_step_seconds,
             max_num_seqs=max_num_seqs,
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
+            answers=AnswerMemory(answer_memory, self.max_model_len),
         )
         slots = Slots(self._sampler, eos)
         self.order = Order(self.cache, slots, windows=runner.windows, share=share != "storage")
@@ -227,6 +232,7 @@ class Engine:
             vocab_size=self.decoder.config.vocab_size,
             tokenizer=self.tokenizer,
             max_num_seqs=self.scheduler.max_num_seqs,
+            answer_memory=self.scheduler.answers.most,
         )
         self._sampler.settings_of(request.params)
         if self._grammars is not None:

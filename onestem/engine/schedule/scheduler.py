@@ -9,6 +9,7 @@ from collections.abc import Container
 from typing import Any, Protocol
 
 from onestem.cache import ModuleRun, PrefixCache, Run
+from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.memory import PinnedPrefixes, PlannedGroups, explain
 from onestem.engine.schedule.queue import RequestQueue
 from onestem.engine.schedule.room import ReservedPages
@@ -111,6 +112,7 @@ class Scheduler:
         max_step_tokens: maximum rows of a step, at least half for prompts (`StepBudget`).
         max_step_seconds: what a step may take, by the measured time of a row; None: no limit.
         max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
+        answers: host memory that answers may take; None: any.
         lookahead_tokens: decodes that admission leaves room for, per sequence whose length is not
             known.
         free_rows: decodes that hardly make a step longer; see `ReservedPages`.
@@ -136,10 +138,12 @@ class Scheduler:
         max_step_tokens: int,
         max_step_seconds: float | None = None,
         max_num_seqs: int | None = None,
+        answers: AnswerMemory | None = None,
         lookahead_tokens: int = 32,
         free_rows: int = 0,
     ) -> None:
         self.max_num_seqs = max_num_seqs
+        self.answers = answers or AnswerMemory(None, 1)
         self.cache = cache
         self.queue = queue
         self.budget = StepBudget(most=max_step_tokens, seconds=max_step_seconds)
@@ -701,7 +705,9 @@ class Scheduler:
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Whether a sequence, with those that fork from it, may run beside the others; jobs are
-        preempted for interactive ones."""
+        preempted for interactive ones. Host memory for answers is its request's until that ends."""
+        if not self.answers.has_room(sequence.state):
+            return False
         while self.max_num_seqs is not None and self.running:
             if self._coming is None:
                 self._coming = sum(prompt.num_forks for prompt in self.prompts)
@@ -731,6 +737,7 @@ class Scheduler:
             raise
         if sequence.order < 0:
             sequence.order = next(self._orders)
+            self.answers.take(sequence.state)
             self._note_admitted(sequence)
         # One that was preempted keeps its age, so that it is not the first to go again.
         insort(self.running, sequence, key=_order)
@@ -777,6 +784,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.groups.finished(sequence.state)
+        if sequence.state.finished:
+            self.answers.release(sequence.state)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's memory; its sampled tokens stay, and it is computed again.
