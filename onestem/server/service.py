@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
 from onestem.engine.schedule.admission import check_request
+from onestem.engine.schedule.answers import answer_memory_bytes
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
 from onestem.openai.read import unknown_model
 from onestem.planner import planner_of
 from onestem.request import Request
+from onestem.server.api.bodies import Bodies
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient, Launcher
 from onestem.server.logs import log
@@ -39,6 +41,8 @@ __all__ = ["Service", "say_listening", "say_loading"]
 
 TOKENISING_THREADS = 2
 QUICK_BYTES = 1 << 15
+# Log-probabilities of an answer that is sent whole take this many times as much in JSON's objects.
+WHOLE_SHARE = 8
 FRESH_SECONDS = 0.5
 
 T = TypeVar("T")
@@ -97,6 +101,7 @@ class Service:
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         positions = ModelConfig.from_directory(path).max_position_embeddings
         self.schemas = Schemas(self.client, tokenizer, positions, self.store)
+        self.bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes)
         self.metrics = Metrics(self.client)
         self.history = History(self._token_text)
         self.rerendered = RerenderedLog(self._text)
@@ -192,12 +197,14 @@ class Service:
         the engine process.)"""
         facts = self.client.facts
         assert facts is not None
+        most = answer_memory_bytes(facts.options.answer_memory)
         check_request(
             request,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             tokenizer=self.tokenizer,
             max_num_seqs=facts.options.max_num_seqs,
+            answer_memory=most if request.stream else most // WHOLE_SHARE,
         )
 
     @cached_property

@@ -65,6 +65,10 @@ class Settings(Options):
     max_body: Memory = "8MiB"
     """Largest request body."""
 
+    max_bodies: Memory = "64MiB"
+    """Large request bodies that are read at once, beside one of each key; others wait, at their
+    clients."""
+
     max_file: Memory = "512MiB"
     """Largest uploaded file."""
 
@@ -91,7 +95,7 @@ class Settings(Options):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Settings:
-        for name in ("max_body", "max_file"):
+        for name in ("max_body", "max_bodies", "max_file"):
             size = parse_memory(getattr(self, name))
             if size < LEAST_BYTES:
                 raise ConfigError(f"{name} is {size} bytes, expected at least {LEAST_BYTES}")
@@ -100,6 +104,10 @@ class Settings(Options):
     @property
     def max_body_bytes(self) -> int:
         return parse_memory(self.max_body)
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        return parse_memory(self.max_bodies)
 
     @property
     def max_file_bytes(self) -> int:

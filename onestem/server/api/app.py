@@ -37,7 +37,6 @@ from onestem.server.api.http import (
     ForeignCalls,
     check_media_type,
     hosts_of,
-    read_limited,
     uploaded,
 )
 from onestem.server.api.openapi import ERRORS, answers, body_of, document, json_body
@@ -70,6 +69,7 @@ async def _the_tenant(request: Request) -> Tenant:
 Serves = Annotated[Service, Depends(_the_service)]
 Asks = Annotated[Tenant, Depends(_the_tenant)]
 Limit = Annotated[int, Query(ge=1, le=10000)]
+UPLOAD_BYTES = 2 << 20  # memory of an upload; the rest of its file is on the disk already
 COMPLETIONS = answers("application/json", "text/event-stream")
 Order = Literal["asc", "desc"]
 
@@ -95,10 +95,10 @@ tokens = APIRouter(responses=ERRORS, dependencies=[Depends(_known_query)])
 open_routes = APIRouter(responses=ERRORS)
 
 
-async def _json(request: Request, service: Service) -> Json:
+async def _json(request: Request, service: Service, tenant: Tenant) -> Json:
     check_media_type(request, "application/json")
-    raw = await read_limited(request, service.settings.max_body_bytes)
-    return await service.parsed(raw, partial(read_noted, request))
+    async with service.bodies.read(request, tenant.name) as raw:
+        return await service.parsed(raw, partial(read_noted, request))
 
 
 # ----------------------------------------------------------------------------- completions
@@ -170,7 +170,7 @@ async def get_prefix(name: str, service: Serves, tenant: Asks) -> Json:
 @api.put("/prefixes/{name}", openapi_extra=json_body(PrefixBody))
 async def put_prefix(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
     """Make a prefix, or its next version; answered when it is computed."""
-    prefix = await service.prefixes.put(tenant, name, await _json(request, service))
+    prefix = await service.prefixes.put(tenant, name, await _json(request, service, tenant))
     return prefix.describe()
 
 
@@ -198,7 +198,7 @@ async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
 @api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))
 async def put_schema(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
     """Make a PML schema, or its next version; answered when it is encoded if `encode` is true."""
-    return await service.schemas.put(tenant, name, await _json(request, service))
+    return await service.schemas.put(tenant, name, await _json(request, service, tenant))
 
 
 @api.delete("/schemas/{name}")
@@ -215,7 +215,10 @@ async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
 async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
     """Store a file of batch lines."""
     limit = service.settings.max_file_bytes
-    async with uploaded(request, limit) as file:
+    async with (
+        service.bodies.room(tenant.name, UPLOAD_BYTES),
+        uploaded(request, limit) as file,
+    ):
         row = await files.keep(service.store, tenant, file.filename or "upload.jsonl", file.file)
     return files.describe(row)
 
@@ -265,7 +268,7 @@ async def delete_file(file_id: str, service: Serves, tenant: Asks) -> Json:
 @api.post("/batches", openapi_extra=json_body(BatchBody))
 async def create_batch(request: Request, service: Serves, tenant: Asks) -> Json:
     """Start a job on an uploaded file."""
-    return await service.jobs.create(tenant, await _json(request, service))
+    return await service.jobs.create(tenant, await _json(request, service, tenant))
 
 
 @api.get("/batches")
@@ -295,7 +298,7 @@ async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
 @tokens.post("/tokenize", openapi_extra=json_body(TokenizeBody))
 async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
     """Token ids of a text or of a conversation."""
-    body = await _json(request, service)
+    body = await _json(request, service, tenant)
     service.client.check_up()
     return await service.in_thread(tokenize_body, service, body)
 
@@ -303,7 +306,7 @@ async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
 @tokens.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
 async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
     """The text of token ids."""
-    body = await _json(request, service)
+    body = await _json(request, service, tenant)
     service.client.check_up()
     return await service.in_thread(detokenize_body, service, body)
 

@@ -42,7 +42,6 @@ from onestem.server.api.http import (
     disconnected,
     event,
     piece_writer,
-    read_limited,
 )
 from onestem.server.errors import ApiError, NoAnswerError, field_of, too_late
 from onestem.server.objects.prefixes import Prefix, messages_of
@@ -54,7 +53,9 @@ if TYPE_CHECKING:
 __all__ = ["answer", "check_piece", "detokenize", "events", "read_noted", "tokenize", "whole_body"]
 
 SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
-QUICK_TOKENS = 8192  # token ids that are checked on the event loop, in less than a millisecond
+# Token ids that are checked, or written with their alternatives, on the event loop; checks take
+# less than a millisecond.
+QUICK_TOKENS = 8192
 TOKENIZED_LENGTHS = 4  # times the model's: by how much a text is too long can be asked
 ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
 CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
@@ -69,26 +70,38 @@ def read_noted(http: HttpRequest, data: bytes) -> dict[str, Any]:
 
 async def answer(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Response:
     """Answer a call, whole or as a stream."""
-    arrived = time.monotonic()
-    check_media_type(http, "application/json")
-    raw = await read_limited(http, service.settings.max_body_bytes)
-    asked = await service.parsed(raw, lambda data: read_body(kind, read_noted(http, data)))
-    service.check_model(asked.model)
-    service.client.check_up()
-    tokenizer = service.bounded_tokenizer
-    if tokenizer is not None and asked.tools is not None:
-        form, token_of = tokenizer.tool_form, tokenizer.control_token
-        asked = await service.in_thread(asked.held, form, token_of, check_schema)
-    call = await _call(service, asked, tenant, arrived)
-    call.submit(service.client)
+    call = await _submitted(service, kind, http, tenant)
     headers = {"x-request-id": call.id}
-    if asked.stream:
+    if call.stream:
         patience = call.deadline - time.monotonic() + SLOW_READER_SECONDS
         writer = piece_writer(http.scope)
         return EventStream(
             _events(service, call, writer, http.state.fields), seconds=patience, headers=headers
         )
     return await _whole(service, call, http, headers)
+
+
+async def _submitted(service: Service, kind: Kind, http: HttpRequest, tenant: Tenant) -> Call:
+    """Read a call and queue its requests. Of its body nothing is kept."""
+    arrived = time.monotonic()
+    check_media_type(http, "application/json")
+    async with service.bodies.read(http, tenant.name) as raw:
+        asked = await service.parsed(raw, lambda data: read_body(kind, read_noted(http, data)))
+        call = await _read_call(service, asked, tenant, arrived)
+        del asked, raw
+    await _prepare(service, call)
+    call.submit(service.client)
+    return call
+
+
+async def _read_call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
+    service.check_model(asked.model)
+    service.client.check_up()
+    tokenizer = service.bounded_tokenizer
+    if tokenizer is not None and asked.tools is not None:
+        form, token_of = tokenizer.tool_form, tokenizer.control_token
+        asked = await service.in_thread(asked.held, form, token_of, check_schema)
+    return await _call(service, asked, tenant, arrived)
 
 
 async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
@@ -102,13 +115,6 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         requests = _requests(service, asked, tenant, prefix, name)
     else:
         requests = await service.in_thread(_requests, service, asked, tenant, prefix, name)
-    first = requests[0]
-    seconds = asked.timeout or service.settings.timeout
-    if asked.params.response_format is not None or first.pml is not None:
-        await _validate(service, first, arrived, seconds)
-    if first.pml is not None and service.settings.engine.module_disk is not None:
-        wanted = service.schemas.alternatives(tenant, first.pml)
-        service.client.prefetch(wanted, first.module_salt)
     tokenizer = service.bounded_tokenizer
     begun = prefix or service.prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
@@ -126,8 +132,18 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
         chunk_size=service.client.chunk_size,
         arrived=arrived,
-        seconds=seconds,
+        seconds=asked.timeout or service.settings.timeout,
     )
+
+
+async def _prepare(service: Service, call: Call) -> None:
+    """Have the engine prepare what a call needs beside its prompts' tokens."""
+    first = call.requests[0]
+    if first.params.response_format is not None or first.pml is not None:
+        await _validate(service, first, call.arrived, call.seconds)
+    if first.pml is not None and service.settings.engine.module_disk is not None:
+        wanted = service.schemas.alternatives(call.tenant, first.pml)
+        service.client.prefetch(wanted, first.module_salt)
 
 
 async def _validate(service: Service, request: Request, arrived: float, seconds: float) -> None:
@@ -305,13 +321,13 @@ async def _whole(
     service: Service, call: Call, http: HttpRequest, headers: dict[str, str]
 ) -> Response:
     """The answer as one body; if the client goes away, nothing runs on for it."""
-    body = asyncio.create_task(_body(service, call))
+    body = asyncio.create_task(_body(service, call, headers))
     gone = asyncio.create_task(disconnected(http.receive))
     try:
         await asyncio.wait({body, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not body.done():
             return Response(status_code=CLIENT_GONE)
-        return JSONResponse(body.result(), headers=headers)
+        return body.result()
     finally:
         for task in (body, gone):
             task.cancel()
@@ -319,15 +335,28 @@ async def _whole(
         del body, gone, task  # an error of the body has this frame, and must not be in it
 
 
-async def _body(service: Service, call: Call) -> dict[str, object]:
+async def _body(service: Service, call: Call, headers: dict[str, str]) -> Response:
     try:
         async with call.running(service.client) as inbox:
             pieces = await inbox.whole()
             for piece in pieces.values():
                 check_piece(piece, call)
-        return whole_body(call, pieces, _form(service, call))
+        form, logprobs = _form(service, call), call.requests[0].params.logprobs
+        tokens = sum(len(piece.token_ids) for piece in pieces.values())
+        if tokens * (1 + (logprobs or 0)) <= QUICK_TOKENS:
+            return _written(call, pieces, form, headers)
+        return await asyncio.to_thread(_written, call, pieces, form, headers)
     finally:
         service.note(call)
+
+
+def _written(
+    call: Call,
+    pieces: dict[tuple[int, int], CompletionOutput],
+    form: ResponseFormat,
+    headers: dict[str, str],
+) -> Response:
+    return JSONResponse(whole_body(call, pieces, form), headers=headers)
 
 
 async def _events(

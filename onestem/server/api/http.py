@@ -37,6 +37,7 @@ __all__ = [
     "HalfOpenProtocol",
     "PieceWriter",
     "check_media_type",
+    "declared_length",
     "disconnected",
     "event",
     "hosts_of",
@@ -59,9 +60,14 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-async def _check_declared(request: Request, limit: int) -> None:
+def declared_length(request: Request) -> int | None:
+    """Bytes that a body has; None where that is not said before."""
     declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdecimal() and int(declared) > limit:
+    return int(declared) if declared.isascii() and declared.isdecimal() else None
+
+
+async def _check_declared(request: Request, limit: int) -> None:
+    if (declared_length(request) or 0) > limit:
         await _drop_rest(request.receive)
         raise _too_large(limit)
 
@@ -95,13 +101,17 @@ async def read_limited(request: Request, limit: int) -> bytes:
                     await _refuse_longer(request, limit, more=more)
                 parts.append(part)
     except TimeoutError as error:
-        raise ApiError(
-            408,
-            f"the body did not come within {BODY_SECONDS:.0f} s",
-            code="body_too_slow",
-            headers={"Connection": "close"},
-        ) from error
+        raise _too_slow("the body did not come") from error
     return b"".join(parts)
+
+
+def _too_slow(what: str) -> ApiError:
+    return ApiError(
+        408,
+        f"{what} within {BODY_SECONDS:.0f} s",
+        code="body_too_slow",
+        headers={"Connection": "close"},
+    )
 
 
 async def _refuse_longer(request: Request, limit: int, *, more: bool) -> NoReturn:
@@ -111,13 +121,18 @@ async def _refuse_longer(request: Request, limit: int, *, more: bool) -> NoRetur
 
 
 async def limited(request: Request, limit: int) -> Request:
-    """The same request, whose body breaks off with a 413 beyond `limit` bytes."""
+    """The same request, whose body breaks off with a 413 beyond `limit` bytes, or with a 408 where
+    nothing more of it comes."""
     await _check_declared(request, limit)
     seen = 0
 
     async def receive() -> Message:
         nonlocal seen
-        message = await request.receive()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await request.receive()
+        except TimeoutError as error:
+            raise _too_slow("nothing more of the body came") from error
         seen += len(message.get("body", b""))
         if seen > limit:
             await _refuse_longer(request, limit, more=message.get("more_body", False))
