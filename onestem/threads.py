@@ -37,6 +37,15 @@ def ram_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def resident_bytes(pid: int) -> int | None:
+    """Bytes of memory that a process has in use; None where that is not known."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def spinning() -> str:
     """How threads wait, for a person."""
     if policy := os.environ.get("OMP_WAIT_POLICY"):

@@ -152,6 +152,7 @@ def test_env():
     assert set(facts["linear layers on the cpu"]) == {"float32", "bfloat16", "float16"}
     assert set(facts["quantised weights on cpu"]) == {"fp8", "int8", "int4"}
     assert facts["versions"]["torch"]
+    assert facts["memory of this machine"]["answer_memory auto"].endswith(" GiB")
 
 
 def test_models_lists_families():

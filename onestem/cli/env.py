@@ -46,12 +46,13 @@ def _facts(defaults: Defaults) -> dict[str, Any]:
     import torch
 
     from onestem import __version__
+    from onestem.engine.schedule.answers import answer_memory_bytes
     from onestem.llm import kv_memory_bytes, set_threads
     from onestem.models.formats.products import kinds_of
     from onestem.models.linear import choose_layout
     from onestem.ops import available, resolve
     from onestem.ops.cpu import status
-    from onestem.threads import spinning, usable_cores
+    from onestem.threads import ram_bytes, spinning, usable_cores
 
     engine, _ = defaults.options(EngineOptions)
     set_threads(engine.threads)
@@ -81,6 +82,12 @@ def _facts(defaults: Defaults) -> dict[str, Any]:
         },
         "kv_memory auto": {
             str(d): f"{kv_memory_bytes('auto', d) / 2**30:.2f} GiB" for d in devices
+        },
+        "memory of this machine": {
+            "all": f"{ram_bytes() / 2**30:.2f} GiB",
+            "answer_memory auto": f"{answer_memory_bytes('auto') / 2**30:.2f} GiB",
+            "a process on a CPU grows to": "weights and kv_memory, each page of which counts once "
+            "it was used for the first time, and answers",
         },
         "versions": {name: _version(name) for name in PACKAGES},
         "configuration file": "none" if defaults.file is None else str(defaults.file),

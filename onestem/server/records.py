@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 from onestem.request import Request, RequestMetrics, Rerendered
 from onestem.server.api.calls import Call
 from onestem.server.logs import log
+from onestem.threads import resident_bytes
 
 if TYPE_CHECKING:
     from onestem.server.link.client import EngineClient
@@ -57,6 +59,22 @@ class _EngineCollector(Collector):
         waiting = client.num_waiting
         yield GaugeMetricFamily("onestem_waiting_requests", "Requests that wait.", waiting)
         yield from self._memory()
+        yield from self._bytes()
+
+    def _bytes(self) -> Iterator[Metric]:
+        """Memory in bytes: what KV memory may take, and what each process has."""
+        facts = self._client.facts
+        if facts is not None:
+            size = facts.kv_tokens * facts.kv_bytes_per_token
+            yield GaugeMetricFamily("onestem_kv_bytes", "KV memory, used or not.", size)
+        resident = GaugeMetricFamily(
+            "onestem_resident_bytes", "Memory that a process has in use.", labels=["process"]
+        )
+        for name, pid in (("server", os.getpid()), ("engine", self._client.pid)):
+            size = None if pid is None or self._client.state == "down" else resident_bytes(pid)
+            if size is not None:
+                resident.add_metric([name], size)
+        yield resident
 
     def _memory(self) -> Iterator[Metric]:
         usage = GaugeMetricFamily("onestem_kv_tokens", "KV memory in tokens.", labels=["state"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import socket
 import struct
+from contextlib import ExitStack
 from http.client import HTTPResponse
 
 import pytest
 
+from onestem.server.api import http as http_module
 from onestem.server.run import bind
 from tests.server.harness import WAIT, Held, running
 
@@ -41,6 +44,32 @@ def text_of(answer: HTTPResponse) -> str:
     events = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data")]
     assert events.pop() == "[DONE]"
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def test_a_reader_that_takes_nothing_of_its_answer_is_given_up(tmp_path, tiny_model, monkeypatch):
+    """A whole answer has no deadline. Who reads it gets all of it."""
+    monkeypatch.setattr(http_module, "READER_SECONDS", 0.5)
+    large = request(n=100, logprobs=20, max_tokens=30)
+    with running(tmp_path, model=tiny_model) as server, ExitStack() as stack:
+        server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        idle, reading = (stack.enter_context(socket.socket()) for _ in range(2))
+        for connection in (idle, reading):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            connection.settimeout(WAIT)
+            connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        idle.sendall(large)
+        connections = server.server.server_state.connections
+        server.until(lambda: any(one._reader is not None for one in connections))
+        server.until(lambda: all(one._reader is None for one in connections))
+        head, _, body = read(idle).partition(b"\r\n\r\n")
+        declared = re.search(rb"content-length: (\d+)", head)
+        assert declared is not None
+        assert len(body) < int(declared[1])
+        reading.sendall(large)
+        answer = HTTPResponse(reading)
+        answer.begin()
+        assert len(json.loads(answer.read())["choices"]) == 100
+        server.check()
 
 
 @pytest.fixture

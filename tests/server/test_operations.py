@@ -43,7 +43,8 @@ def metrics(http) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
             labels = sample.labels
-            label = labels.get("app") or labels.get("state") or labels.get("status") or ""
+            kinds = ("app", "state", "status", "process")
+            label = next((labels[kind] for kind in kinds if labels.get(kind)), "")
             key = (sample.name, label)
             found[key] = found.get(key, 0) + sample.value
     return found
@@ -71,7 +72,11 @@ def test_metrics_by_application(server):
     assert grown("onestem_http_errors_total", "400") == 1
     assert after["onestem_engine_up", ""] == 1
     assert after["onestem_kv_tokens", "prefix"] > 0
-    whole = server.service.client.facts.kv_tokens
+    facts = server.service.client.facts
+    assert after["onestem_kv_bytes", ""] == facts.kv_tokens * facts.kv_bytes_per_token
+    assert after["onestem_resident_bytes", "server"] > 1 << 20
+    assert after["onestem_resident_bytes", "engine"] > 1 << 20
+    whole = facts.kv_tokens
     assert sum(after["onestem_kv_tokens", state] for state in ("free", "held", "cached")) == whole
 
 

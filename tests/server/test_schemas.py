@@ -73,6 +73,29 @@ def test_bad_schemas(embedded, name, body, reason):
     assert reason in answer.json()["error"]["message"]
 
 
+def test_a_key_has_so_many_schemas_at_most(embedded, monkeypatch):
+    """All of them are in memory. One that is there may have a next version."""
+    monkeypatch.setattr(schemas, "MOST_SCHEMAS", 2)
+    with embedded.http() as http:
+        for name in ("one", "two"):
+            put = http.put(f"/v1/schemas/{name}", json={"pml": SCHEMA.replace("places", name)})
+            assert put.status_code == 200
+        body = {"pml": SCHEMA.replace("places", "three")}
+        refused = http.put("/v1/schemas/three", json=body)
+        assert refused.status_code == 409
+        error = refused.json()["error"]
+        assert error["code"] == "too_many_schemas"
+        assert error["message"] == (
+            "this key has 2 schemas, limit is 2: delete one that is not used"
+        )
+        again = http.put("/v1/schemas/one", json={"pml": SCHEMA.replace("places", "one")})
+        assert again.json()["version"] == 2
+        assert http.delete("/v1/schemas/two").status_code == 200
+        assert http.put("/v1/schemas/three", json=body).status_code == 200
+        for name in ("one", "three"):
+            http.delete(f"/v1/schemas/{name}")
+
+
 def test_modules_outlive_the_server(tmp_path, tiny_model):
     """With a folder for them, a second server reads what the first has computed."""
     engine = {"module_disk": tmp_path / "modules", "module_host_memory": "1MiB"}

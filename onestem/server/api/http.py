@@ -396,6 +396,9 @@ class EventStream(Response):
 # file. Only a client that is gone answers a write with a reset. So something harmless is written:
 # `100 Continue` before an answer, a comment into a stream.
 
+# A reader that takes nothing of a whole answer for this long is given up: until then the answer
+# is in memory. (A stream has a deadline.)
+READER_SECONDS = 60.0
 FIRST_PAUSE = 0.05  # seconds before the first look whether the client is there; each next is twice
 
 
@@ -403,6 +406,7 @@ class HalfOpenProtocol(H11Protocol):
     """uvicorn's protocol, but it also answers complete requests after an end of file."""
 
     _timer: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
 
     def __init__(
         self,
@@ -460,13 +464,28 @@ class HalfOpenProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Nothing more can be asked after an end of file."""
         super().on_response_complete()
+        self._watch_reader()
         if self._timer is not None and not self._owes_answer:
             self.transport.close()
 
+    def _watch_reader(self) -> None:
+        """Look later whether the client has taken some of what it has not read."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and self._reader is None:
+            self._reader = self.loop.call_later(READER_SECONDS, self._give_up_reader, unread)
+
+    def _give_up_reader(self, unread: int) -> None:
+        self._reader = None
+        if self.transport.get_write_buffer_size() >= unread:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone, or has its answer."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._reader):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
         # Both refer back here: the last call, with its body, would stay until the collector comes.
         self.cycle, self.scope, self.app_state = None, None, {}  # type: ignore[assignment]

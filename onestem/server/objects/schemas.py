@@ -40,6 +40,7 @@ from onestem.server.objects.tenants import APP_OWNER, Tenant
 __all__ = ["CompilePml", "Schemas"]
 
 ENCODE_SECONDS = 600.0
+MOST_SCHEMAS = 256  # of a key
 WINDOW = 64  # maximum requests in the engine process at once
 
 # Markup and isolation -> segments.
@@ -146,6 +147,8 @@ class Schemas:
             await self._encode_in_time(made, tenant)
         async with self._lock:
             before = self._current.get((tenant.name, name))
+            if before is None:
+                self._check_room(tenant)
             made = replace(made, version=before.version + 1 if before is not None else 1)
             row = {"owner": made.owner, "name": name, "version": made.version}
             row |= {"source": made.markup, "created_at": made.created_at}
@@ -184,6 +187,17 @@ class Schemas:
         except RequestError as error:
             raise RequestError(f"schema {schema.name!r}: {error}") from error
         return sum(len(segment.token_ids) for segment in encoding.segments.values())
+
+    def _check_room(self, tenant: Tenant) -> None:
+        """Raise a 409 where a key has as many schemas as it may: all are held in memory."""
+        count = sum(owner == tenant.name for owner, _ in self._current)
+        if count >= MOST_SCHEMAS:
+            raise ApiError(
+                409,
+                f"this key has {count} schemas, limit is {MOST_SCHEMAS}: delete one that is not "
+                "used",
+                code="too_many_schemas",
+            )
 
     def _check_length(self, markup: str) -> None:
         if self._bounded is not None:
