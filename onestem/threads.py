@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SPIN_ROUNDS", "ram_bytes", "spinning", "spin_shortly", "usable_cores"]
+__all__ = ["SPIN_ROUNDS", "ram_bytes", "resident_bytes", "spinning", "spin_shortly", "usable_cores"]
 
 SPIN_ROUNDS = 10_000  # some tens of microseconds; the runtime's own default is 300,000
 VARIABLE = "GOMP_SPINCOUNT"
@@ -33,8 +34,12 @@ def _is_given() -> bool:
 
 
 def ram_bytes() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that this process may use: the machine's, or what its control groups leave of
+    it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    names = {True: "memory.max", False: "memory.limit_in_bytes"}
+    limits = (_words(folder / names[is_new]) for folder, is_new in _groups("memory"))
+    return min([machine, *(int(words[0]) for words in limits if words and words[0].isdecimal())])
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -67,18 +72,25 @@ def usable_cores() -> int:
 
 def _quota() -> float:
     """Cores' worth of time that control groups grant; infinite where they do not limit it."""
+    quotas = (
+        _quota_v2(folder) if is_new else _quota_v1(folder) for folder, is_new in _groups("cpu")
+    )
+    return min(quotas, default=float("inf"))
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of control groups that limit this process, and whether they are of the second
+    version, in which all controllers have one folder."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
-        return float("inf")
-    found = [float("inf")]
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += [_quota_v2(folder) for folder in _upwards(CGROUPS, path)]
-        elif "cpu" in controllers.split(","):
-            found += [_quota_v1(folder) for folder in _upwards(CGROUPS / "cpu", path)]
-    return min(found)
+            yield from ((folder, True) for folder in _upwards(CGROUPS, path))
+        elif controller in controllers.split(","):
+            yield from ((folder, False) for folder in _upwards(CGROUPS / controller, path))
 
 
 def _upwards(root: Path, path: str) -> list[Path]:

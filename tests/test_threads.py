@@ -89,6 +89,26 @@ def test_control_groups_of_the_first_version(groups):
     assert threads.usable_cores() == 64
 
 
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/a/b\n", {}, None),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n"}, None),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),
+        ("0::/a/b\n", {"memory.max": "8192\n"}, 8192),  # in a container
+        ("0::/a/b\n", {"a/b/memory.max": "999999999999999999\n"}, None),
+        ("3:memory:/c\n0::/\n", {"memory/c/memory.limit_in_bytes": "4096\n"}, 4096),
+        ("3:memory:/c\n", {"memory/c/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)
+def test_memory_that_control_groups_leave(groups, membership, files, limit):
+    threads.MEMBERSHIP.write_text(membership)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name, text in files.items():
+        write(groups / name, text)
+    assert threads.ram_bytes() == (limit or machine)
+
+
 def test_without_control_groups_affinity_counts(groups, monkeypatch):
     threads.MEMBERSHIP.unlink()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
