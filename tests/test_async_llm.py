@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+from collections import Counter
 
 import pytest
 from safetensors.torch import save_file
 
 from onestem import LLM, AsyncLLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, OnestemError, RequestError, WeightsError
+from onestem.request import Request, RequestOutput
+from onestem.server.api.calls import Inbox
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.changed import changed_model, tensors_of
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -491,3 +495,38 @@ def test_closing_behind_its_event_loop_ends_the_engine(model):
     process = served._client._link.process
     asyncio.run(served.close())
     assert process.wait(20) is not None
+
+
+def test_nothing_of_an_answer_outlives_its_reader(model):
+    """Without the collector of cycles: read, left, and refused."""
+
+    async def calls(llm: AsyncLLM) -> None:
+        await whole(llm.generate("abc", SHORT.replace(n=2, logprobs=2)))
+        left = llm.generate("abc", LONG)
+        await anext(left)
+        await left.aclose()
+        with contextlib.suppress(RequestError):
+            await whole(llm.generate("a" * 100_000, SHORT))
+        while llm._client._leaving._waiting:  # the engine has not ended one that was left
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        llm, _ = threaded(model)
+        async with llm:
+            await calls(llm)
+            gc.collect()
+            gc.disable()
+            try:
+                before = kept()
+                for _ in range(3):
+                    await calls(llm)
+                # One may be in a local variable of the engine's thread.
+                assert max((kept() - before).values(), default=0) < 3
+            finally:
+                gc.enable()
+
+    def kept() -> Counter[str]:
+        kinds = (Inbox, Request, RequestOutput, RequestError, asyncio.Task)
+        return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
+
+    asyncio.run(main())

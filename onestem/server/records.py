@@ -71,9 +71,9 @@ class _EngineCollector(Collector):
             "onestem_resident_bytes", "Memory that a process has in use.", labels=["process"]
         )
         for name, pid in (("server", os.getpid()), ("engine", self._client.pid)):
-            size = None if pid is None or self._client.state == "down" else resident_bytes(pid)
-            if size is not None:
-                resident.add_metric([name], size)
+            there = None if pid is None else resident_bytes(pid)
+            if there is not None:
+                resident.add_metric([name], there)
         yield resident
 
     def _memory(self) -> Iterator[Metric]:
