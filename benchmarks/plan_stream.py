@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -110,7 +111,8 @@ def write_job(prompts: int, place: Workplace) -> None:
     ):
         for begin in range(0, prompts, BLOCK):
             part = slice(begin, min(prompts, begin + BLOCK))
-            job.ids(part).tofile(ids)
+            flat = job.ids(part)
+            flat.tofile(ids)
             records = [
                 b'{"custom_id": "%d", "kind": "completion", "sampling": '
                 b'{"max_tokens": %d, "temperature": 0}}\n' % (i, MAX_TOKENS)
@@ -125,6 +127,10 @@ def write_job(prompts: int, place: Workplace) -> None:
             rows[:, 3] = first_byte + np.cumsum(sizes) - sizes
             rows[:, 4] = sizes - 1
             rows[:, 5] = MAX_TOKENS
+            ends = np.cumsum(lengths)
+            prompts_of_part = np.split(flat, ends[:-1])
+            rows[:, 6] = [zlib.crc32(prompt.tobytes()) for prompt in prompts_of_part]
+            rows[:, 7] = [zlib.crc32(record[:-1]) for record in records]
             rows.tofile(table)
             first_id += int(lengths.sum())
             first_byte += int(sizes.sum())

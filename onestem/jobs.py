@@ -22,6 +22,7 @@ from onestem.batch import (
     run_job,
 )
 from onestem.batch.first_lines import FirstLines
+from onestem.batch.guard import ENDS, guarded, in_one_line
 from onestem.batch.interface import Run
 from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
@@ -59,6 +60,7 @@ def run_file(
     keep_going: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
+    on_warning: Callable[[str], object] = log.warning,
     watch: JobWatch | None = None,
 ) -> JobSummary:
     """Run or continue a job (see `onestem.batch.run_job`) on a model, or on replicas of it.
@@ -78,20 +80,21 @@ def run_file(
         source,
         output,
         tokenizer=_bounded(llm.tokenizer, llm.options.max_model_len),
-        validate=validate,
+        validate=guarded(validate),
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
         max_model_len=llm.options.max_model_len,
         max_num_seqs=llm.options.max_num_seqs,
         model_identity=model_identity(llm.path),
         model_name=llm.name,
-        options={**llm.options.identity(), **_schema_options(llm)},
+        options={**llm.options.job_identity(llm.asked), **_schema_options(llm)},
         compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
         keep_going=keep_going,
         on_progress=on_progress,
         on_first_error=on_first_error,
+        on_warning=on_warning,
     )
 
 
@@ -146,11 +149,11 @@ def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
             yield output
     except RankError as error:
         raise EngineDiedError(str(error), there) from error
-    except OnestemError:
+    except (*ENDS, OnestemError):
         raise
-    except Exception as error:
+    except BaseException as error:
         log.error("the engine died", exc_info=error)
-        raise EngineDiedError(f"{type(error).__name__}: {error}", there) from error
+        raise EngineDiedError(in_one_line(error), there) from error
 
 
 def _schema_options(llm: LLM | Replicas) -> dict[str, str]:

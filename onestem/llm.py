@@ -125,6 +125,7 @@ class LLM:
 
     Attributes:
         options: as settled on this machine: no `auto` is left.
+        asked: the options as they were given.
 
     Raises:
         OnestemError: with one line that says what is wrong and the way out.
@@ -145,6 +146,7 @@ class LLM:
         trace = None if options.trace is None else StepTrace(options.trace)
         self.team: Team | None = None
         self._running: weakref.ref[Generator[RequestOutput]] | None = None
+        self.asked = options
         try:
             self._load_model(options)
         except BaseException:

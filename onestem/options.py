@@ -277,14 +277,22 @@ class EngineOptions(Options):
         return is_shape(self.model) if self.random_weights is None else self.random_weights
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides the model: part of a job's identity. The options must be
-        settled, as `LLM` has them."""
+        """What answers depend on besides the model. The options must be settled, as `LLM` has
+        them."""
         fields = type(self).model_fields.items()
         marked = {name for name, field in fields if extra_of(field).get("identity")}
         identity = {"device": self.device.partition(":")[0]}
         identity |= {name: getattr(self, name) for name in sorted(marked)}
         # Seeds of a job's lines are derived from its identity.
         return identity if self.seed is None else identity | {"seed": self.seed}
+
+    def job_identity(self, asked: EngineOptions) -> dict[str, Any]:
+        """`identity` without what was drawn or measured when the engine started: another start
+        draws or measures something else, and goes on with the job. `asked`: the options as they
+        were given."""
+        given = {name: getattr(asked, name) for name in ("max_model_len", "seed")}
+        identity = {name: value for name, value in self.identity().items() if name not in given}
+        return identity | {name: value for name, value in given.items() if value is not None}
 
 
 class InputOptions(Options):

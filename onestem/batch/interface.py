@@ -87,6 +87,7 @@ class JobSummary:
         total: lines with a result: all lines of the input that are not blank.
         failed: of these, lines with an error object.
         resumed: results from earlier runs; their cost is not in the counts below.
+        damaged: lines of earlier runs that were not as they were written; they were answered again.
         already_complete: the output was complete before this run, which computed nothing.
         num_prompt_tokens: prompt tokens of the requests answered in this run.
         num_cached_tokens, num_computed_tokens, num_output_tokens: sums of their metrics.
@@ -100,6 +101,7 @@ class JobSummary:
     total: int = 0
     failed: int = 0
     resumed: int = 0
+    damaged: int = 0
     already_complete: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -121,7 +123,8 @@ class JobSummary:
     def last_line(self) -> str:
         """The last line of output, for people."""
         done = "already complete" if self.already_complete else "complete"
-        return f"{self.output}: {done}: {self.total} lines, {self.failed} failed"
+        damaged = f", {self.damaged} damaged ones answered again" if self.damaged else ""
+        return f"{self.output}: {done}: {self.total} lines, {self.failed} failed{damaged}"
 
     def add(self, output: RequestOutput) -> None:
         self.num_prompt_tokens += len(output.prompt_token_ids)

@@ -25,6 +25,8 @@ output at the end.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -51,12 +53,13 @@ from onestem.batch.planned import PlannedLines
 from onestem.batch.results import answer_line, error_line, split_result_id
 from onestem.batch.spool import (
     CompilePml,
+    DamagedSpoolError,
     Spool,
     SpooledError,
     SpooledRequest,
     Tokenizer,
     Validate,
-    spool_sizes,
+    spool_facts,
     write_spool,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
@@ -65,6 +68,8 @@ from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, s
 from onestem.request import Request, RequestOutput, is_masked
 
 __all__ = ["run_job"]
+
+log = logging.getLogger(__name__)
 
 
 def run_job(
@@ -87,6 +92,7 @@ def run_job(
     keep_going: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
+    on_warning: Callable[[str], object] = log.warning,
 ) -> JobSummary:
     """Run a job, or continue it, to its end.
 
@@ -99,13 +105,14 @@ def run_job(
             output with "abort" counts as not answered.
         planner: None: input order.
         max_model_len: at which answers end, whatever `max_tokens` says.
-        max_num_seqs: what `validate` allows of answers to a prompt: where it was another before,
-            lines that have no answer are checked anew.
+        max_num_seqs: what `validate` allows of answers to a prompt. Where this or `max_model_len`
+            was another before, lines that have no answer are checked anew.
         model_identity: differs whenever weights, config or tokenizer do.
         model_name: `model` in results.
         model_names: lines that name another model get an error. None: lines may name any, and
             results have `model_name`.
-        options: all other options that change answers, by the names that users know.
+        options: all other options that change answers, by the names that users know; nothing that
+            another start would draw or measure anew.
         token_bytes: the bytes of a token, for log-probabilities.
         compile_pml: markup and isolation to segments; None: lines with `pml` get an error. Put its
             schemas in `options`.
@@ -115,6 +122,7 @@ def run_job(
         on_progress: called for each chunk read and each line written.
         on_first_error: called in the first pass, at most once, with the first line that cannot be
             answered and the reason, in one line.
+        on_warning: called with what was found damaged and is mended, in one line.
 
     Raises:
         JobError: the job cannot start or go on; one line that says what to do.
@@ -141,7 +149,7 @@ def run_job(
         tokenizer=tokenizer, validate=validate, run=run, planner=planner,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, model_names=model_names,
         token_bytes=token_bytes, compile_pml=compile_pml,
-        tell=on_progress or (lambda progress: None),
+        tell=on_progress or (lambda progress: None), warn=on_warning,
         first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
     )  # fmt: skip
     with place.locked():
@@ -182,6 +190,7 @@ class _Job:
         token_bytes: Callable[[int], bytes] | None,
         compile_pml: CompilePml | None,
         tell: Callable[[Progress], object],
+        warn: Callable[[str], object],
         first_lines: FirstLines,
     ) -> None:
         self._source, self._place = source, place
@@ -189,12 +198,13 @@ class _Job:
         self._tokenizer, self._validate = tokenizer, validate
         self._run, self._planner = run, planner
         self._max_model_len, self._model_names = max_model_len, model_names
-        self._checked = {"max_num_seqs": max_num_seqs}
-        self._token_bytes, self._tell = token_bytes, tell
+        self._checked = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+        self._token_bytes, self._tell, self._warn = token_bytes, tell, warn
         self._compile_pml = compile_pml
         self._first_lines = first_lines
         self._summary = JobSummary(output=place.output, total=survey.num_lines)
         self._counts = ResultCounts()
+        self._num_written = 0  # results of this run
 
     def how_to_go_on(self) -> str:
         done, total = self._counts.done, self._summary.total
@@ -204,24 +214,41 @@ class _Job:
         )
 
     def go(self, force: bool) -> JobSummary:
-        began = time.perf_counter()
         with file_errors(self._place.output):
+            self._go_on_as_begun()
             if self._is_complete(force):
                 return self._summary
             self._claim(force)
-            self._read()
-            spool = Spool(self._place, self._identity.job, self._compile_pml)
-        self._summary.read_seconds = time.perf_counter() - began
         try:
-            self._compute(spool)
-        finally:
-            spool.close()
+            self._answer_all()
+        except DamagedSpoolError as error:
+            self._warn(f"{error.path} was damaged: the input is read again, answers are kept")
+            with file_errors(self._place.output):
+                self._place.write_manifest(self._identity.record())  # of no spool
+            self._answer_all()
         with file_errors(self._place.output):
             self._place.publish()
             self._place.discard()
         return self._summary
 
+    def _answer_all(self) -> None:
+        """Read the input, where no earlier run has, and answer what has no answer."""
+        began = time.perf_counter()
+        with file_errors(self._place.output):
+            self._read()
+            spool = Spool(self._place, self._identity.job, self._compile_pml)
+        self._summary.read_seconds += time.perf_counter() - began
+        with contextlib.closing(spool):
+            self._compute(spool)
+
     # -- what is there already
+
+    def _go_on_as_begun(self) -> None:
+        """Take from unfinished work what it began with, where this command asks for nothing
+        else."""
+        manifest = self._place.read_manifest()
+        if manifest is not None and not self._identity.differences(manifest):
+            self._identity = self._identity.as_begun(manifest)
 
     def _is_complete(self, force: bool) -> bool:
         """Whether this job's complete output exists. An output of another job is refused."""
@@ -260,7 +287,7 @@ class _Job:
             self._place.discard()
         manifest = self._place.read_manifest()
         if manifest is None:
-            self._refuse_stray_answers()
+            self._claim_answers()
             return
         differences = self._identity.differences(manifest)
         if differences:
@@ -271,15 +298,35 @@ class _Job:
             )
 
     def _is_ours(self) -> bool:
-        try:
-            manifest = self._place.read_manifest()
-        except JobError:
-            return False
-        return manifest is not None and not self._identity.differences(manifest)
+        manifest = self._place.read_manifest()
+        if manifest is None:
+            return self._has_answers()
+        return not self._identity.differences(manifest)
 
-    def _refuse_stray_answers(self) -> None:
-        partial = self._place.partial
-        if partial.exists() and partial.stat().st_size > 0:
+    def _has_answers(self) -> bool:
+        """Whether a line of the journal is of this job as it is asked for now."""
+        partial, job = self._place.partial, self._identity.job
+        if not partial.exists():
+            return False
+        with open(partial, "rb") as file:
+            return any(result_line(raw, job) is not None for raw in file)
+
+    def _claim_answers(self) -> None:
+        """Without a manifest: answers name their job themselves."""
+        partial, manifest = self._place.partial, self._place.manifest
+        if not partial.exists() or partial.stat().st_size == 0:
+            return
+        is_damaged = manifest.exists()
+        if self._has_answers():
+            what = "is damaged" if is_damaged else "is missing"
+            self._warn(f"{manifest} {what}: it is made anew, answers are kept")
+        elif is_damaged:
+            raise JobError(
+                f"{manifest} is damaged, and no line of {partial} is of this job: give the command "
+                "and the model that it began with, choose another output, or throw it away with "
+                "--force"
+            )
+        else:
             raise JobError(
                 f"{partial} exists and nothing says which job it is of: move it away, "
                 "choose another output, or throw it away with --force"
@@ -290,11 +337,11 @@ class _Job:
     def _read(self) -> None:
         """Do the first pass, unless its complete result exists."""
         manifest = self._place.read_manifest()
-        known = spool_sizes(self._place) | self._checked
+        known = spool_facts(self._place) | self._checked
         if manifest is not None and manifest.get("spool") == known:
             return
         try:
-            sha256, sizes = write_spool(
+            sha256, facts = write_spool(
                 self._source,
                 self._place,
                 self._identity.job,
@@ -314,7 +361,7 @@ class _Job:
             if manifest is None:  # else it names the job of the answers
                 self._place.discard_spool()
             raise
-        self._place.write_manifest(self._identity.record() | {"spool": sizes | self._checked})
+        self._place.write_manifest(self._identity.record() | {"spool": facts | self._checked})
 
     def _tell_read(self, num_lines: int, num_bytes: int) -> None:
         self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))
@@ -322,10 +369,11 @@ class _Job:
     # -- second pass
 
     def _compute(self, spool: Spool) -> None:
-        journal = Journal(self._place.partial, self._identity.job, spool.line_numbers)
+        journal = Journal(self._place, self._identity.job, spool.line_numbers)
         self._counts = journal.counts
-        self._summary.resumed = journal.counts.done
+        self._summary.resumed = journal.counts.done - self._num_written
         try:
+            self._tell_damaged(journal)
             self._write_errors(spool, journal)
             self._write_answers(spool, journal)
             self._write_final(journal)
@@ -333,11 +381,22 @@ class _Job:
             self._summary.failed = journal.counts.failed
             journal.close()
 
+    def _tell_damaged(self, journal: Journal) -> None:
+        self._summary.damaged += journal.num_damaged
+        if journal.num_damaged:
+            named = ", ".join(map(str, journal.damaged))
+            more = ", ..." if journal.num_damaged > len(journal.damaged) else ""
+            self._warn(
+                f"{journal.path}: {journal.num_damaged} damaged lines (line {named}{more}) are "
+                "dropped, and answered again"
+            )
+
     def _write_errors(self, spool: Spool, journal: Journal) -> None:
         missing = journal.missing
         for index in missing[~spool.is_request[missing]]:
             bad = spool.spooled_error(int(index))
             journal.write(bad.index, self._error(bad, bad.code, bad.message), failed=True)
+            self._num_written += 1
         self._tell_run(None)
 
     def _error(self, line: SpooledRequest | SpooledError, code: str, message: str) -> bytes:
@@ -411,6 +470,7 @@ class _Job:
         line, failed = self._answer(asked, output)
         tokens = UNKNOWN if failed else output.metrics.num_output_tokens
         journal.write(asked.index, line, failed=failed, output_tokens=tokens)
+        self._num_written += 1
         if order is not None and not failed:
             order.note(asked.index, tokens)
         self._summary.add(output)

@@ -1,8 +1,9 @@
 """The answers so far: one line each, in the order in which they finished.
 
 A line is appended by one unbuffered write. So all that was written survives the process, and at
-most the last line can be torn. Opening a journal reads it through, cuts a torn end and notes where
-each line is: 24 bytes of memory per line of the job. The lines are not kept in memory.
+most the last line can be torn. Opening a journal reads it through, cuts a torn end, takes damaged
+lines out and notes where each line is: 24 bytes of memory per line of the job. The lines are not
+kept in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onestem.batch.results import split_result_id
-from onestem.batch.workplace import file_errors
+from onestem.batch.sums import Sums
+from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import JobError
 
 __all__ = ["UNKNOWN", "Journal", "ResultCounts", "result_line"]
@@ -27,6 +29,7 @@ __all__ = ["UNKNOWN", "Journal", "ResultCounts", "result_line"]
 SYNC_SECONDS = 10.0
 ABSENT = -1
 UNKNOWN = -1
+TOLD = 5  # damaged lines that are named
 
 
 class ResultLine(NamedTuple):
@@ -76,65 +79,95 @@ class Journal:
     """The file of finished answers, by index (see `spool`).
 
     Args:
-        path: the file; created if missing.
+        place: of its files; they are created if missing.
         job: the job that each line must belong to.
         line_numbers: `[num_lines]` the input's line numbers, ascending.
 
     Attributes:
         output_tokens: `[num_lines]` tokens sampled for each line; `UNKNOWN` without an answer.
+        damaged: numbers of lines that were taken out of the file: they are no results of this job,
+            or not as they were written. The first `TOLD` of them are here, `num_damaged` are all.
     """
 
-    def __init__(self, path: Path, job: str, line_numbers: npt.NDArray[np.int64]) -> None:
-        self.path = path
+    def __init__(self, place: Workplace, job: str, line_numbers: npt.NDArray[np.int64]) -> None:
+        self.path = place.partial
         self.counts = ResultCounts()
+        self.damaged: list[int] = []
+        self._file = -1
+        self.num_damaged = 0
         self._job = job
         self._line_numbers = line_numbers
         self._start = np.full(len(line_numbers), ABSENT, np.int64)
         self._size = np.zeros(len(line_numbers), np.int64)
         self.output_tokens = np.full(len(line_numbers), UNKNOWN, np.int64)
-        with file_errors(path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.open(path, flags, 0o666)
+        with file_errors(place.sums):
+            self._sums = Sums(place.sums)
         try:
-            with file_errors(path):
+            with file_errors(self.path):
+                self._file = self._open()
+            with file_errors(self.path):
                 self._end = self._scan()
                 os.ftruncate(self._file, self._end)
+                if self.num_damaged:
+                    self._take_out(place.journal)
         except BaseException:
-            os.close(self._file)
+            self._close_files()
             raise
+        self._sums.forget()
         self._synced = time.monotonic()
 
-    def _scan(self) -> int:
-        """Note where each line is; returns where the last whole line ends.
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
-        A torn line is the last one and has no line end. Any other line that is not a result of this
-        job is foreign: it is refused, since cutting there could lose answers.
+    def _scan(self) -> int:
+        """Note where each good line is; returns where the last whole line ends.
+
+        A torn line is the last one and has no line end. A file without any line of this job is
+        somebody else's, and refused.
         """
         end = 0
         with open(self.path, "rb") as file:
             for number, raw in enumerate(file, 1):
                 if not raw.endswith(b"\n"):
                     break
-                result = result_line(raw, self._job)
-                if result is None:
-                    raise self._foreign(number)
-                index = self._index(result.line_number, number)
-                self._note(index, end, len(raw), result.failed, result.output_tokens)
+                if not self._take(raw, end):
+                    self.num_damaged += 1
+                    if len(self.damaged) < TOLD:
+                        self.damaged.append(number)
                 end += len(raw)
+        if self.num_damaged and not self.counts.done and self._sums.is_empty:
+            raise JobError(
+                f"{self.path} has no result of this job: "
+                "move the file away to go on without it, or start over with --force"
+            )
         return end
 
-    def _foreign(self, number: int) -> JobError:
-        return JobError(
-            f"{self.path}, line {number}: not a result of this job: "
-            "move the file away to go on without it, or start over with --force"
-        )
+    def _take(self, raw: bytes, start: int) -> bool:
+        """Note a line at `start`; False: it is damaged, or another's."""
+        result = result_line(raw, self._job)
+        if result is None:
+            return False
+        index = int(np.searchsorted(self._line_numbers, result.line_number))
+        known = index < len(self._line_numbers) and self._line_numbers[index] == result.line_number
+        if not known or self.has(index) or not self._sums.fits(index, raw):
+            return False
+        self._note(index, start, len(raw), result.failed, result.output_tokens)
+        return True
 
-    def _index(self, line_number: int, number: int) -> int:
-        index = int(np.searchsorted(self._line_numbers, line_number))
-        known = index < len(self._line_numbers) and self._line_numbers[index] == line_number
-        if not known or self.has(index):
-            raise self._foreign(number)
-        return index
+    def _take_out(self, draft: Path) -> None:
+        """Write the file without damaged lines: who reads it finds answers alone."""
+        kept = self.answered
+        kept = kept[np.argsort(self._start[kept])]
+        with open(draft, "wb") as target:
+            self._copy(kept, target)
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(draft, self.path)
+        os.close(self._file)
+        self._file = self._open()
+        sizes = self._size[kept]
+        self._start[kept] = np.cumsum(sizes) - sizes
+        self._end = int(sizes.sum())
 
     def _note(self, index: int, start: int, size: int, failed: bool, output_tokens: int) -> None:
         self._start[index] = start
@@ -160,6 +193,7 @@ class Journal:
         if self.has(index):
             raise RuntimeError(f"a second result for input line {self._line_numbers[index]}")
         with file_errors(self.path):
+            self._sums.note(index, line)
             self._append(line)
         self._note(index, self._end, len(line), failed, output_tokens)
         self._end += len(line)
@@ -177,12 +211,17 @@ class Journal:
 
     def sync(self) -> None:
         with file_errors(self.path):
+            self._sums.sync()
             os.fsync(self._file)
         self._synced = time.monotonic()
 
     def copy_in_order(self, target: IO[bytes]) -> None:
         """Write the lines in input order; none may be missing."""
-        for start, size in self._stretches():
+        self._copy(np.arange(len(self._start)), target)
+
+    def _copy(self, indices: npt.NDArray[np.int64], target: IO[bytes]) -> None:
+        """Write the lines at `indices`, in that order."""
+        for start, size in _stretches(self._start[indices], self._size[indices]):
             while size > 0:
                 piece = os.pread(self._file, min(size, 1 << 20), start)
                 if not piece:
@@ -190,21 +229,28 @@ class Journal:
                 target.write(piece)
                 start, size = start + len(piece), size - len(piece)
 
-    def _stretches(self) -> Iterator[tuple[int, int]]:
-        """(start, size) of lines that are consecutive both here and in input order."""
-        if len(self._start) == 0:
-            return
-        breaks = np.flatnonzero(self._start[1:] != self._start[:-1] + self._size[:-1]) + 1
-        begins = np.concatenate(([0], breaks))
-        sizes = np.add.reduceat(self._size, begins)
-        for begin, size in zip(begins, sizes, strict=True):
-            yield int(self._start[begin]), int(size)
-
     def close(self) -> None:
         """Flush to the disk and close the file. Closing twice is fine."""
         if self._file >= 0:
             try:
                 self.sync()
             finally:
-                os.close(self._file)
-                self._file = -1
+                self._close_files()
+
+    def _close_files(self) -> None:
+        self._sums.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _stretches(
+    starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> Iterator[tuple[int, int]]:
+    """(start, size) of lines that follow each other in the file too."""
+    if len(starts) == 0:
+        return
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    begins = np.concatenate(([0], breaks))
+    for begin, size in zip(begins, np.add.reduceat(sizes, begins), strict=True):
+        yield int(starts[begin]), int(size)

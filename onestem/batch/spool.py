@@ -3,7 +3,10 @@
 The spool is three files of records, so that no part of the job is held in memory:
 * `ids`: int32, the token ids of all prompts, one after the other.
 * `requests`: a line of JSON per input line: how to answer it, or why it cannot be answered.
-* `lines`: six int64 per input line (`COLUMNS`).
+* `lines`: eight int64 per input line (`COLUMNS`).
+
+What a disk has changed in them is found: each line's ids and record have a checksum (CRC-32) in
+`lines`, and that file has one in the manifest. The first pass makes them anew.
 
 Blank lines have no record. A record's place in `lines` is its *index*, which counts from 0 and
 orders the results. Its line number, for people, counts from 1 and includes blank lines.
@@ -19,6 +22,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +33,12 @@ import numpy.typing as npt
 
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.format import BatchRequest, LineError, parse_line
+from onestem.batch.guard import guarded
 from onestem.batch.inputs import JobInput
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.engine.grammar.schema import check_schema
-from onestem.errors import OnestemError, RequestError
+from onestem.errors import JobError, OnestemError, RequestError
 from onestem.openai.read import Prompt, unknown_model
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
@@ -43,22 +48,36 @@ from onestem.request import Request, SamplingParams
 from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
+    "COLUMNS",
     "CompilePml",
+    "DamagedSpoolError",
     "Spool",
     "SpooledError",
     "SpooledRequest",
     "Tokenizer",
     "Validate",
     "output_lengths",
-    "spool_sizes",
+    "spool_facts",
     "write_spool",
 ]
 
 CHUNK_LINES = 256
 CHUNK_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 
-COLUMNS = ("line_number", "first_id", "num_ids", "record_start", "record_bytes", "max_output")
-LINE_NUMBER, FIRST_ID, NUM_IDS, RECORD_START, RECORD_BYTES, MAX_OUTPUT = range(len(COLUMNS))
+COLUMNS = (
+    "line_number",
+    "first_id",
+    "num_ids",
+    "record_start",
+    "record_bytes",
+    "max_output",
+    "ids_crc32",
+    "record_crc32",
+)
+LINE_NUMBER, FIRST_ID, NUM_IDS, RECORD_START, RECORD_BYTES, MAX_OUTPUT, IDS_CRC, RECORD_CRC = range(
+    len(COLUMNS)
+)
 ID_BYTES = 4
 HASH_BYTES = 16
 NO_REQUEST = -1  # in `num_ids`: a line that gets an error object
@@ -134,8 +153,20 @@ class SpooledError:
     message: str
 
 
+class DamagedSpoolError(JobError):
+    """A file of the spool is not as it was written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} is not as it was written, twice: check the disk, or choose another output"
+        )
+        self.path = path
+
+
 class Spool:
     """A finished spool, read by index. It stays on the disk, except for 8 bytes per line.
+
+    What is read raises `DamagedSpoolError` where it is not as it was written.
 
     Attributes:
         line_numbers: `[num_lines]` line numbers in the input, rising.
@@ -185,13 +216,13 @@ class Spool:
     def prompt(self, index: int) -> npt.NDArray[np.int32]:
         """`[num_prompt_tokens]` ids of a request."""
         first, count = ID_BYTES * self._table[index, FIRST_ID : NUM_IDS + 1]
-        return np.frombuffer(os.pread(self._ids.fileno(), int(count), int(first)), np.int32)
+        raw = _checked(self._ids, int(first), int(count), self._table[index, IDS_CRC])
+        return np.frombuffer(raw, np.int32)
 
     def _record(self, index: int) -> dict[str, Any]:
         start, size = self._table[index, RECORD_START], self._table[index, RECORD_BYTES]
-        record: dict[str, Any] = json.loads(
-            os.pread(self._requests.fileno(), int(size), int(start))
-        )
+        raw = _checked(self._requests, int(start), int(size), self._table[index, RECORD_CRC])
+        record: dict[str, Any] = json.loads(raw)
         return record | {"index": index, "line_number": int(self._table[index, LINE_NUMBER])}
 
     def spooled_error(self, index: int) -> SpooledError:
@@ -228,6 +259,14 @@ class Spool:
             group_prefix_tokens=group_prefix_tokens if plain else 0,
             group_only=group_only and plain,
         )
+
+
+def _checked(file: IO[bytes], start: int, size: int, checksum: int) -> bytes:
+    """Bytes of a spool's file."""
+    raw = os.pread(file.fileno(), size, start)
+    if len(raw) != size or zlib.crc32(raw) != checksum:
+        raise DamagedSpoolError(Path(file.name))
+    return raw
 
 
 def _mapped(path: Path) -> npt.NDArray[np.int64]:
@@ -289,7 +328,7 @@ def write_spool(
         compile_pml: None: lines with `pml` are refused.
 
     Returns:
-        The input's sha256 as read now, and the sizes of the spool's files in bytes.
+        The input's sha256 as read now, and the spool's facts (`spool_facts`).
     """
     digest, num_bytes = hashlib.sha256(), 0
 
@@ -314,13 +353,23 @@ def write_spool(
         for file in (ids, requests, table):
             file.flush()
             os.fsync(file.fileno())
-    return digest.hexdigest(), spool_sizes(place)
+    return digest.hexdigest(), spool_facts(place)
 
 
-def spool_sizes(place: Workplace) -> dict[str, int]:
-    """Bytes of each of the spool's files; 0 for one that is missing."""
+def spool_facts(place: Workplace) -> dict[str, int]:
+    """Bytes of each of the spool's files, 0 for one that is missing; and the checksum of `lines`,
+    which has those of the others. Reads that file."""
     paths = (place.ids, place.requests, place.lines)
-    return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
+    sizes = {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
+    return {**sizes, "lines_crc32": _crc32(place.lines) if sizes[place.lines.name] else 0}
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def _chunks(
@@ -393,7 +442,8 @@ class _FirstPass:
         if request.asked.tools is None or tokenizer is None:
             return request
         try:
-            asked = request.asked.held(tokenizer.tool_form, tokenizer.control_token, check_schema)
+            held = guarded(request.asked.held)
+            asked = held(tokenizer.tool_form, tokenizer.control_token, check_schema)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
         return dataclasses.replace(request, asked=asked)
@@ -407,30 +457,31 @@ class _FirstPass:
             if text is not None and self._tokenizer is not None and not line.request.is_scored:
                 texts[line.number] = text
         try:
-            encoded = self._tokenizer.encode_batch([*texts.values()]) if self._tokenizer else []
+            encode = guarded(self._tokenizer.encode_batch) if self._tokenizer else list
+            encoded = encode([*texts.values()])
         except RequestError:
             encoded, texts = [], {}
         ids = dict(zip(texts, encoded, strict=True))
         for line in lines:
             if line.number in ids:
                 line.ids = ids[line.number]
-            else:
-                self._tokenize_one(line)
+                continue
+            try:
+                guarded(self._tokenize_one)(line)
+            except RequestError as error:
+                line.refuse(error)
 
     def _tokenize_one(self, line: _Line) -> None:
         assert line.request is not None
         prompt = line.request.prompt
-        try:
-            if line.request.is_scored:
-                line.task = line.request.asked.task(0, self._tokenizer)
-                line.ids = line.task.prompt
-            elif prompt.pml is not None:
-                line.pml = self._compiled(prompt.pml, prompt.isolation)
-                line.ids = line.pml.ordered_token_ids.tolist()
-            else:
-                line.ids = self._ids(prompt)
-        except RequestError as error:
-            line.refuse(error)
+        if line.request.is_scored:
+            line.task = line.request.asked.task(0, self._tokenizer)
+            line.ids = line.task.prompt
+        elif prompt.pml is not None:
+            line.pml = self._compiled(prompt.pml, prompt.isolation)
+            line.ids = line.pml.ordered_token_ids.tolist()
+        else:
+            line.ids = self._ids(prompt)
 
     def _compiled(self, markup: str, isolation: str) -> CompiledPrompt:
         if self._compile_pml is None:
@@ -516,16 +567,19 @@ class _Writer:
     def _row(self, line: _Line) -> list[int]:
         record = json.dumps(_record(line)).encode()
         self._requests.write(record + b"\n")
-        num_ids, max_output = NO_REQUEST, 0
+        num_ids, max_output, ids_crc = NO_REQUEST, 0, 0
         first_id, record_start = self._next_id, self._next_byte
         if line.request is not None:
-            self._ids.write(np.asarray(line.ids, np.int32).tobytes())
+            raw = np.asarray(line.ids, np.int32).tobytes()
+            self._ids.write(raw)
+            ids_crc = zlib.crc32(raw)
             num_ids = len(line.ids)
             room = None if self._max_model_len is None else self._max_model_len - num_ids
             max_output = _max_output(line.request.asked.params, room)
             self._next_id += num_ids
         self._next_byte += len(record) + 1
-        return [line.number, first_id, num_ids, record_start, len(record), max_output]
+        place = [line.number, first_id, num_ids, record_start, len(record), max_output]
+        return [*place, ids_crc, zlib.crc32(record)]
 
 
 def _max_output(params: SamplingParams, room: int | None) -> int:

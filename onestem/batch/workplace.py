@@ -6,7 +6,9 @@ For `-o OUT.jsonl`:
     OUT.jsonl.work/lock             held (flock) by the one process that works on OUT.jsonl
     OUT.jsonl.work/manifest.json    which job this is; written when the spool is complete
     OUT.jsonl.work/{ids,lines,requests}   the spool (see `spool`)
+    OUT.jsonl.work/sums             a checksum of each answer (see `sums`)
     OUT.jsonl.work/suspects         lines that an engine had when it died; they are tried alone
+    OUT.jsonl.work/journal          the answers without damaged ones, renamed to OUT.jsonl.partial
     OUT.jsonl.work/final            the answers in input order, renamed to OUT.jsonl
 
 All of them are gone once OUT.jsonl is complete.
@@ -19,8 +21,9 @@ import fcntl
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,10 @@ from onestem.seeds import SAMPLER_VERSION
 __all__ = ["JobIdentity", "Workplace", "file_errors"]
 
 FORMAT = 1
+
+# Options under which a job goes on whatever they were: answers that it has stay, and lines that it
+# has not answered are checked anew.
+MAY_CHANGE = ("max_model_len",)
 
 
 @contextlib.contextmanager
@@ -74,24 +81,33 @@ class JobIdentity:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """What differs in the manifest `other`, in words."""
+        """What keeps this job from going on with work of the manifest `other`, in words.
+
+        The model's name may differ, since it is in no answer; and the seed that the job began with
+        stays where none is asked for (see `as_begun`).
+        """
         mine = json.loads(json.dumps(self.record()))
         if other.get("format") != FORMAT:
             return ["another version of the program wrote it"]
         found = []
         if mine["input_sha256"] != other.get("input_sha256"):
             found.append("the input has other content")
-        for name, words in (("model", "the model"), ("model_name", "the model's name")):
-            if mine[name] != other.get(name):
-                found.append(f"{words} was {other.get(name)}, now {mine[name]}")
+        if mine["model"] != other.get("model"):
+            found.append(f"the model was {other.get('model')}, now {mine['model']}")
         if mine["sampler"] != other.get("sampler"):
             found.append("another version of the program, which draws other tokens, began it")
         theirs = other.get("options") or {}
         for name in sorted(mine["options"].keys() | theirs.keys()):
             was, now = theirs.get(name), mine["options"].get(name)
-            if was != now:
+            may_change = name in MAY_CHANGE or (name == "seed" and now is None)
+            if was != now and not may_change:
                 found.append(f"{name} was {was}, now {now}")
         return found
+
+    def as_begun(self, manifest: Mapping[str, Any]) -> JobIdentity:
+        """This job as its manifest, without differences, has it: results that come go with those
+        that are there."""
+        return replace(self, model_name=manifest["model_name"], options=manifest["options"])
 
 
 class Workplace:
@@ -107,7 +123,9 @@ class Workplace:
         self.ids = self.folder / "ids"
         self.lines = self.folder / "lines"
         self.requests = self.folder / "requests"
+        self.sums = self.folder / "sums"
         self.suspects = self.folder / "suspects"
+        self.journal = self.folder / "journal"
         self.final = self.folder / "final"
 
     def check_output(self) -> None:
@@ -162,36 +180,32 @@ class Workplace:
             return False
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest; None: no first pass has been completed."""
-        try:
-            record = json.loads(self.manifest.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise JobError(f"{self.manifest} is damaged: --force starts the job over") from error
-        if not isinstance(record, dict):
-            raise JobError(f"{self.manifest} is damaged: --force starts the job over")
-        return record
+        """The manifest; None: no first pass has been completed, or it is damaged."""
+        return _unsealed(self.manifest)
 
     def write_manifest(self, record: Mapping[str, Any]) -> None:
         """Write the manifest, whole or not at all. Its files must be on the disk already."""
-        draft = self.manifest.with_suffix(".draft")
-        with open(draft, "wb") as file:
-            file.write(json.dumps(record, indent=1).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.manifest)
-        sync_folder(self.folder)
+        self._write_sealed(self.manifest, record)
 
     def read_suspects(self) -> frozenset[int]:
-        """Line numbers that an engine had when it died."""
-        try:
-            return frozenset(json.loads(self.suspects.read_bytes()))
-        except (FileNotFoundError, ValueError):  # none, or the disk was full: no suspects
-            return frozenset()
+        """Line numbers that an engine had when it died. None are known where the file is damaged:
+        lines are tried alone after the next death then."""
+        record = _unsealed(self.suspects) or {}
+        return frozenset(record.get("line_numbers", ()))
 
     def write_suspects(self, line_numbers: frozenset[int]) -> None:
-        self.suspects.write_text(json.dumps(sorted(line_numbers)))
+        self._write_sealed(self.suspects, {"line_numbers": sorted(line_numbers)})
+
+    def _write_sealed(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Write a record with its checksum."""
+        draft = path.with_suffix(".draft")
+        sealed = {**record, SEAL: _checksum(record)}
+        with open(draft, "wb") as file:
+            file.write(json.dumps(sealed, indent=1).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+        sync_folder(self.folder)
 
     def publish(self) -> None:
         """Rename `final` to the output: readers see the old file or the whole new one."""
@@ -206,10 +220,30 @@ class Workplace:
 
     def discard_spool(self) -> None:
         """Remove all but the answers and the lock."""
-        draft = self.manifest.with_suffix(".draft")
-        kept = (self.ids, self.lines, self.requests)
-        for path in (self.final, self.suspects, *kept, draft, self.manifest):
+        kept = (self.ids, self.lines, self.requests, self.sums, self.journal)
+        drafts = (self.suspects.with_suffix(".draft"), self.manifest.with_suffix(".draft"))
+        for path in (self.final, self.suspects, *kept, *drafts, self.manifest):
             path.unlink(missing_ok=True)
+
+
+SEAL = "crc32"
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(dict(record), sort_keys=True).encode())
+
+
+def _unsealed(path: Path) -> dict[str, Any] | None:
+    """A record; None: it is damaged, or there is none. Earlier versions wrote manifests
+    without a checksum."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    seal = record.pop(SEAL, None)
+    return record if seal in (None, _checksum(record)) else None
 
 
 def sync_folder(folder: Path) -> None:

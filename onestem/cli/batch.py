@@ -179,6 +179,7 @@ def _run(
                     keep_going=keep_going,
                     on_progress=progress,
                     on_first_error=lambda error: _tell_error(error, output),
+                    on_warning=lambda warning: print(f"onestem: {warning}", file=sys.stderr),
                     watch=watch,
                 )
         except JobInterrupted as interrupted:

@@ -61,6 +61,7 @@ class Replicas:
 
     Attributes:
         options: as resolved by the first engine.
+        asked: the options as they were given.
 
     Raises:
         OnestemError: Ray cannot be used, or no engine can start.
@@ -87,7 +88,7 @@ class Replicas:
         except BaseException:
             self._crew.close()
             raise
-        self.options, self._target = facts.options, facts.target
+        self.asked, self.options, self._target = options, facts.options, facts.target
         assert facts.options.max_model_len is not None  # settled by the engine
         self._max_model_len = facts.options.max_model_len
         self.num_replicas = num_replicas

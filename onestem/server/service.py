@@ -273,7 +273,7 @@ class Service:
             identity=self._identity,
             name=str(self.settings.engine.model),
             names=self.settings.names,
-            options=facts.options.identity(),
+            options=facts.options.job_identity(self.settings.engine),
             planner=planner_of(facts.options, facts.kv_tokens),
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.options.max_num_seqs,

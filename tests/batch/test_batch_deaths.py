@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from onestem import LLM
 from onestem.batch import EngineDiedError
+from onestem.batch.workplace import Workplace
 from onestem.jobs import run_file
 from tests.batch.fakes import FakeEngine, completion, mixed_job, results, run_fake, write_lines
 
@@ -93,7 +92,6 @@ def test_an_exception_of_the_real_engine_is_its_death(tmp_path, monkeypatch):
     monkeypatch.setattr(llm.engine.launcher.runner, "run", failing)
     with pytest.raises(EngineDiedError, match=r"4 lines of .*: RuntimeError: CUDA"):
         run_file(llm, source, output)
-    suspects = json.loads((tmp_path / "out.jsonl.work" / "suspects").read_bytes())
-    assert suspects == [1, 2, 3, 4]
+    assert Workplace(output).read_suspects() == {1, 2, 3, 4}
     monkeypatch.setattr(llm.engine.launcher.runner, "run", run)
     assert run_file(llm, source, output).failed == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from onestem.batch import JobInterrupted, identity, model_identity
-from onestem.errors import JobError
-from tests.batch.fakes import FakeEngine, completion, mixed_job, run_fake, write_lines
+from onestem.errors import JobError, RequestError
+from tests.batch.fakes import FakeEngine, completion, mixed_job, results, run_fake, write_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,6 @@ def test_an_empty_output_file_is_as_good_as_none(tmp_path, source):
 
 CHANGES = [
     ({"model_identity": "model-2"}, "the model was model-1, now model-2"),
-    ({"model_name": "big"}, "the model's name was tiny, now big"),
     ({"options": {"dtype": "bfloat16"}}, "dtype was float32, now bfloat16"),
     ({"options": {"dtype": "float32", "seed": 1}}, "seed was None, now 1"),
 ]
@@ -101,6 +100,58 @@ def test_another_job_on_unfinished_work_is_refused(tmp_path, source, changes, wo
     assert "\n" not in str(caught.value)
     assert (tmp_path / "out.jsonl.partial").read_bytes() == before
     assert run_fake(source, output).resumed > 0
+
+
+BEGUN = {"dtype": "float32", "seed": 5, "max_model_len": 500}  # as an earlier version settled them
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 5}, {"max_model_len": 64}])
+def test_a_job_goes_on_as_it_began(tmp_path, source, options):
+    """Under another name of the model, another limit, and a seed that nobody asks for now."""
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run_fake(source, whole, options=BEGUN)
+    leave_unfinished(source, output, options=BEGUN)
+    now = {"model_name": "big", "options": {"dtype": "float32", **options}}
+    engine = FakeEngine()
+    assert run_fake(source, output, engine, **now).resumed > 3
+    assert output.read_bytes() == whole.read_bytes()
+    assert len(engine.seen) < len(results(output))
+
+
+def test_a_job_killed_before_it_is_cleared_away_is_complete_under_another_name(tmp_path, source):
+    output, work = tmp_path / "out.jsonl", tmp_path / "out.jsonl.work"
+    leave_unfinished(source, output)
+    manifest = (work / "manifest.json").read_bytes()
+    run_fake(source, output)
+    work.mkdir()
+    (work / "manifest.json").write_bytes(manifest)
+    assert run_fake(source, output, model_name="big").already_complete
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("names", ["max_num_seqs", "max_model_len"])
+def test_a_lower_limit_is_for_lines_that_have_no_answer(tmp_path, names):
+    """They get their error; what is answered stays."""
+    lines = [completion(str(i), "x" * (90 - 3 * i)) for i in range(16)]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    leave_unfinished(source, output, **{names: 100})
+    before = {one["custom_id"]: one for one in map(json.loads, partial_lines(output))}
+
+    def limited(request):
+        if len(request.prompt_token_ids) >= 64:
+            raise RequestError("prompt is too long, limit is 64")
+
+    run_fake(source, output, validate=limited, **{names: 64})
+    found = {one["custom_id"]: one for one in results(output)}
+    assert len(found) == 16
+    assert before.items() <= found.items()
+    refused = {name for name, one in found.items() if one["error"]}
+    assert refused == {str(i) for i in range(9)} - before.keys()
+    assert refused
+
+
+def partial_lines(output: Path) -> list[bytes]:
+    return output.with_name("out.jsonl.partial").read_bytes().splitlines()
 
 
 def test_another_input_on_unfinished_work_is_refused(tmp_path, source):
@@ -131,12 +182,11 @@ def test_answers_of_nobody_are_refused(tmp_path, source):
     run_fake(source, tmp_path / "out.jsonl", force=True)
 
 
-@pytest.mark.parametrize("manifest", ["{", "[]", '{"format": 0}'])
-def test_a_strange_manifest_is_refused(tmp_path, source, manifest):
+def test_work_of_another_version_is_refused(tmp_path, source):
     output = tmp_path / "out.jsonl"
     leave_unfinished(source, output)
-    (tmp_path / "out.jsonl.work" / "manifest.json").write_text(manifest)
-    with pytest.raises(JobError, match="--force"):
+    (tmp_path / "out.jsonl.work" / "manifest.json").write_text('{"format": 0}')
+    with pytest.raises(JobError, match="another version of the program wrote it"):
         run_fake(source, output)
     run_fake(source, output, force=True)
 
@@ -148,6 +198,7 @@ def test_work_of_another_sampler_is_refused(tmp_path, source, version):
     leave_unfinished(source, output)
     path = tmp_path / "out.jsonl.work" / "manifest.json"
     manifest = json.loads(path.read_text())
+    del manifest["crc32"]
     manifest["sampler"] = version
     path.write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
     with pytest.raises(JobError, match="another version of the program, which draws other tokens"):

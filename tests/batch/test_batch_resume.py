@@ -179,34 +179,16 @@ def test_torn_line_is_cut(tmp_path, source, expected, cut):
     assert output.read_bytes() == expected
 
 
-@pytest.mark.parametrize("damage", ["foreign", "double", "other job"])
-def test_lines_put_there_by_others_are_refused(tmp_path, source, damage):
-    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    stop_after(9, source, output)
-    data = partial.read_bytes()
-    first = data.splitlines(keepends=True)[0]
-    if damage == "foreign":
-        partial.write_bytes(b"something else\n" + data)
-    elif damage == "double":
-        partial.write_bytes(data + first)
-    else:
-        record = json.loads(first)
-        record["id"] = "batch_req_0123456789abcdef_1"
-        partial.write_bytes(data + json.dumps(record).encode() + b"\n")
-    with pytest.raises(JobError, match=r"partial, line \d+: not a result of this job"):
-        run_fake(source, output)
-    assert partial.read_bytes().startswith(b"something" if damage == "foreign" else data)
-
-
-def test_full_disk_keeps_what_is_whole(tmp_path, source, expected, monkeypatch):
+@pytest.mark.parametrize("torn", [23, 24])  # a checksum, or its answer
+def test_full_disk_keeps_what_is_whole(tmp_path, source, expected, monkeypatch, torn):
     output = tmp_path / "out.jsonl"
     real, calls = os.write, []
 
     def full(file, data):
         calls.append(data)
-        if len(calls) == 12:
-            return real(file, data[:10])
-        if len(calls) == 13:
+        if len(calls) == torn:
+            return real(file, data[:5])
+        if len(calls) == torn + 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data)
 
@@ -218,15 +200,6 @@ def test_full_disk_keeps_what_is_whole(tmp_path, source, expected, monkeypatch):
     assert partial.count(b"\n") == 11
     monkeypatch.undo()
     assert run_fake(source, output).resumed == 11
-    assert output.read_bytes() == expected
-
-
-def test_a_damaged_spool_is_made_again(tmp_path, source, expected):
-    output = tmp_path / "out.jsonl"
-    stop_after(9, source, output)
-    ids = tmp_path / "out.jsonl.work" / "ids"
-    ids.write_bytes(ids.read_bytes()[:-8])
-    assert run_fake(source, output).resumed > 9
     assert output.read_bytes() == expected
 
 
