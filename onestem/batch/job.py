@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from onestem.batch.claim import Claim
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.inputs import InputSurvey, JobInput
 from onestem.batch.interface import (
@@ -48,7 +49,7 @@ from onestem.batch.interface import (
     Progress,
     Run,
 )
-from onestem.batch.journal import UNKNOWN, Journal, ResultCounts, result_line
+from onestem.batch.journal import UNKNOWN, Journal, ResultCounts
 from onestem.batch.planned import PlannedLines
 from onestem.batch.results import answer_line, error_line, split_result_id
 from onestem.batch.spool import (
@@ -215,10 +216,14 @@ class _Job:
 
     def go(self, force: bool) -> JobSummary:
         with file_errors(self._place.output):
-            self._go_on_as_begun()
-            if self._is_complete(force):
+            claim = Claim(self._place, self._identity, self._warn)
+            self._identity = claim.identity
+            complete = claim.complete(self._survey.num_lines, force)
+            if complete is not None:
+                self._summary.resumed, self._summary.failed = complete.done, complete.failed
+                self._summary.already_complete = True
                 return self._summary
-            self._claim(force)
+            claim.take(force)
         try:
             self._answer_all()
         except DamagedSpoolError as error:
@@ -240,97 +245,6 @@ class _Job:
         self._summary.read_seconds += time.perf_counter() - began
         with contextlib.closing(spool):
             self._compute(spool)
-
-    # -- what is there already
-
-    def _go_on_as_begun(self) -> None:
-        """Take from unfinished work what it began with, where this command asks for nothing
-        else."""
-        manifest = self._place.read_manifest()
-        if manifest is not None and not self._identity.differences(manifest):
-            self._identity = self._identity.as_begun(manifest)
-
-    def _is_complete(self, force: bool) -> bool:
-        """Whether this job's complete output exists. An output of another job is refused."""
-        output, job = self._place.output, self._identity.job
-        if not output.exists() or output.stat().st_size == 0:
-            return False
-        counts = ResultCounts()
-        with open(output, "rb") as file:
-            for raw in file:
-                result = result_line(raw, job)
-                if result is None:
-                    break
-                counts.add(result.failed)
-            else:
-                if counts.done == self._survey.num_lines:
-                    self._found_complete(counts)
-                    return True
-        if force:
-            return False
-        whose = "is not as this job left it" if counts.done else "exists and is not of this job"
-        raise JobError(
-            f"{output} {whose}: choose another output, move it away, or replace it with --force"
-        )
-
-    def _found_complete(self, counts: ResultCounts) -> None:
-        manifest = self._place.read_manifest()
-        if manifest is not None and not self._identity.differences(manifest):
-            self._place.discard()  # killed between the rename and this
-        self._summary.resumed = counts.done
-        self._summary.failed = counts.failed
-        self._summary.already_complete = True
-
-    def _claim(self, force: bool) -> None:
-        """Make sure that work beside the output is of this job, or there is none."""
-        if force and not self._is_ours():
-            self._place.discard()
-        manifest = self._place.read_manifest()
-        if manifest is None:
-            self._claim_answers()
-            return
-        differences = self._identity.differences(manifest)
-        if differences:
-            raise JobError(
-                f"unfinished work of another job is beside {self._place.output} "
-                f"({'; '.join(differences)}): finish that job with its own command, "
-                "choose another output, or throw its work away with --force"
-            )
-
-    def _is_ours(self) -> bool:
-        manifest = self._place.read_manifest()
-        if manifest is None:
-            return self._has_answers()
-        return not self._identity.differences(manifest)
-
-    def _has_answers(self) -> bool:
-        """Whether a line of the journal is of this job as it is asked for now."""
-        partial, job = self._place.partial, self._identity.job
-        if not partial.exists():
-            return False
-        with open(partial, "rb") as file:
-            return any(result_line(raw, job) is not None for raw in file)
-
-    def _claim_answers(self) -> None:
-        """Without a manifest: answers name their job themselves."""
-        partial, manifest = self._place.partial, self._place.manifest
-        if not partial.exists() or partial.stat().st_size == 0:
-            return
-        is_damaged = manifest.exists()
-        if self._has_answers():
-            what = "is damaged" if is_damaged else "is missing"
-            self._warn(f"{manifest} {what}: it is made anew, answers are kept")
-        elif is_damaged:
-            raise JobError(
-                f"{manifest} is damaged, and no line of {partial} is of this job: give the command "
-                "and the model that it began with, choose another output, or throw it away with "
-                "--force"
-            )
-        else:
-            raise JobError(
-                f"{partial} exists and nothing says which job it is of: move it away, "
-                "choose another output, or throw it away with --force"
-            )
 
     # -- first pass
 

@@ -17,6 +17,7 @@ All of them are gone once OUT.jsonl is complete.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,13 +33,17 @@ from onestem.errors import JobError
 from onestem.files import check_place
 from onestem.seeds import SAMPLER_VERSION
 
-__all__ = ["JobIdentity", "Workplace", "file_errors"]
+__all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors"]
 
 FORMAT = 1
 
 # Options under which a job goes on whatever they were: answers that it has stay, and lines that it
 # has not answered are checked anew.
 MAY_CHANGE = ("max_model_len",)
+
+
+class DiskFullError(JobError):
+    """A job's disk is full; nothing is wrong with the job."""
 
 
 @contextlib.contextmanager
@@ -49,7 +54,8 @@ def file_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         name = error.filename if isinstance(error.filename, str) else path
         reason = error.strerror or str(error)
-        raise JobError(f"{name}: {reason}: mend that and give the same command again") from error
+        kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else JobError
+        raise kind(f"{name}: {reason}: mend that and give the same command again") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,17 +170,22 @@ class Service:
         """Take a sample of the history once a second."""
         while True:
             await asyncio.sleep(1.0)
-            pages = self.snapshots.last.get("pages")
-            used = None
-            if pages:
-                used = (pages["total"] - pages["free"]) * pages["size"]
-            waiting = self.client.num_waiting
-            self.history.sample(
-                self.client.stats,
-                running=self.client.num_running,
-                waiting=waiting,
-                kv_used=used,
-            )
+            try:
+                self._sample_once()
+            except Exception as error:  # the next one may be taken
+                log.exception("sample_failed", error)
+
+    def _sample_once(self) -> None:
+        pages = self.snapshots.last.get("pages")
+        used = None
+        if pages:
+            used = (pages["total"] - pages["free"]) * pages["size"]
+        self.history.sample(
+            self.client.stats,
+            running=self.client.num_running,
+            waiting=self.client.num_waiting,
+            kv_used=used,
+        )
 
     # ------------------------------------------------------------------------- requests
 

@@ -8,7 +8,15 @@ from onestem import LLM
 from onestem.batch import EngineDiedError
 from onestem.batch.workplace import Workplace
 from onestem.jobs import run_file
-from tests.batch.fakes import FakeEngine, completion, mixed_job, results, run_fake, write_lines
+from tests.batch.fakes import (
+    FakeEngine,
+    FakeTokenizer,
+    completion,
+    mixed_job,
+    results,
+    run_fake,
+    write_lines,
+)
 
 
 class MortalEngine(FakeEngine):
@@ -68,6 +76,43 @@ def test_lines_that_kill_the_engine_are_errors_and_the_others_answered(tmp_path,
         one for one in whole if one["custom_id"] not in ("c7", "c23") or one["error"]
     ]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl.")]
+
+
+class PanicException(BaseException):
+    """As a library in Rust raises it: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [PanicException("overflow"), RuntimeError("a fault")])
+def test_a_panic_over_one_text_costs_its_line(tmp_path, error):
+    class Panicking(FakeTokenizer):
+        def encode_batch(self, texts, **how):
+            if any("p3" in text for text in texts):
+                raise error
+            return super().encode_batch(texts, **how)
+
+    source = write_lines(tmp_path / "in.jsonl", [completion(str(i), f"p{i}") for i in range(9)])
+    summary = run_fake(source, tmp_path / "out.jsonl", tokenizer=Panicking())
+    assert summary.failed == 1
+    bad = results(tmp_path / "out.jsonl")[3]
+    told = f"the line cannot be read: {type(error).__name__}: {error}"
+    assert bad["error"] == {"code": "invalid_request", "message": told, "line": 4}
+
+
+def test_a_panic_of_the_real_engine_is_its_death(tmp_path, monkeypatch):
+    lines = [completion(str(i), f"word {i}", max_tokens=3) for i in range(4)]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    llm = LLM(dtype="float32", kv_memory="4MiB", device="cpu")
+
+    def panicking() -> None:
+        raise PanicException("overflow")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step_news", panicking)
+        with pytest.raises(EngineDiedError, match=r"PanicException: overflow"):
+            run_file(llm, source, output)
+        patch.setattr(llm.engine, "validate", lambda request: panicking())
+        output = tmp_path / "refused.jsonl"
+        assert run_file(llm, source, output, keep_going=True).failed == 4
 
 
 def test_one_death_blames_nobody(tmp_path):

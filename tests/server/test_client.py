@@ -11,7 +11,15 @@ import pytest
 from onestem.request import Request
 from onestem.server.errors import ApiError, NoAnswerError
 from onestem.server.link.client import EngineClient
-from onestem.server.link.messages import Add, Begun, Delta, frame, read_message
+from onestem.server.link.messages import (
+    LENGTH,
+    Add,
+    Begun,
+    Delta,
+    Tokens,
+    frame,
+    read_message,
+)
 from onestem.server.link.process import connect
 
 
@@ -92,3 +100,63 @@ def test_a_keys_requests_count_as_waiting_until_the_engine_begins_them(monkeypat
     assert client.num_waiting == 1
     client._go_down("it died")
     assert (client.by_key(), client.num_waiting) == ({"a": (1, 0)}, 1)
+
+
+class Failing(Mock):
+    """Listens, and fails at all it hears."""
+
+    def _fail(self, *news) -> None:
+        raise RuntimeError("a listener's fault")
+
+    on_token = on_delta = on_restart = on_error = _fail
+
+
+def test_a_listener_that_fails_keeps_nobody_else_from_hearing(monkeypatch):
+    monkeypatch.setattr(EngineClient, "_send", lambda self, message: None)
+    client = EngineClient(None, queue_limit=9)
+    client.state = "running"
+    good = Mock()
+    for name, listener in (("a", Failing()), ("b", good), ("c", Failing()), ("d", good)):
+        client.submit(Request(request_id=name, prompt_token_ids=[1]), "", 1, listener)
+    columns = ([0, 1, 2, 3], [0] * 4, [7, 8, 9, 10], ["x"] * 4)
+    client._take_tokens(Tokens(0, *columns))
+    assert [call.args[1] for call in good.on_token.call_args_list] == [8, 10]
+    assert list(client._entries) == ["b", "d"]
+    for name in "ef":
+        client.submit(Request(request_id=name, prompt_token_ids=[1]), "", 1, Failing())
+    client._take_delta(Delta("e", [], finished=True))
+    client._take(Begun(["f", "b"]))
+    client._go_down("it died")
+    good.on_restart.assert_called_once()
+    client.fail_all(ApiError(503, "the end"))
+    assert good.on_error.call_count == 2
+    assert client.num_waiting == 2
+
+
+def test_what_cannot_be_understood_ends_that_engine_alone():
+    """It is ended, so that the next one is started; before, nobody listened any more."""
+    killed = []
+
+    class Link:
+        def kill(self) -> None:
+            killed.append(self)
+
+        async def end(self) -> str:
+            self.writer.close()
+            return "killed"
+
+    class Launcher:
+        async def launch(self) -> Link:
+            link, (ours, theirs) = Link(), socket.socketpair()
+            link.reader, link.writer = await connect(ours, "hello")
+            theirs.sendall(LENGTH.pack(5) + b"\xff" * 5)
+            link.theirs = theirs
+            return link
+
+    async def listen() -> None:
+        reason = await EngineClient(Launcher(), 4)._run_engine()
+        assert reason.startswith("what the engine said was not understood: ")
+        assert len(killed) == 1
+        killed[0].theirs.close()
+
+    asyncio.run(listen())

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
 from onestem.server.records import History
+from onestem.server.service import Service
 
 
 def rates(samples: list[tuple[float, int]]) -> list[float | None]:
@@ -27,3 +33,12 @@ def test_seconds_that_were_longer_count_as_long():
 def test_it_falls_to_nothing_when_nothing_comes():
     shown = rates([(float(second), 100 * min(second, 3)) for second in range(1, 10)])
     assert shown == [100, 100, 100, 75, 60, 40, 20, 0, 0]
+
+
+def test_a_sample_that_fails_is_not_the_last(monkeypatch):
+    service = Service.__new__(Service)
+    service._sample_once = Mock(side_effect=[RuntimeError("a fault"), None, SystemExit])
+    monkeypatch.setattr(asyncio, "sleep", AsyncMock())
+    with pytest.raises(SystemExit):
+        asyncio.run(service._sample())
+    assert service._sample_once.call_count == 3

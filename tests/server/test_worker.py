@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from array import array
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,6 +123,50 @@ def test_parts_of_a_job_number_its_groups_alike(clock):
     assert first[2] is second[2]
 
 
+def test_a_part_that_the_engine_gives_up_costs_no_other_part(clock):
+    worker, engine = made()
+    parts = []
+    engine.add_job = lambda name, requests, **how: parts.append(requests)
+    requests = [Request(request_id=name, prompt_token_ids=[1]) for name in "abc"]
+    worker._take(JobRequests("job", requests))
+    worker._feed_jobs()
+    assert next(parts[0]).request_id == "a"
+    parts[0].close()
+    worker._feed_jobs()
+    assert [one.request_id for one in parts[1]] == ["b", "c"]
+
+
+def test_a_request_that_cannot_be_taken_is_refused_and_the_engine_goes_on(clock):
+    """Else each engine that is started would get it, and end."""
+    worker, engine = made()
+
+    def add_request(request, **whose):
+        if request.request_id == "bad":
+            raise IndexError("a fault")
+        engine.added.append(request.request_id)
+
+    engine.add_request = add_request
+    for number, name in enumerate(("bad", "good")):
+        worker._take(add(name, number))
+    worker._take_commands(wait=False)
+    worker._report([], [])
+    (report,) = worker._channel.sent
+    assert report.refused == {"bad": "the request cannot be taken: IndexError: a fault"}
+    assert engine.added == ["good"]
+
+
+@pytest.mark.parametrize("error", [EOFError(), ValueError("a fault")])
+def test_a_worker_that_hears_nothing_any_more_leaves(error):
+    left = []
+    llm = load(EngineOptions())
+    channel = Channel()
+    channel.receive = Mock(side_effect=error)
+    worker = Worker(llm, channel, leave=lambda: left.append(True))
+    with contextlib.suppress(type(error)):
+        worker._receive()
+    assert left == [True]
+
+
 def test_who_is_gone_before_it_joined_is_never_added(clock):
     worker, engine = made()
     worker._take(add("a", 0))
@@ -175,11 +221,16 @@ def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
     assert [(d.request_id, d.pieces[0].logprobs) for d in third.deltas] == [("c", [{9: -0.5}])]
 
 
-def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock):
+class PanicException(BaseException):
+    """As a library in Rust raises it: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [RecursionError("too deep"), PanicException("overflow")])
+def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock, error):
     worker, engine = made()
 
     def prepare(request):
-        raise RecursionError("maximum recursion depth exceeded")
+        raise error
 
     engine.prepare = prepare
     worker._validate(Ask(7, "validate", None))
@@ -188,7 +239,7 @@ def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock):
     answer = worker._channel.sent[-1]
     assert isinstance(answer, Answered)
     assert (answer.token, answer.fault) == (7, False)
-    assert "RecursionError: maximum recursion" in answer.error
+    assert f"{type(error).__name__}: {error}" in answer.error
 
 
 def test_a_grammar_that_is_compiled_holds_up_no_other_question(clock):

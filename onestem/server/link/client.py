@@ -136,13 +136,16 @@ class PendingAborts:
 
     def take(self, request_id: str, metrics: RequestMetrics | None) -> None:
         """The engine is done with a request, whether it was aborted or ended by itself."""
-        self._waiting.pop(request_id, nobody)(metrics)
+        on_end = self._waiting.pop(request_id, nobody)
+        try:
+            on_end(metrics)
+        except Exception as error:  # of one request: the news of others follow
+            log.exception("news_failed", error, id=request_id)
 
     def give_up(self) -> None:
         """The engine is gone."""
-        waiting, self._waiting = self._waiting, {}
-        for on_end in waiting.values():
-            on_end(None)
+        for request_id in list(self._waiting):
+            self.take(request_id, None)
 
 
 # ----------------------------------------------------------------------------- pending calls
@@ -224,6 +227,13 @@ class _Entry:
     @property
     def sent(self) -> bool:
         return self.number is not None
+
+    def tell_error(self, error: ApiError) -> None:
+        """Tell the listener; one that fails keeps nobody else from hearing."""
+        try:
+            self.listener.on_error(error)
+        except Exception as failure:
+            log.exception("news_failed", failure, id=self.request.request_id)
 
 
 class EngineClient:
@@ -330,7 +340,7 @@ class EngineClient:
     def fail_all(self, error: ApiError) -> None:
         """Tell all listeners of an error; they end their requests (`abort`)."""
         for entry in list(self._entries.values()):
-            entry.listener.on_error(error)
+            entry.tell_error(error)
 
     async def _supervise(self) -> None:
         pause = 0.0
@@ -381,6 +391,12 @@ class EngineClient:
             self._link = None
             reason = self.error if self.state == "stuck" else reason
             ended = await link.end()
+        except Exception as error:  # nobody would listen to this engine any more
+            log.exception("engine_unheard", error)
+            self._link = None
+            link.kill()
+            ended = await link.end()
+            reason = f"what the engine said was not understood: {type(error).__name__}: {error}"
         return reason or f"the engine process ended ({ended})"
 
     def _set_state(self, state: State, error: str | None = None) -> None:
@@ -414,7 +430,10 @@ class EngineClient:
             return
         entry.was_lost, entry.begun = True, False
         self.waiting[entry.key] += 1
-        entry.listener.on_restart()
+        try:
+            entry.listener.on_restart()
+        except Exception as error:
+            self._failed_to_hear(entry, error)
 
     def _take_ready(self, ready: Ready) -> None:
         self.facts, self.pid = ready.facts, ready.pid
@@ -523,7 +542,15 @@ class EngineClient:
 
     def _fail(self, entry: _Entry, error: ApiError) -> None:
         self._forget(entry.request.request_id)
-        entry.listener.on_error(error)
+        entry.tell_error(error)
+
+    def _failed_to_hear(self, entry: _Entry, error: Exception) -> None:
+        """A request whose listener fails ends, and no other."""
+        name = entry.request.request_id
+        log.exception("news_failed", error, id=name)
+        if name in self._entries:
+            self.abort(name)
+        entry.tell_error(ApiError(500, f"{type(error).__name__}: {error}"))
 
     def _forget(self, request_id: str) -> _Entry | None:
         entry = self._entries.pop(request_id, None)
@@ -580,8 +607,12 @@ class EngineClient:
         rows = zip(tokens.requests, tokens.indices, tokens.token_ids, tokens.texts, strict=True)
         for number, index, token_id, text in rows:
             entry = self._by_number.get(number)
-            if entry is not None:
+            if entry is None:
+                continue
+            try:
                 entry.listener.on_token(index, token_id, text, tokens.weights_version)
+            except Exception as error:
+                self._failed_to_hear(entry, error)
 
     def _take_delta(self, delta: Delta) -> None:
         entry = self._entries.get(delta.request_id)
@@ -592,7 +623,10 @@ class EngineClient:
         if delta.finished:
             self._forget(delta.request_id)
             self._finished.note()
-        entry.listener.on_delta(delta)
+        try:
+            entry.listener.on_delta(delta)
+        except Exception as error:
+            self._failed_to_hear(entry, error)
 
     async def ask(self, what: str, value: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
         """The engine's answer to a question (see `messages.Ask`).

@@ -166,10 +166,12 @@ class JobFeed:
         return self._read()
 
     def _read(self) -> Iterator[Request]:
-        while self._requests:
-            self.pulled += 1
-            yield self._requests.popleft()
-        self._reading = False
+        try:
+            while self._requests:
+                self.pulled += 1
+                yield self._requests.popleft()
+        finally:  # also where the engine gives a part up: the rest is for the next one
+            self._reading = False
 
 
 # ----------------------------------------------------------------------------- worker
@@ -225,6 +227,8 @@ class Worker:
                 else:
                     self._inbox.put(message)
         except (EOFError, OSError, RuntimeError):
+            pass  # the server is gone
+        finally:  # a process that hears nothing any more serves nobody
             self._inbox.put(Stop())
             self._leave()
 
@@ -232,7 +236,7 @@ class Worker:
         """Check a request, and have its grammar compiled without waiting for it in this thread."""
         try:
             grammar = self._engine.prepare(ask.value)
-        except Exception as error:
+        except BaseException as error:  # a library's panic is no `Exception`
             self._tell(ask.token, error)
             return
         if grammar is None:
@@ -367,6 +371,10 @@ class Worker:
         except OnestemError as error:
             self._deltas.forget(name)
             self._refused[name] = str(error)
+        except Exception as error:  # else the next engine would get it, and end alike
+            log.error("a request cannot be taken: %s", name, exc_info=error)
+            self._deltas.forget(name)
+            self._refused[name] = f"the request cannot be taken: {type(error).__name__}: {error}"
 
     @_take.register
     def _abort(self, message: Abort) -> None:

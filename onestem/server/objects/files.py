@@ -18,6 +18,7 @@ from onestem.server.objects.tenants import Tenant
 
 __all__ = [
     "count_lines",
+    "counts_in",
     "describe",
     "find_file",
     "keep",
@@ -146,6 +147,13 @@ def count_lines(store: Store, file_id: str | None) -> int:
         return 0
     with open(store.files / file_id, "rb") as file:
         return sum(1 for _ in file)
+
+
+def counts_in(output: Path) -> dict[str, int]:
+    """`request_counts` of a whole output."""
+    with open(output, "rb") as file:
+        failed = [_is_error(raw) for raw in file]
+    return {"total": len(failed), "completed": failed.count(False), "failed": failed.count(True)}
 
 
 def _size(path: Path) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import queue
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,6 +20,8 @@ from typing import Any, TypeVar
 
 from onestem.batch import EngineDiedError, JobSummary, Planner, Progress, run_job
 from onestem.batch.format import KIND_OF_URL, url_of
+from onestem.batch.guard import ENDS, guarded, in_one_line
+from onestem.batch.workplace import DiskFullError
 from onestem.checked import check, show, without_nulls
 from onestem.errors import JobError, OnestemError, RequestError
 from onestem.jobs import schema_options
@@ -27,7 +31,8 @@ from onestem.request import Request, RequestOutput
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.objects.files import count_lines, keep_output
+from onestem.server.objects.files import count_lines, counts_in, keep_output
+from onestem.server.objects.reading import Reading
 from onestem.server.objects.schemas import Schemas
 from onestem.server.objects.store import OPEN_STATUSES, Row, Store
 from onestem.server.objects.tenants import Tenant
@@ -46,7 +51,8 @@ __all__ = [
 ]
 
 MOST_DEATHS = 3  # maximum deaths of the engine without an answer of the job in between
-SCHEMAS = "schemas.json"
+LONGEST_PAUSE = 30.0  # where the store fails
+SCHEMAS, READING = "schemas.json", "reading.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +117,10 @@ class Jobs:
         """Store a new job, with the schemas that exist now."""
         kept = self._place(record["id"]).with_name(SCHEMAS)
         kept.parent.mkdir(parents=True)
-        kept.write_text(json.dumps(markups))
+        with open(kept, "w") as file:
+            json.dump(markups, file)
+            file.flush()
+            os.fsync(file.fileno())  # as the record is
         self._store.save_batch(record["id"], owner, record)
 
     async def find(self, tenant: Tenant, batch_id: str) -> Row:
@@ -176,18 +185,38 @@ class Jobs:
 
     async def _work(self) -> None:
         deaths: dict[str, int] = {}
+        pause = 0.0
         while not self._stopping:
-            self._wake.clear()
-            chosen = await asyncio.to_thread(self._choose)
-            if chosen is None or self._client.state != "running":
-                await self._wake.wait()
-                continue
-            owner, record = chosen
             try:
-                await self._attempt(owner, record["id"], deaths)
-            except Exception as error:
-                log.exception("job_failed", error, job=record["id"])
-                await self._failed(owner, record["id"], "internal", str(error))
+                await self._turn(deaths)
+                pause = 0.0
+            except (*ENDS, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # a full disk, say: no batch is to blame
+                pause = min(2 * pause + 0.5, LONGEST_PAUSE)
+                log.exception("jobs_wait", error, seconds=pause)
+                await self._woken(pause)
+
+    async def _turn(self, deaths: dict[str, int]) -> None:
+        """Run the next batch, or wait for one."""
+        self._wake.clear()
+        chosen = await asyncio.to_thread(self._choose)
+        if chosen is None or self._client.state != "running":
+            await self._wake.wait()
+            return
+        owner, record = chosen
+        try:
+            await self._attempt(owner, record["id"], deaths)
+        except (DiskFullError, sqlite3.Error):
+            raise
+        except Exception as error:
+            log.exception("job_failed", error, job=record["id"])
+            await self._failed(owner, record["id"], "internal", in_one_line(error))
+
+    async def _woken(self, seconds: float) -> None:
+        """Wait until there is news, for at most some seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
 
     def _choose(self) -> tuple[str, Row] | None:
         """The oldest open batch of the next key after that of the last batch."""
@@ -203,7 +232,10 @@ class Jobs:
         self._last_owner = owner
         run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
         self._active = (batch_id, run)  # a cancel from now on stops the attempt
+        reading = Reading(self._place(batch_id).with_name(READING))
         try:
+            if self._stopping:
+                return
             record = await asyncio.to_thread(self._store.batch, owner, batch_id)
             if record is None or record["status"] not in OPEN_STATUSES:
                 return  # it was cancelled before
@@ -214,9 +246,15 @@ class Jobs:
                 # The server died after it had made the output a file.
                 await self._completed(owner, batch_id, record["request_counts"])
                 return
+            if self._place(batch_id).exists():  # whole: it died before
+                counts = await asyncio.to_thread(counts_in, self._place(batch_id))
+                await self._completed(owner, batch_id, counts)
+                return
             run.check()
             log.info("job_started", job=batch_id, key=owner or None)
-            summary = await in_thread(partial(self._run_job, owner, record, run))
+            if record["status"] == "validating":
+                reading.begin()
+            summary = await in_thread(partial(self._run_job, owner, record, run, reading))
             counts = {"total": summary.total, "completed": summary.ok, "failed": summary.failed}
             await self._completed(owner, batch_id, counts)
         except StoppedError:
@@ -228,22 +266,25 @@ class Jobs:
             if deaths[batch_id] >= MOST_DEATHS:
                 why = f"the engine died {MOST_DEATHS} times without an answer of this job"
                 await self._failed(owner, batch_id, "engine_down", why)
+        except DiskFullError:
+            raise
         except (OnestemError, ApiError) as error:
             await self._failed(owner, batch_id, "job_error", str(error))
         finally:
+            reading.end()
             self._active = None
 
     def _place(self, batch_id: str) -> Path:
         return self._store.work / batch_id / "output.jsonl"
 
-    def _run_job(self, owner: str, record: Row, run: JobAttempt) -> JobSummary:
+    def _run_job(self, owner: str, record: Row, run: JobAttempt, reading: Reading) -> JobSummary:
         source = self._store.files / record["input_file_id"]
         if record["status"] == "validating":
             _check_urls(source, record["endpoint"], run)
         model = self._model()
         place = self._place(record["id"])
         markups = json.loads(place.with_name(SCHEMAS).read_text())
-        told = Told(partial(self._note_progress, owner, record["id"]))
+        told = Told(partial(self._note_progress, owner, record["id"]), reading.note)
         return run_job(
             source,
             place,
@@ -260,6 +301,7 @@ class Jobs:
             compile_pml=self._schemas.compiler(markups),
             token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
             on_progress=told,
+            on_warning=lambda what: log.warning("job_mended", job=record["id"], what=what),
             keep_going=True,
         )
 
@@ -465,7 +507,7 @@ class JobAttempt:
             RequestError: the line cannot be answered; EngineDownError: the engine is not there.
         """
         self.check()
-        check(request)
+        guarded(check)(request)
         if request.params.response_format is not None or request.pml is not None:
             asked = self._client.ask("validate", request)
             try:
@@ -479,6 +521,7 @@ class JobAttempt:
         """Hand requests over as there is room for them, yield outputs as they come."""
         source = iter(requests)
         names: dict[str, str] = {}
+        self._sink = _Sink()  # news of an earlier call concern nobody
         sent = pulled = 0
         exhausted = False
         self._on_loop(self._client.open_job, self._name, self._sink)
@@ -518,13 +561,23 @@ class JobAttempt:
 
 
 class Told:
-    """Passes progress on, once a second and where it matters."""
+    """Passes progress on, once a second and where it matters.
 
-    def __init__(self, tell: Callable[[Progress], object]) -> None:
-        self._tell = tell
+    Args:
+        reading: gets all progress of the first pass, and the first after it.
+    """
+
+    def __init__(
+        self, tell: Callable[[Progress], object], reading: Callable[[Progress], object]
+    ) -> None:
+        self._tell, self._reading = tell, reading
         self._at = 0.0
+        self._reads = True
 
     def __call__(self, progress: Progress) -> None:
+        if self._reads:
+            self._reading(progress)
+            self._reads = progress.stage == "read"
         if progress.stage == "read":
             return
         now = time.monotonic()
@@ -534,7 +587,8 @@ class Told:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a job in a thread of its own: it takes none of the loop's pool."""
+    """Run a job in a thread of its own: it takes none of the loop's pool. Whatever ends it is an
+    `Exception` here."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 
@@ -542,12 +596,21 @@ async def in_thread(call: Callable[[], T]) -> T:
         try:
             result = call()
         except BaseException as error:
-            loop.call_soon_threadsafe(_settle, future, None, error)
+            loop.call_soon_threadsafe(_settle, future, None, _failure(error))
         else:
             loop.call_soon_threadsafe(_settle, future, result, None)
 
     threading.Thread(target=run, name="job", daemon=True).start()
     return await future
+
+
+def _failure(error: BaseException) -> Exception:
+    """A job's failure. What would pass through the event loop or cannot (a library's panic, an
+    exit) is the job's alone."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    log.exception("job_failed", error)
+    return JobError(f"the batch cannot be read or answered: {in_one_line(error)}")
 
 
 def _settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:

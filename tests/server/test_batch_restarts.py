@@ -1,0 +1,95 @@
+"""Batches over restarts of every kind of a server that is started as people start it: each is
+whole, and equal to that of a run without any."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from onestem.jobs import run_file
+from onestem.llm import LLM
+from tests.forked import Command
+from tests.server.test_batches import create, ended, output
+
+WAIT = 90.0
+LINES = 8
+
+
+def lines(number: int) -> bytes:
+    """Requests that are sampled, without a seed; a line that cannot be answered."""
+    made = [
+        {
+            "custom_id": f"{number}-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"The mill of Oakham, {number}, {i % 3}: ", "max_tokens": 8},
+        }
+        for i in range(LINES)
+    ]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in made) + b"not JSON\n"
+
+
+class Server:
+    """`onestem serve` without options that a job could depend on."""
+
+    def __init__(self, state: Path, *more: object, signal_after=None) -> None:
+        self.command = Command(
+            "serve", "--port", 0, "--state", state, "--dtype", "float32", "--device", "cpu", *more,
+            signal_after=signal_after,
+        )  # fmt: skip
+        self.command.until(lambda: bool(self.events("listening")), WAIT)
+        url = self.events("listening")[0]["url"]
+        self.http = httpx.Client(base_url=url, timeout=WAIT)
+
+    def events(self, name: str) -> list[dict]:
+        log = self.command.stderr
+        events = map(json.loads, log[: log.rfind("\n") + 1].splitlines())
+        return [event for event in events if event["event"] == name]
+
+    def close(self) -> None:
+        self.http.close()
+        self.command.send(signal.SIGKILL)
+        self.command.wait(WAIT)
+
+
+def engine_pid(http: httpx.Client) -> int:
+    return http.get("/internal/state").json()["engine"]["pid"]
+
+
+@pytest.mark.parametrize("count", [4])
+def test_batches_over_restarts_of_every_kind(tmp_path, count):
+    state = tmp_path / "state"
+    ways = itertools.cycle((signal.SIGTERM, signal.SIGKILL, signal.SIGINT, None))
+    with closing(Server(state, "--kv-memory", "64MiB")) as server:
+        ids = [create(server.http, lines(number))["id"] for number in range(count)]
+        server.command.send(signal.SIGTERM)
+        server.command.wait(WAIT)
+    # Each server ends in the middle of a batch, or its engine does, at an answer of its own.
+    for number in range(count):
+        way = next(ways)
+        at = None if way is None else (LINES // 2 + number % 3, way)
+        memory = ("64MiB", "2MiB", "512KiB")[number % 3]
+        with closing(Server(state, "--kv-memory", memory, signal_after=at)) as server:
+            if way is None:
+                os.kill(engine_pid(server.http), signal.SIGKILL)
+                server.command.until(lambda: bool(server.events("job_completed")), WAIT)
+            else:
+                server.command.until(lambda: False, WAIT)
+    with closing(Server(state)) as server:
+        batches = [ended(server.http, batch_id) for batch_id in ids]
+        assert [batch["status"] for batch in batches] == ["completed"] * count
+        assert {batch["errors"] for batch in batches} == {None}
+        made = [output(server.http, batch) for batch in batches]
+    llm = LLM(device="cpu", dtype="float32", kv_memory="64MiB")
+    for number, found in enumerate(made):
+        source, target = tmp_path / "in.jsonl", tmp_path / f"{number}.jsonl"
+        source.write_bytes(lines(number))
+        run_file(llm, source, target)
+        assert found == target.read_bytes()
