@@ -456,9 +456,10 @@ class _FirstPass:
             text = line.request.prompt.text
             if text is not None and self._tokenizer is not None and not line.request.is_scored:
                 texts[line.number] = text
+        encoded: Sequence[Sequence[int]] = []
         try:
-            encode = guarded(self._tokenizer.encode_batch) if self._tokenizer else list
-            encoded = encode([*texts.values()])
+            if self._tokenizer is not None:
+                encoded = guarded(self._tokenizer.encode_batch)([*texts.values()])
         except RequestError:
             encoded, texts = [], {}
         ids = dict(zip(texts, encoded, strict=True))
