@@ -122,6 +122,24 @@ def test_a_refused_prefix_has_its_users_name(tmp_path, tiny_model):
     assert message.startswith(f"prefix 'p{i}' has 40 tokens; KV memory of {most} tokens holds ")
 
 
+def test_a_keys_prefix_that_does_not_fit_any_more_keeps_nobody_from_being_served(
+    tmp_path, tiny_model
+):
+    engine = {"max_model_len": 64, "kv_memory": "256KiB"}
+    bodies = [{"token_ids": [5, i + 6] * 20} for i in range(6)]
+    with running(tmp_path, model=tiny_model, engine=engine) as server, server.http() as http:
+        for i, body in enumerate(bodies):
+            assert http.put(f"/v1/prefixes/p{i}", json=body).status_code == 200
+    little = {**engine, "kv_memory": "64KiB"}
+    with running(tmp_path, model=tiny_model, engine=little) as server, server.http() as http:
+        shown = {one["name"]: one["ready"] for one in http.get("/v1/prefixes").json()["data"]}
+        assert len(shown) == len(bodies)
+        assert False in shown.values()
+        for name in shown:
+            usage = complete(http, prefix=name, prompt="x")["usage"]
+            assert usage["prompt_tokens"] > 40
+
+
 def test_prefixes_outlive_the_server_and_the_engine(tmp_path, tiny_model):
     apps = {"app": {"text": TEXT}}
     with running(tmp_path, model=tiny_model, apps=apps) as server, server.http() as http:

@@ -24,6 +24,7 @@ from onestem.openai.read import read_object, read_prefix
 from onestem.openai.schema import Kind
 from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
+from onestem.server.logs import log
 from onestem.server.objects.store import Store
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
@@ -241,8 +242,16 @@ class Prefixes:
                 prefix.refused = told if told.startswith(named) else f"{named}: {told}"
 
     async def until_ready(self) -> None:
-        """Wait until all are computed."""
-        await self._until_ready(list(self._all.values()))
+        """Wait until all are computed. A key's that is refused, for less KV memory than it was made
+        in, keeps nobody from being served; its prompts compute it themselves."""
+        prefixes = sorted(self._all.values(), key=lambda prefix: not prefix.is_common)
+        for prefix in prefixes:
+            try:
+                await self._until_ready([prefix])
+            except RequestError as error:
+                if prefix.is_common:
+                    raise
+                log.warning("prefix_refused", key=prefix.owner or None, error=str(error))
 
     async def _until_ready(self, prefixes: Sequence[Prefix]) -> None:
         until = time.monotonic() + READY_SECONDS
