@@ -342,9 +342,9 @@ class AsyncLLM:
 
 
 class _Aborted(ApiError):
-    def __init__(self, metrics: RequestMetrics | None) -> None:
+    def __init__(self, last: Delta | None) -> None:
         super().__init__(499, "the request was aborted")
-        self.metrics = metrics
+        self.last = last
 
 
 class _Stream:
@@ -394,9 +394,10 @@ class _Stream:
         self._part.on_error(error)
         self.answered.set()
 
-    def abort(self, told: asyncio.Future[None], metrics: RequestMetrics | None) -> None:
-        """End an aborted request; `metrics`: its cost; None: it had ended, or that is unknown."""
-        self.inbox.fail(_Aborted(metrics))
+    def abort(self, told: asyncio.Future[None], last: Delta | None) -> None:
+        """End an aborted request; `last`: what the engine says of it; None: it had ended, or that
+        is unknown."""
+        self.inbox.fail(_Aborted(last))
         self.answered.set()
         if self._waiting is not None:
             self._waiting.cancel()
@@ -411,16 +412,14 @@ class _Stream:
             last = self.inbox.ended.get(0)
         except _Aborted as error:
             pieces = {index: piece for (_, index), piece in self.inbox.take().items()}
-            last = self._aborted(pieces, error.metrics)
+            last = self._aborted(pieces, error.last)
         except BaseException:
             self.is_over = True
             raise
         self.is_over = last is not None
         return Answer.of(self._output(kind, pieces, last), describe)
 
-    def _aborted(
-        self, pieces: dict[int, CompletionOutput], metrics: RequestMetrics | None
-    ) -> Delta:
+    def _aborted(self, pieces: dict[int, CompletionOutput], last: Delta | None) -> Delta:
         """The last output, which ends all sequences that have not ended."""
         params = self.request.params
         for index in range(1 if params.choices else params.n):
@@ -430,9 +429,7 @@ class _Stream:
                     index, CompletionOutput(index=index, text="", token_ids=[])
                 )
                 piece.finish_reason = "abort"
-        num_tokens = len(self.request.prompt_token_ids)
-        metrics = metrics or RequestMetrics(num_prompt_tokens=num_tokens)
-        return Delta(self.request.request_id, [], finished=True, metrics=metrics)
+        return last or Delta(self.request.request_id, [], finished=True)
 
     def _output(
         self, kind: OutputKind, pieces: dict[int, CompletionOutput], last: Delta | None

@@ -135,6 +135,7 @@ def test_aborted_and_left_requests_end(model):
             assert answer.finished
             assert answer.outputs[0].finish_reason == "abort"
             assert 0 < len(answer.outputs[0].token_ids) < 500
+            assert answer.reuse is not None
             await beside.aclose()
             task = asyncio.create_task(whole(served.generate([5, 8], LONG)))
             await anext(served.generate([5, 9], SHORT))

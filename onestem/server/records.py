@@ -34,7 +34,7 @@ ENGINE_COUNTS = {
     "processed_prompt_tokens": "Prompt tokens computed.",
     "output_tokens": "Tokens sampled.",
     "num_preempted": "Sequences that were preempted.",
-    "shared_read_tokens": "Keys that sequences saw and did not read: one read served several.",
+    "shared_read_tokens": "Reads of stored tokens saved: one read served several sequences.",
 }
 
 

@@ -166,7 +166,9 @@ def test_tables_and_tiles(page):
     assert "batch_12 alice in progress 125 of 1000 5" in text(browser, "jobs")
     assert "80%\nof all prompt tokens came from KV memory" in text(browser, "tiles")
     assert "12\nsequences running" in text(browser, "tiles")
-    assert "123\nkeys not read, since one read served several" in text(browser, "tiles")
+    assert "123\nreads of stored tokens saved: one read served several sequences" in text(
+        browser, "tiles"
+    )
     assert "embedded, float32 on cpu" in text(browser, "model")
 
 

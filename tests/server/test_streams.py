@@ -174,6 +174,8 @@ def test_what_was_computed_of_a_request_that_is_cut_short_is_counted(slow, strea
     slow.check()
     assert history.calls[0]["finish"] == "abort"
     assert history.calls[0]["output_tokens"] == client.stats["output_tokens"] - before
+    # It ran: the page says what its prompt found in the cache.
+    assert history.calls[0]["reuse"] is not None
 
 
 def test_the_openai_client_sees_an_error_in_a_stream(slow):

@@ -94,11 +94,10 @@ class Call:
             for part, request in enumerate(self.requests):
                 client.abort(request.request_id, partial(self._left, part))
 
-    def _left(self, part: int, metrics: RequestMetrics | None) -> None:
-        """The engine is done with one of its requests; `metrics` where it was cut short."""
-        if metrics is not None and part not in self.inbox.ended:
-            name = self.requests[part].request_id
-            self.inbox.ended[part] = Delta(name, [], finished=True, metrics=metrics)
+    def _left(self, part: int, last: Delta | None) -> None:
+        """The engine is done with one of its requests; `last` where it was cut short."""
+        if last is not None:
+            self.inbox.ended.setdefault(part, last)
         self._num_left += 1
         if self._num_left == len(self.requests) and self._on_left is not None:
             tell, self._on_left = self._on_left, None  # it refers to the call

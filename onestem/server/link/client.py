@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from onestem.errors import ConfigError, RequestError
 from onestem.pml import EncodedSegment
-from onestem.request import Request, RequestMetrics, RequestOutput
+from onestem.request import Request, RequestOutput
 from onestem.server.errors import ApiError, EngineDownError, NoAnswerError, as_api_error
 from onestem.server.link.messages import (
     Abort,
@@ -103,12 +103,12 @@ class JobSink(Protocol):
 # ----------------------------------------------------------------------------- pending aborts
 # Requests that were aborted, until the engine has said what they have cost.
 
-# Called once with a request's cost; None where it is unknown.
-OnEnd = Callable[[RequestMetrics | None], object]
+# Called once with a request's end (its pieces are not news); None where it is unknown.
+OnEnd = Callable[[Delta | None], object]
 
 
-def nobody(metrics: RequestMetrics | None) -> None:
-    """Ignore a request's cost."""
+def nobody(last: Delta | None) -> None:
+    """Ignore a request's end."""
 
 
 class PendingAborts:
@@ -126,19 +126,19 @@ class PendingAborts:
             return
         before, gone = self._waiting[request_id], asyncio.get_running_loop().create_future()
 
-        def end(metrics: RequestMetrics | None) -> None:
-            before(metrics)
+        def end(last: Delta | None) -> None:
+            before(last)
             if not gone.done():
                 gone.set_result(None)
 
         self._waiting[request_id] = end
         await gone
 
-    def take(self, request_id: str, metrics: RequestMetrics | None) -> None:
+    def take(self, request_id: str, last: Delta | None) -> None:
         """The engine is done with a request, whether it was aborted or ended by itself."""
         on_end = self._waiting.pop(request_id, nobody)
         try:
-            on_end(metrics)
+            on_end(last)
         except Exception as error:  # of one request: the news of others follow
             log.exception("news_failed", error, id=request_id)
 
@@ -501,7 +501,7 @@ class EngineClient:
         """End a request, wherever it is; its listener gets no more news.
 
         Args:
-            on_end: called once with the request's cost; None where it is unknown.
+            on_end: called once with the request's end; None where it is unknown.
         """
         entry = self._forget(request_id)
         if entry is not None and entry.sent and self._link is not None:
@@ -582,8 +582,8 @@ class EngineClient:
         self._take_tokens(report.tokens)
         for delta in report.deltas:
             self._take_delta(delta)
-        for name, metrics in report.aborted.items():
-            self._leaving.take(name, metrics)
+        for name, last in report.aborted.items():
+            self._leaving.take(name, last)
         for name, why in report.refused.items():
             entry = self._entries.get(name)
             if entry is not None:
@@ -618,7 +618,7 @@ class EngineClient:
         entry = self._entries.get(delta.request_id)
         if entry is None:
             if delta.finished:  # it ended while its abort was under way
-                self._leaving.take(delta.request_id, delta.metrics)
+                self._leaving.take(delta.request_id, delta)
             return
         if delta.finished:
             self._forget(delta.request_id)

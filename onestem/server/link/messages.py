@@ -209,7 +209,8 @@ class Report:
     Attributes:
         tokens, deltas: of interactive requests; `tokens` come before `deltas`.
         refused: request id -> why.
-        aborted: request id -> its cost; None: it was not begun, or has ended by itself.
+        aborted: request id -> its end, without pieces: what it cost and reused; None: it was not
+            begun, or has ended by itself.
         num_running: sequences in the engine.
         jobs: finished requests of jobs.
         pulled: job -> requests that the engine has taken so far.
@@ -222,7 +223,7 @@ class Report:
     tokens: Tokens = field(default_factory=Tokens)
     deltas: list[Delta] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    aborted: dict[str, RequestMetrics | None] = field(default_factory=dict)
+    aborted: dict[str, Delta | None] = field(default_factory=dict)
     num_running: int = 0
     jobs: list[JobOutput] = field(default_factory=list)
     pulled: dict[str, int] = field(default_factory=dict)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onestem.engine.engine import Engine
     from onestem.engine.sequence import Sequence
 
-__all__ = ["Deltas", "snapshot_of"]
+__all__ = ["Deltas", "last_delta", "snapshot_of"]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Deltas:
                 continue  # it was forgotten: it has no listener
             pieces = self._pieces(output, tokens)
             if output.finished:
-                deltas.append(_last(output, pieces))
+                deltas.append(last_delta(output, pieces))
                 self.forget(output.request_id)
             elif pieces:
                 deltas.append(Delta(output.request_id, pieces))
@@ -146,7 +146,8 @@ def _is_plain(sequence: CompletionOutput, sent: Told, weights_version: int) -> b
     )
 
 
-def _last(output: RequestOutput, pieces: list[CompletionOutput]) -> Delta:
+def last_delta(output: RequestOutput, pieces: list[CompletionOutput]) -> Delta:
+    """The end of a request, with what it cost and reused."""
     return Delta(
         output.request_id,
         pieces,

@@ -27,7 +27,7 @@ from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError, RankError
 from onestem.garbage import collecting_less
 from onestem.options import EngineOptions
-from onestem.request import Request, RequestMetrics, RequestOutput
+from onestem.request import Request, RequestOutput
 from onestem.server.link.messages import (
     Abort,
     Add,
@@ -35,6 +35,7 @@ from onestem.server.link.messages import (
     Ask,
     Begun,
     Channel,
+    Delta,
     Facts,
     Failed,
     JobOutput,
@@ -47,7 +48,7 @@ from onestem.server.link.messages import (
     Stop,
     Unpin,
 )
-from onestem.server.link.reports import Deltas, snapshot_of
+from onestem.server.link.reports import Deltas, last_delta, snapshot_of
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
@@ -200,7 +201,7 @@ class Worker:
         self._job_of: dict[str, str] = {}
         self._num_taken = 0
         self._refused: dict[str, str] = {}
-        self._aborted: dict[str, RequestMetrics | None] = {}
+        self._aborted: dict[str, Delta | None] = {}
         self._answers: list[Answered] = []
         self._running = True
         self._stats_at = 0.0
@@ -383,7 +384,7 @@ class Worker:
             self._aborted[name] = None
             return
         output = self._engine.abort(name)
-        self._aborted[name] = output.metrics if output is not None else None
+        self._aborted[name] = last_delta(output, []) if output is not None else None
         self._deltas.forget(name)
 
     @_take.register

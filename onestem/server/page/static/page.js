@@ -59,7 +59,7 @@ function tiles() {
     [seconds(last("ttft_p50")), "to the first token, median"],
     [seconds(last("tpot_p50")), "per token, median"],
     [percent(totals.cached_tokens, totals.prompt_tokens), "of all prompt tokens came from KV memory"],
-    [short(totals.shared_read_tokens ?? 0), "keys not read, since one read served several sequences"],
+    [short(totals.shared_read_tokens ?? 0), "reads of stored tokens saved: one read served several sequences"],
     [percent(kv.total_tokens - kv.free_tokens, kv.total_tokens), "of KV memory in use"],
     [short(totals.requests), `requests; ${short(totals.refused)} refused, ${short(totals.failed)} failed, ${short(totals.num_preempted)} preempted`],
   ];
