@@ -11,9 +11,11 @@ from onestem.engine.schedule.admission import model_len
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, WeightsError
 from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
+from onestem.models.checkpoint import file_bytes
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
+from onestem.models.linear import Layout
 from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import Ranks
@@ -23,6 +25,7 @@ from onestem.models.weights import (
     formats_of,
     num_parameters,
     refuse_rounding_twice,
+    target_of,
     weight_bytes,
 )
 from onestem.options import EngineOptions, Quantize
@@ -42,7 +45,9 @@ class Needs:
         quantization: how the weights are stored, or rounded when they are loaded; None: as numbers
             of 16 or 32 bits.
         dtype, device: the ones that would be chosen.
-        weight_bytes: with the copies that are made for a CPU.
+        file_bytes: what the weights' files take on the disk; None: there are none.
+        weight_bytes: what the weights take in memory, with the copies that are made for a CPU.
+        copies: what is held twice, for people.
         kv_bytes_per_token: keys and values of one token, over all layers.
         kv_tokens: tokens that KV memory would hold here; 0: the model does not fit.
         max_model_len: the longest sequence that would be answered here.
@@ -60,7 +65,9 @@ class Needs:
     quantization: str | None
     dtype: str
     device: str
+    file_bytes: int | None
     weight_bytes: int
+    copies: list[str]
     kv_bytes_per_token: int
     kv_tokens: int
     max_model_len: int
@@ -78,8 +85,10 @@ def needs_of(options: EngineOptions) -> Needs:
     path, problem = find_model(options.model), None
     config = ModelConfig.from_directory(path)
     formats: dict[str, Scheme | Quantize] = {}
+    size = None
     if not options.makes_weights_up:
         try:
+            size = file_bytes(path)
             config, stored = checked_config(path)
             formats |= stored
             refuse_rounding_twice(path, config, options.quantization)
@@ -93,6 +102,7 @@ def needs_of(options: EngineOptions) -> Needs:
         formats = formats_of(config, options.quantization, dtype, device)
     part = part_of(config, Ranks(0, ranks, None))
     weights = weight_bytes(part, dtype, device, formats)
+    layout = target_of(expected_shapes(part), dtype, device).layout
     token = part.kv_values_per_token * dtype.itemsize
     kv_tokens = longest = 0
     try:
@@ -114,12 +124,25 @@ def needs_of(options: EngineOptions) -> Needs:
         quantization=options.quantization or _stored(config, formats),
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
+        file_bytes=size,
         weight_bytes=weights,
+        copies=_copies(config, layout, formats),
         kv_bytes_per_token=token,
         kv_tokens=kv_tokens,
         max_model_len=longest,
         problem=problem,
     )
+
+
+def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) -> list[str]:
+    told = {
+        Layout.PACKED_AND_PLAIN: ["matrices also plain, for many rows"],
+        Layout.PACKED_FLOAT32: ["matrices also packed, in float32"],
+    }.get(layout, [])
+    rounded = config.tensor_names.head in formats
+    if config.tie_embeddings and (rounded or layout is not Layout.PLAIN):
+        told = [*told, "the embedding also as the head"]
+    return told
 
 
 def _stored(config: ModelConfig, formats: Mapping[str, object]) -> str | None:

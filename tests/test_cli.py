@@ -165,6 +165,7 @@ def test_models_says_what_a_directory_needs_before_it_is_loaded(model, tmp_path)
     found = json.loads(onestem("models", model, "--kv-memory", "1MiB", "--json").stdout)
     with LLM(model, device="cpu", kv_memory="1MiB") as llm:
         assert found["weight_bytes"] == llm.decoder.weight_bytes
+        assert found["file_bytes"] == (model / "model.safetensors").stat().st_size
         assert found["parameters"] == llm.decoder.num_parameters
         assert found["kv_bytes_per_token"] == llm.decoder.kv_bytes_per_token
         assert (found["kv_tokens"], found["max_model_len"]) == (
@@ -205,7 +206,16 @@ def test_models_tells_what_a_format_adds(model, tmp_path):
     assert told[-1].startswith("lm_head:")
     done = onestem("models", path, "--quantization", "int8", "--check", code=1)
     assert "problem: quantization is int8, and the weights" in done.stdout
-    assert "are not quantised" in onestem("models", model, "--check", code=2).stderr
+    assert "are not quantised" in onestem("models", model, "--original", model, code=2).stderr
+
+
+def test_plain_weights_pass_a_check(model):
+    """Nothing is quantised: that is no failure."""
+    told = onestem("models", model, "--check", "--device", "cpu").stdout.splitlines()
+    assert told[-1] == (
+        "check: nothing is quantised, so there are no errors of a format; the files are complete"
+    )
+    assert json.loads(onestem("models", model, "--check", "--json").stdout)["errors"] == []
 
 
 def plain_lines(count: int) -> list[dict]:

@@ -382,6 +382,11 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(handle.keys(), file)
 
 
+def file_bytes(directory: Path) -> int:
+    """Bytes of the files that hold a directory's tensors; raises `WeightsError` without them."""
+    return sum(file.stat().st_size for file in set(_tensor_files(directory).values()))
+
+
 def _no_weights(directory: Path) -> str:
     kinds = (".bin", ".pt", ".gguf", ".safetensors")
     others = sorted(file.name for file in directory.iterdir() if file.suffix in kinds)

@@ -65,20 +65,26 @@ def format_errors(
     quantization: Quantize | None = None,
     original: Path | None = None,
 ) -> Iterator[FormatError]:
-    """Errors of each quantised module of a directory, which are read one after the other.
+    """Errors of each quantised module of a directory, which are read one after the other; none
+    where nothing is quantised.
 
     Args:
         quantization: format that 16-bit weights are rounded to.
         original: a directory of the same model with the weights that were quantised.
 
     Raises:
-        ConfigError: nothing is quantised.
+        ConfigError: nothing is quantised that could be compared with `original`.
         WeightsError: a directory does not hold the model.
     """
     config, schemes = checked_config(path)
     stored = config.experts is not None and config.experts.mxfp4
     if not schemes and not stored and quantization is None:
-        raise ConfigError(f"the weights of {path} are not quantised: give --quantization")
+        if original is None:
+            return
+        raise ConfigError(
+            f"the weights of {path} are not quantised, and --original is what quantised ones came "
+            "from: leave it out, or give --quantization"
+        )
     shapes = expected_shapes(config)
     source = open_checkpoint(path, config, dtype, device)
     target = target_of(shapes, dtype, device)
