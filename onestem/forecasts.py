@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from onestem.batch.lengths import expected_outputs
 from onestem.cost import (
     TOKENS,
     Forecast,
@@ -179,15 +180,14 @@ class Target:
         """What a plan will take in each mode; None where nothing is to be predicted.
 
         Args:
-            outputs: `[num_requests]` maximum tokens of all answers to each; 0: not given.
+            outputs: `[num_requests]` tokens of all answers to each.
         """
         if self.rates is None:
             return None
-        work = Work.of(plan, np.maximum(outputs, 1), prompts.answers())
+        work = Work.of(plan, outputs, prompts.answers())
         return {
             "device": self.rates.device,
             "rates": self.rates.source,
-            "unknown_lengths": int((outputs == 0).sum()),
             **{share: self.forecast(work, share).to_dict() for share in MODES},
         }
 
@@ -195,7 +195,7 @@ class Target:
         self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray, replicas: int
     ) -> dict[str, Any]:
         """What a plan will take on several engines like this; arguments as of `report`."""
-        work = Work.of(plan, np.maximum(outputs, 1), prompts.answers())
+        work = Work.of(plan, outputs, prompts.answers())
         found: dict[str, Any] = {"replicas": replicas}
         for how in get_args(Dealt):
             dealt = self.forecast_dealt(plan, work, "full", replicas, how)
@@ -375,6 +375,7 @@ class JobWatch:
 
     Args:
         share: the engines' mode.
+        max_model_len: at which answers end.
         num_replicas: engines that the job is dealt to.
 
     Attributes:
@@ -387,10 +388,12 @@ class JobWatch:
         target: Target,
         share: ShareMode,
         stats: Callable[[], EngineStats],
+        max_model_len: int,
         num_replicas: int = 1,
     ) -> None:
         self.target, self.stats = target, stats
         self._share, self._num_replicas = share, num_replicas
+        self._max_model_len = max_model_len
         self._plan: JobPlan | None = None
         self._outputs: IntArray | None = None
         self._answers: IntArray | None = None
@@ -400,7 +403,8 @@ class JobWatch:
     @staticmethod
     def of_llm(llm: LLM) -> JobWatch:
         """A watch of a running engine."""
-        return JobWatch(Target.of_llm(llm), llm.engine.share, lambda: llm.engine.stats)
+        most = llm.engine.max_model_len
+        return JobWatch(Target.of_llm(llm), llm.engine.share, lambda: llm.engine.stats, most)
 
     def planner(self, planner: Callable[..., JobPlan]) -> Callable[..., JobPlan]:
         """The same planner, whose first plan is noted. Later plans are of single lines at which an
@@ -409,7 +413,8 @@ class JobWatch:
         def plan(prompts: SpooledPrompts, *, output_lengths: IntArray | None) -> JobPlan:
             made = planner(prompts, output_lengths=output_lengths)
             if self._plan is None and self.target.rates is not None:
-                self._plan, self._prompts, self._outputs = made, prompts, output_lengths
+                self._plan, self._prompts = made, prompts
+                self._outputs = expected_outputs(prompts, self._max_model_len)
                 self._answers = prompts.answers()
                 self._came = np.ones(len(prompts), np.int64)
             return made

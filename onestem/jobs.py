@@ -7,17 +7,21 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onestem.advice import Advice, Advisor
 from onestem.batch import (
+    ASSUMED_TOKENS,
     EngineDiedError,
     JobInput,
     JobSummary,
+    OpenEnded,
     Progress,
     SpooledPrompts,
+    expected_outputs,
     model_identity,
     run_job,
 )
@@ -61,6 +65,7 @@ def run_file(
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
     on_warning: Callable[[str], object] = log.warning,
+    on_open_ended: Callable[[OpenEnded], object] | None = None,
     watch: JobWatch | None = None,
 ) -> JobSummary:
     """Run or continue a job (see `onestem.batch.run_job`) on a model, or on replicas of it.
@@ -95,6 +100,7 @@ def run_file(
         on_progress=on_progress,
         on_first_error=on_first_error,
         on_warning=on_warning,
+        on_open_ended=on_open_ended,
     )
 
 
@@ -201,8 +207,9 @@ def plan_file(
     Returns:
         the plan's report (`PlanReport.to_dict`), with `failed_lines`. Each of `largest_groups` is
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
-        `forecast` (None where nothing is predicted) names the device, its rates and the number of
-        requests of unknown length, and holds a `Forecast` for each of full, storage, off.
+        `forecast` (None where nothing is predicted) names the device and its rates, and holds a
+        `Forecast` for each of full, storage, off. `open_ended` are the requests without
+        `max_tokens` (`OpenEnded`), of whose answers `assumed_tokens` are predicted.
         With `replicas`, `dealt` has a `ReplicasForecast` for each way to deal the job.
 
     Raises:
@@ -248,7 +255,7 @@ def plan_file(
         )
         with contextlib.closing(Spool(place, "plan")) as spool:
             planned = _Planned(
-                source, spool, planner_of(options, target.kv_tokens), tokenizer, target
+                source, spool, planner_of(options, target.kv_tokens), tokenizer, target, most
             )
             report = planned.report(replicas, folder if advises else None, price)
             if html is not None:
@@ -291,11 +298,13 @@ class _Planned:
         planner: Callable[..., JobPlan],
         tokenizer: Tokenizer | None,
         target: Target,
+        max_model_len: int,
     ) -> None:
         self._source, self._spool, self._planner = source, spool, planner
         self._tokenizer, self._target = tokenizer, target
         self._indices = spool.is_request.nonzero()[0]
         self._prompts = SpooledPrompts(spool, self._indices)
+        self._max_model_len = max_model_len
         self._advice: Advice | None = None
         self._plan = planner(self._prompts, output_lengths=spool.output_lengths(self._indices))
 
@@ -304,7 +313,7 @@ class _Planned:
     ) -> dict[str, Any]:
         """The report of `plan_file`; where `scratch` is None nothing is advised."""
         spool, plan, prompts, target = self._spool, self._plan, self._prompts, self._target
-        outputs = spool.max_output[self._indices]
+        outputs = expected_outputs(prompts, self._max_model_len)
         advice = None
         if scratch is not None and self._tokenizer is not None and len(plan.order):
             advisor = Advisor(self._source, spool, self._indices, self._tokenizer, self._planner)
@@ -319,6 +328,8 @@ class _Planned:
             "kv_memory_tokens": target.kv_tokens,
             "kv_bytes_per_token": target.shape.token_bytes,
             "failed_lines": len(spool) - len(self._indices),
+            "open_ended": asdict(OpenEnded.of(prompts, self._max_model_len)),
+            "assumed_tokens": ASSUMED_TOKENS,
             "forecast": target.report(plan, prompts, outputs),
             "dealt": None,
             "advice": None if advice is None else advice.to_dict(),

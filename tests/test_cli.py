@@ -349,7 +349,7 @@ def test_plan_predicts_for_a_device_that_is_not_here(model, tmp_path):
     report = json.loads(onestem(*args, "--json").stdout)
     found = report["forecast"]
     assert found["device"] == "NVIDIA H200"
-    assert found["unknown_lengths"] == 0
+    assert report["open_ended"] == {"requests": 0, "most_tokens": 0}
     computed = found["full"]["computed_prompt_tokens"]
     assert computed == found["storage"]["computed_prompt_tokens"]
     assert computed == report["processed_tokens_all_levels"]

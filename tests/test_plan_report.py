@@ -102,6 +102,7 @@ def test_a_large_job_is_cut_to_a_megabyte(tmp_path):
     made = plan_job(prompts)
     report = {
         **made.report.to_dict(), "largest_groups": [], "failed_lines": 0, "forecast": None,
+        "open_ended": {"requests": 0, "most_tokens": 0}, "assumed_tokens": 256,
         "savings_by_level": savings_by_level(made.tree), "dealt": None, "advice": None,
         "forecast_reordered": None, "costs": None,
     }  # fmt: skip

@@ -12,20 +12,24 @@ from onestem.batch.interface import (
     SpooledPrompts,
 )
 from onestem.batch.job import run_job
+from onestem.batch.lengths import ASSUMED_TOKENS, OpenEnded, expected_outputs
 from onestem.batch.planned import PlannedLines
 from onestem.batch.spool import Tokenizer, output_lengths
 
 __all__ = [
+    "ASSUMED_TOKENS",
     "DIED_TWICE",
     "EngineDiedError",
     "JobInput",
     "JobInterrupted",
     "JobSummary",
+    "OpenEnded",
     "PlannedLines",
     "Planner",
     "Progress",
     "SpooledPrompts",
     "Tokenizer",
+    "expected_outputs",
     "model_identity",
     "output_lengths",
     "run_job",

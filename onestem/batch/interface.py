@@ -153,6 +153,11 @@ class SpooledPrompts:
         return self._spool.num_ids[self._indices]
 
     @property
+    def most_outputs(self) -> IntArray:
+        """`[num_prompts]` maximum tokens of all answers to each together; 0: not given."""
+        return self._spool.max_output[self._indices]
+
+    @property
     def folder(self) -> Path:
         """A folder with room for a second copy of the ids."""
         return self._spool.folder

@@ -48,8 +48,10 @@ from onestem.batch.interface import (
     Planner,
     Progress,
     Run,
+    SpooledPrompts,
 )
 from onestem.batch.journal import UNKNOWN, Journal, ResultCounts
+from onestem.batch.lengths import OpenEnded
 from onestem.batch.planned import PlannedLines
 from onestem.batch.results import answer_line, error_line, split_result_id
 from onestem.batch.spool import (
@@ -94,6 +96,7 @@ def run_job(
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
     on_warning: Callable[[str], object] = log.warning,
+    on_open_ended: Callable[[OpenEnded], object] | None = None,
 ) -> JobSummary:
     """Run a job, or continue it, to its end.
 
@@ -124,6 +127,7 @@ def run_job(
         on_first_error: called in the first pass, at most once, with the first line that cannot be
             answered and the reason, in one line.
         on_warning: called with what was found damaged and is mended, in one line.
+        on_open_ended: called after the first pass if there are requests without `max_tokens`.
 
     Raises:
         JobError: the job cannot start or go on; one line that says what to do.
@@ -152,6 +156,7 @@ def run_job(
         token_bytes=token_bytes, compile_pml=compile_pml,
         tell=on_progress or (lambda progress: None), warn=on_warning,
         first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
+        on_open_ended=on_open_ended,
     )  # fmt: skip
     with place.locked():
         try:
@@ -193,6 +198,7 @@ class _Job:
         tell: Callable[[Progress], object],
         warn: Callable[[str], object],
         first_lines: FirstLines,
+        on_open_ended: Callable[[OpenEnded], object] | None,
     ) -> None:
         self._source, self._place = source, place
         self._survey, self._identity = survey, identity
@@ -202,7 +208,7 @@ class _Job:
         self._checked = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         self._token_bytes, self._tell, self._warn = token_bytes, tell, warn
         self._compile_pml = compile_pml
-        self._first_lines = first_lines
+        self._first_lines, self._on_open_ended = first_lines, on_open_ended
         self._summary = JobSummary(output=place.output, total=survey.num_lines)
         self._counts = ResultCounts()
         self._num_written = 0  # results of this run
@@ -244,6 +250,7 @@ class _Job:
             spool = Spool(self._place, self._identity.job, self._compile_pml)
         self._summary.read_seconds += time.perf_counter() - began
         with contextlib.closing(spool):
+            self._tell_open_ended(spool)
             self._compute(spool)
 
     # -- first pass
@@ -279,6 +286,14 @@ class _Job:
 
     def _tell_read(self, num_lines: int, num_bytes: int) -> None:
         self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))
+
+    def _tell_open_ended(self, spool: Spool) -> None:
+        if self._on_open_ended is None or self._max_model_len is None:
+            return
+        prompts = SpooledPrompts(spool, spool.is_request.nonzero()[0])
+        found = OpenEnded.of(prompts, self._max_model_len)
+        if found.requests:
+            self._on_open_ended(found)
 
     # -- second pass
 

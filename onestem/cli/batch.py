@@ -19,7 +19,7 @@ from onestem.options import EngineOptions, InputOptions
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from onestem.batch import JobInput, JobSummary, Progress
+    from onestem.batch import JobInput, JobSummary, OpenEnded, Progress
     from onestem.forecasts import JobWatch
     from onestem.llm import LLM
     from onestem.replicas import Replicas
@@ -180,6 +180,7 @@ def _run(
                     on_progress=progress,
                     on_first_error=lambda error: _tell_error(error, output),
                     on_warning=lambda warning: print(f"onestem: {warning}", file=sys.stderr),
+                    on_open_ended=lambda found: _tell_open_ended(found, source),
                     watch=watch,
                 )
         except JobInterrupted as interrupted:
@@ -209,6 +210,11 @@ def _watch(llm: LLM | Replicas) -> JobWatch:
 
 def _tell_error(error: str, output: Path) -> None:
     print(f"onestem: {error} (each such line has its reason in {output})", file=sys.stderr)
+
+
+def _tell_open_ended(found: OpenEnded, source: JobInput) -> None:
+    line = found.line(has_template=source.recipe is not None)
+    print(f"onestem: {line}", file=sys.stderr)
 
 
 def _report(summary: JobSummary, watch: JobWatch) -> None:

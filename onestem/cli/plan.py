@@ -128,15 +128,19 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _show(report, engine.levels, price)
+        _show(report, engine.levels, price, has_template=source.recipe is not None)
     raise typer.Exit(1 if report["failed_lines"] else 0)
 
 
-def _show(report: dict[str, Any], levels: str, price: Price | None) -> None:
+def _show(report: dict[str, Any], levels: str, price: Price | None, *, has_template: bool) -> None:
+    from onestem.batch import OpenEnded
+
     typer.echo(
         f"{report['requests']} requests in {report['groups']} groups, "
         f"{report['failed_lines']} lines that cannot be answered"
     )
+    if report["open_ended"]["requests"]:
+        typer.echo(OpenEnded(**report["open_ended"]).line(has_template=has_template))
     typer.echo(f"{report['logical_prompt_tokens']} prompt tokens")
     for name, level in (("one", "one level"), ("all", f"{report['levels']} levels")):
         computed = report[f"processed_tokens_{'one_level' if name == 'one' else 'all_levels'}"]
@@ -155,6 +159,9 @@ def _show(report: dict[str, Any], levels: str, price: Price | None) -> None:
     typer.echo(f"planned in {report['planning_seconds']:.2f} s")
     if report["forecast"] is not None:
         _show_forecast(report["forecast"], report["logical_prompt_tokens"])
+        if report["open_ended"]["requests"]:
+            tokens = report["assumed_tokens"]
+            typer.echo(f"  an answer without max_tokens is taken to have {tokens} tokens")
     if price is not None:
         told = {"full": "sharing", "off": "without", "reordered": "with fields reordered"}
         costs = (
@@ -192,11 +199,6 @@ def _show_forecast(found: dict[str, Any], prompt_tokens: int) -> None:
         typer.echo(
             f"  {name}: {one['seconds']:.1f} s, {one['computed_prompt_tokens']} prompt tokens "
             f"computed, maximum {one['peak_kv_tokens']} tokens in KV memory{again}"
-        )
-    if found["unknown_lengths"]:
-        typer.echo(
-            f"  {found['unknown_lengths']} requests set no max_tokens: one token is predicted of "
-            "each of their answers"
         )
 
 

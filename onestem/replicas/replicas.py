@@ -116,7 +116,8 @@ class Replicas:
 
     def watch(self) -> JobWatch:
         """Compares a job with its prediction, after it has run."""
-        return JobWatch(self._target, self.options.share, self.stats, self.num_replicas)
+        most = self._max_model_len
+        return JobWatch(self._target, self.options.share, self.stats, most, self.num_replicas)
 
     def stats(self) -> EngineStats:
         """Sums over all engines; `peak_kv_tokens` is that of the fullest one."""

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from onestem.batch import ASSUMED_TOKENS, OpenEnded, expected_outputs
 from onestem.cost import named_rates
 from onestem.cost.measure import keep_rates, known_rates
 from onestem.errors import ConfigError
@@ -18,6 +19,7 @@ from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 MAX_TOKENS = 12
+STOPS = list(range(0, VOCAB_SIZE, 2))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def run(llm, folder):
                 "max_tokens": MAX_TOKENS,
                 "temperature": 1,
                 "seed": i,
-                "stop_token_ids": list(range(0, VOCAB_SIZE, 2)),
+                "stop_token_ids": STOPS,
             },
         }
         for i in range(12)
@@ -94,18 +96,55 @@ def test_replicas_are_predicted_together(llm, tmp_path, cache):
     assert (three.steps, three.rows) == (one.steps, one.rows)
 
 
-def test_requests_of_unknown_length_are_counted_and_get_one_token(llm, cache):
+class Prompts:
+    """As `SpooledPrompts`: the second of three prompts asks for two answers."""
+
+    lengths = np.array([2, 2, 900])
+    most_outputs = np.array([4, 0, 0])
+
+    def answers(self):
+        return np.array([1, 2, 1])
+
+
+def test_answers_without_max_tokens_are_told_and_predicted(llm, cache):
     keep_rates(llm.config, llm.dtype, llm.device, named_rates("h200"))
-
-    class Prompts:
-        def answers(self):
-            return np.ones(3, np.int64)
-
+    assert OpenEnded.of(Prompts(), 1000) == OpenEnded(2, 998)
+    outputs = expected_outputs(Prompts(), 1000)
+    assert outputs.tolist() == [4, 2 * ASSUMED_TOKENS, 100]
     plan = plan_job([[5, 6], [5, 7], [5, 8]])
-    report = Target.of_llm(llm).report(plan, Prompts(), np.array([4, 0, 0]))
-    assert report["unknown_lengths"] == 2
-    assert report["full"]["rows"] == 4 + 3
-    assert report["off"]["rows"] == 6 + 3
+    report = Target.of_llm(llm).report(plan, Prompts(), outputs)
+    assert report["full"]["rows"] == 4 + 3 + 2 * (ASSUMED_TOKENS - 1) + 99
+
+
+def test_what_sets_no_max_tokens_is_told_before_the_job_runs(llm, tmp_path, cache):
+    """A chat without it may fill the model; a completion has OpenAI's 16."""
+    keep_rates(llm.config, llm.dtype, llm.device, named_rates("h200"))
+    bodies = [
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "stop_token_ids": STOPS}),
+        ("chat", {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}),
+    ]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": f"/v1/{kind}/completions", "body": body}
+        for i, (kind, body) in enumerate(bodies)
+    ]
+    (source := tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    told, watch = [], JobWatch.of_llm(llm)
+
+    def tell(found):
+        told.append((found, watch._plan))
+
+    run_file(llm, source, tmp_path / "out.jsonl", watch=watch, on_open_ended=tell)
+    ((found, plan),) = told
+    assert plan is None  # before anything runs
+    assert found.requests == 1
+    assert llm.engine.max_model_len - 64 < found.most_tokens < llm.engine.max_model_len
+    assert f"may run to {found.most_tokens} tokens" in found.line(has_template=False)
+    assert "--body" in found.line(has_template=True)
+    predicted = watch.verdict(1.0).predicted
+    assert (
+        predicted.rows - predicted.computed_prompt_tokens
+        == 1 + min(ASSUMED_TOKENS, found.most_tokens) - 1
+    )
 
 
 def test_a_cache_that_cannot_be_written_is_named(llm, tmp_path, monkeypatch):
