@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from onestem.beside_vllm import Beside, refuses_vllms
 from onestem.checked import show
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError
@@ -46,7 +47,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 LOADER = "onestem.server.link.worker:load_with_ranks"
 
 
-class AsyncLLM:
+class AsyncLLM(Beside):
     """A model and the engine that runs it, in a process of its own, for callers of one event loop.
 
     Its arguments are those of `LLM`. The model is loaded with the first call, or with `start`. An
@@ -163,6 +164,7 @@ class AsyncLLM:
 
     # ----------------------------------------------------------------------------- answers
 
+    @refuses_vllms
     async def generate(
         self,
         prompt: AnyPrompt,

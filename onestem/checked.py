@@ -18,6 +18,7 @@ from pydantic import ValidationError as Invalid
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails
 
+from onestem.beside_vllm import Name, way_out
 from onestem.errors import OnestemError, RequestError
 
 __all__ = [
@@ -106,9 +107,11 @@ class Checked(Object):
 
     Attributes:
         error: what is raised, with one line.
+        beside: vLLM's names for such fields, for who gives one of them.
     """
 
     model_config = ConfigDict(frozen=True)
+    beside: ClassVar[Mapping[str, Name]] = {}
     error: ClassVar[type[OnestemError]] = RequestError
 
     if not TYPE_CHECKING:  # type checkers take the fields for the arguments
@@ -191,7 +194,9 @@ def sentence(
     if isinstance(mistake, OnestemError):
         return _of_our_own(str(mistake), path, value, name)
     if problem["type"] == "extra_forbidden":
-        return f"unknown field in {_spelled(path[:-1], name) or whole}: {show(path[-1])}"
+        inside, unknown = _spelled(path[:-1], name), str(path[-1])
+        hint = "" if inside else way_out(unknown, getattr(model, "beside", {}))
+        return f"unknown field in {inside or whole}: {show(unknown)}{hint}"
     if problem["type"] == "missing":
         missing = str(problem["loc"][-1])
         inside = _spelled(path, name)

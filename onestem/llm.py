@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from onestem.batch import model_identity, output_lengths
+from onestem.beside_vllm import Beside, refuses_vllms
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
 from onestem.engine.engine import Engine
@@ -29,7 +30,7 @@ from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.engine.warm_up import warm_up
-from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
+from onestem.errors import ConfigError, OnestemError, RequestError
 from onestem.garbage import collecting_less
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
@@ -117,7 +118,7 @@ GPU_SHARE = 0.9  # of a GPU's free memory, for KV
 PENALTY_LIST_BYTES = 32 * 1024
 
 
-class LLM:
+class LLM(Beside):
     """A model and the engine that runs it.
 
     Its arguments are the fields of `EngineOptions`. Defaults come from `ONESTEM_*` variables or a
@@ -275,6 +276,7 @@ class LLM:
 
     # ----------------------------------------------------------------------------- offline
 
+    @refuses_vllms
     @collecting_less()
     def generate(
         self,
@@ -298,6 +300,7 @@ class LLM:
         many = [_plain(prompt) for prompt in several_prompts(prompts)]
         return self._answer(self._ids(many), _texts(many), sampling_params, use_tqdm=use_tqdm)
 
+    @refuses_vllms
     def stream(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
@@ -323,18 +326,7 @@ class LLM:
         answers = self._run(planned(streams, order), output_kind) if requests else iter(())
         return _Awake(self.engine, self._with_index(answers, requests, order))
 
-    def beam_search(self, *prompts: object, **params: object) -> NoReturn:
-        """Beam search is not supported.
-
-        Raises:
-            UnsupportedError: with the ways out.
-        """
-        raise UnsupportedError(
-            "beam search is not there: sample several answers (SamplingParams(n=8, logprobs=0)) "
-            "and take the one with the highest cumulative_logprob; or search by steps: going on "
-            "from an output computes nothing again (docs/rollouts.md)"
-        )
-
+    @refuses_vllms
     @collecting_less()
     def chat(
         self,

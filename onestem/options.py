@@ -31,6 +31,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJs
 from pydantic import ValidationError as Invalid
 from pydantic.fields import FieldInfo
 
+from onestem.beside_vllm import ENGINE, Name, way_out
 from onestem.checked import EXPECTED, Checked, show, words
 from onestem.errors import ConfigError, OnestemError
 from onestem.shapes import is_shape
@@ -162,6 +163,7 @@ class EngineOptions(Options):
     """
 
     panel: ClassVar[str | None] = "Engine"
+    beside: ClassVar[Mapping[str, Name]] = ENGINE
 
     model: Path_ = Field(default=EMBEDDED, kw_only=False)
     """Model directory, hub name (owner/name), 'embedded', or 'shape:NAME': a size with random
@@ -457,7 +459,8 @@ def _check_names(names: Iterable[str]) -> None:
     flags = {flag.replace("-", "_"): name for name, flag in EngineOptions.offered().items()}
     for name in names:
         if name not in fields:
-            hint = _nearest(name, {field: field for field in fields} | flags)
+            spellings = {field: field for field in fields} | flags
+            hint = way_out(name, ENGINE) or _nearest(name, spellings)
             raise ConfigError(f"there is no option {name!r}{hint}")
 
 
@@ -472,9 +475,16 @@ def _field(kind: type[Options], key: str, file: Path) -> str:
     name = names.get(key.replace("_", "-"))
     if name is None:
         spellings = {named: named.replace("-", "_") for named in (*TABLES, *names)}
-        hint = _nearest(key.replace("_", "-"), spellings)
+        told = way_out(
+            key.replace("-", "_"), kind.beside, lambda ours: _spelled_in_file(kind, ours)
+        )
+        hint = told or _nearest(key.replace("_", "-"), spellings)
         raise ConfigError(f"{file}: there is no option {key!r}{hint}")
     return name
+
+
+def _spelled_in_file(kind: type[Options], name: str) -> str:
+    return kind.offered().get(name, name).replace("-", "_")
 
 
 def _parsed(kind: type[Options], name: str, text: str) -> Any:

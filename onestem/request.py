@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from onestem.beside_vllm import SAMPLING, Name
 from onestem.checked import (
     EXPECTED,
     Checked,
@@ -378,6 +379,8 @@ class SamplingParams(Checked):
     `None` in `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` means the model's
     own default (`generation_config.json`), or, where that is silent: 1.0, off, 1.0, 0.0, 1.0.
     """
+
+    beside: ClassVar[Mapping[str, Name]] = SAMPLING
 
     n: int = Field(default=1, ge=1, le=4096)
     """Sequences to sample; they share the prompt's KV."""

@@ -22,6 +22,7 @@ LAYERS = [
         "seeds",
         "threads",
     ),
+    ("beside_vllm",),
     ("checked", "children", "files", "lengths", "native", "shapes", "utf8"),
     ("options",),
     ("pml", "scores"),

@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from vllm_names import ENGINE, ROUTES, SAMPLING, Name
 
+from onestem.beside_vllm import (
+    ARGUMENTS,
+    ENGINE,
+    FIELDS,
+    METHODS,
+    ROUTES,
+    SAMPLING,
+    SERVE,
+    Name,
+)
 from onestem.checked import words
 from onestem.options import EngineOptions, Options
 from onestem.request import SamplingParams
@@ -32,7 +41,11 @@ def write_reference(folder: Path) -> None:
         "http": http_page(),
         "vllm-sampling": vllm_table(SAMPLING, SamplingParams),
         "vllm-engine": vllm_table(ENGINE, EngineOptions),
+        "vllm-serve": vllm_table(SERVE, Settings),
+        "vllm-arguments": vllm_table(ARGUMENTS, None),
+        "vllm-methods": vllm_table(METHODS, None),
         "vllm-routes": vllm_table(ROUTES, None),
+        "vllm-fields": vllm_table(FIELDS, None),
     }
     for name, text in pages.items():
         path = folder / f"{name}.md"

@@ -23,6 +23,7 @@ from onestem.cli import (
     serve,
     tune,
 )
+from onestem.cli.hints import HintingCommand, HintingGroup
 from onestem.errors import OnestemError
 
 __all__ = ["app", "main"]
@@ -30,6 +31,8 @@ __all__ = ["app", "main"]
 INTERRUPTED = 130
 
 app = typer.Typer(
+    cls=HintingGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,6 +49,9 @@ app.command("env")(env.env)
 app.command("tune")(tune.tune)
 app.add_typer(pml.app, name="pml")
 app.add_typer(bench.app, name="bench")
+for group in (app, pml.app, bench.app):
+    for command in group.registered_commands:
+        command.cls = HintingCommand
 
 
 def _version(asked: bool) -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from copy import copy
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from onestem import beside_vllm
 from onestem.checked import EXPECTED, Object, check_content, show
 from onestem.errors import RequestError
 from onestem.request import MAX_TOKEN_ID, SamplingParams, Text, TokenId
@@ -246,6 +247,8 @@ class StreamOptions(Object):
 class _CallFields(Object):
     """Fields of all bodies that a model answers."""
 
+    beside: ClassVar[Mapping[str, beside_vllm.Name]] = beside_vllm.SAMPLING | beside_vllm.FIELDS
+
     model: str | None = None
     """Name of the served model; may be left out."""
 
@@ -353,9 +356,11 @@ def _neutral(allowed: Any) -> Any:
 
     def checked(value: Any, info: ValidationInfo) -> Any:
         if value is not None and (type(value) is not type(allowed) or value != allowed):
+            told = beside_vllm.FIELDS.get(str(info.field_name), beside_vllm.Name(None))
+            hint = told.note.replace("`", "")
             raise RequestError(
                 f"{info.field_name} is {show(value)}: not supported here, leave it out "
-                f"(or {json.dumps(allowed)})"
+                f"(or {json.dumps(allowed)}){'; ' * bool(hint)}{hint}"
             )
         return value
 

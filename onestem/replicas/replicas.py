@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.batch import output_lengths
+from onestem.beside_vllm import refuses_vllms
 from onestem.engine.engine import check_counts
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
@@ -163,6 +164,7 @@ class Replicas:
             raise ConfigError(f"the replicas of {self.name} are closed: make others")
         return self._dealer.run(requests)
 
+    @refuses_vllms
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from onestem.beside_vllm import SERVE, Name
 from onestem.errors import ConfigError
 from onestem.options import EngineOptions, Memory, Options, Path_, parse_memory
 
@@ -22,6 +24,7 @@ class Settings(Options):
     """Options of one server."""
 
     table: ClassVar[str] = "serve"
+    beside: ClassVar[Mapping[str, Name]] = SERVE
 
     engine: EngineOptions = Field(default=EngineOptions(), json_schema_extra={"flag": ""})
     """Options of its engine."""

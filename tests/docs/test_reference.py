@@ -10,12 +10,6 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-import pytest
-
-from onestem.options import EngineOptions
-from onestem.request import SamplingParams
-from onestem.server.api.app import api, open_routes, tokens
-from onestem.server.api.control import control_routes
 from tests.docs.blocks import DOCS
 
 PACKAGE = DOCS.parent / "onestem"
@@ -60,32 +54,6 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
         found = re.search(rf"^{pattern}$", known, re.M)
         assert found, message
         assert found[0].count(ANY) <= 2 * message.count("..."), message
-
-
-@pytest.fixture(scope="module")
-def vllm() -> ModuleType:
-    return loaded("docs/site/vllm_names.py")
-
-
-@pytest.mark.parametrize(
-    ("table", "kind"), [("SAMPLING", SamplingParams), ("ENGINE", EngineOptions)]
-)
-def test_names_beside_vllm_are_declared(vllm, table, kind):
-    fields = kind.model_fields
-    for name, told in getattr(vllm, table).items():
-        assert (told.ours in fields) if told.ours else (name not in fields), name
-
-
-def test_routes_beside_vllm_are_served(vllm):
-    served = {
-        f"{method} {route.path}"
-        for router in (api, tokens, open_routes, control_routes)
-        for route in router.routes
-        for method in route.methods
-        if not (route.endpoint.__doc__ or "").startswith("Refused")
-    }
-    for name, told in vllm.ROUTES.items():
-        assert (name in served) == (told.ours is not None), name
 
 
 def test_pictures_are_as_they_are_drawn():

@@ -83,7 +83,8 @@ def test_numbers_of_other_libraries() -> None:
         ({"stream_options": {"include_usage": 3}, "stream": True},
          "stream_options.include_usage is 3, expected true or false"),
         ({"timeout": 0}, "timeout is 0, expected seconds from 0.001 to 86400"),
-        ({"best_of": 3}, "best_of is 3: not supported here, leave it out (or 1)"),
+        ({"best_of": 3}, "best_of is 3: not supported here, leave it out (or 1); give n and "
+         "logprobs, and take the most probable answer"),
         ({"guided_json": {}, "structured_outputs": {"regex": "a"}},
          "structured_outputs and guided_json: give one of them"),
     ],

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from onestem import __version__
+from onestem.beside_vllm import ROUTES, way_out
 from onestem.checked import show
 from onestem.errors import OnestemError
 from onestem.openai.schema import (
@@ -381,7 +382,8 @@ async def _on_mistake(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path}"
-    messages = {404: f"there is no {place}", 405: f"{place} is not allowed"}
+    hint = way_out(place, ROUTES)
+    messages = {404: f"there is no {place}{hint}", 405: f"{place} is not allowed"}
     message = messages.get(error.status_code, str(error.detail))
     return _errored(request, ApiError(error.status_code, message, headers=error.headers))
 
