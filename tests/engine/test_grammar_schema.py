@@ -92,6 +92,12 @@ ENFORCED = [
         "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
     },
     {"$ref": "#/$defs/a", "description": "x", "$defs": {"a": INTEGER}},
+    {"$ref": "#/$defs/a~1b", "$defs": {"a/b": INTEGER}},
+    {"$ref": "#/definitions/Rec%3Cx%2C~0y%3E", "definitions": {"Rec<x,~y>": INTEGER}},
+    {
+        "$defs": {"n ode": an_object(properties={"c": array(items={"$ref": "#/$defs/n%20ode"})})},
+        "$ref": "#/$defs/n%20ode",
+    },
     {
         "$defs": {"n": an_object(properties={"c": array(items={"$ref": "#/$defs/n"})})},
         "$ref": "#/$defs/n",
@@ -203,6 +209,7 @@ NOT_SCHEMAS = [
     ({"$ref": "#"}, "'#' leads to itself"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "leads to itself"),
     ({"$ref": "#/$defs/b", "$defs": {"a": INTEGER}}, "leads to no schema in it"),
+    ({"$ref": "#/$defs/a%2Fb", "$defs": {"a%2Fb": INTEGER}}, "leads to no schema in it"),
     ({"$ref": "#/default", "default": {"not": {}}}, "leads to no schema in it"),
 ]
 

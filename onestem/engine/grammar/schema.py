@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from onestem.engine.grammar.keywords import (
     is_of_type,
@@ -206,7 +207,23 @@ def _with_any_of(schema: Schema) -> dict[str, Any]:
         if "oneOf" in part:
             assert isinstance(part, dict)
             part["anyOf"] = part.pop("oneOf")
+    _unescape_references(copied)
     return copied
+
+
+def _unescape_references(schema: dict[str, Any]) -> None:
+    """Lead references with escapes to definitions whose names need none: the compiler reads no
+    escapes."""
+    found, names = dict(subschemas(schema)), dict[tuple[str, ...], str]()
+    for part in found.values():
+        uri = part.get("$ref")
+        if not isinstance(uri, str) or (path := _steps(uri)) not in found:
+            continue
+        if path != tuple(uri[2:].split("/")) and path:
+            assert isinstance(part, dict)
+            part["$ref"] = f"#/$defs/{names.setdefault(path, f'escaped reference {len(names)}')}"
+    if names:
+        schema["$defs"] = {**schema.get("$defs", {}), **{n: found[p] for p, n in names.items()}}
 
 
 class _References:
@@ -233,7 +250,7 @@ class _References:
         return None
 
     def _target(self, uri: str) -> Schema | None:
-        return self._found.get(tuple(uri[2:].split("/")) if len(uri) > 1 else ())
+        return self._found.get(_steps(uri))
 
     def resolve(self, schema: Schema) -> Schema:
         """The schema that a reference, or a chain of them, leads to.
@@ -248,6 +265,12 @@ class _References:
             passed.append(uri)
             schema = to
         return schema
+
+
+def _steps(uri: str) -> tuple[str, ...]:
+    """The path that a JSON pointer in a URI writes (RFC 6901)."""
+    parts = uri[2:].split("/") if len(uri) > 1 else []
+    return tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in parts)
 
 
 def object_fault(schema: Schema, strict: bool) -> str | None:
