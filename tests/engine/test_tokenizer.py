@@ -432,3 +432,17 @@ def test_prefilled_tokens(tmp_path: Path, name: str) -> None:
     for _ in range(2):
         assert tokenizer.prefilled_tokens(fields) == expected
         assert tokenizer.prefilled_tokens({**fields, "tools": tools}) == expected
+
+
+def test_a_processors_template_is_read_where_the_tokenizer_has_none(tmp_path):
+    """Older checkpoints of models that read images too have it in chat_template.json alone."""
+    for own in (None, "own{{ messages[0]['content'] }}"):
+        path = tmp_path / str(own is None)
+        make_byte_level_tokenizer(path, template=own)
+        (path / "chat_template.json").write_text('{"chat_template": "their{{ bos_token }}"}')
+        tokenizer = Tokenizer.from_directory(path)
+        text = tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}]))
+        assert text == ("their" if own is None else "ownx")
+    (path := tmp_path / "True").joinpath("chat_template.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"chat_template\.json cannot be read as JSON"):
+        Tokenizer.from_directory(path)

@@ -32,6 +32,7 @@ from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.templates import render
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
+from onestem.models.fields import read_json
 from onestem.native import is_panic
 from onestem.openai.tools import ToolForm, form_of
 
@@ -131,6 +132,9 @@ class Tokenizer:
             loaded = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
+            of_processor = directory / "chat_template.json"  # where older processors have it alone
+            if not loaded.chat_template and of_processor.is_file():
+                loaded.chat_template = read_json(of_processor).get("chat_template")
             return cls(loaded)
         except OnestemError:
             raise
