@@ -19,6 +19,7 @@ from onestem.files import check_regular
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
 from onestem.models.fields import read_json
+from onestem.models.find import other_format
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.stored import (
     FLOATS,
@@ -388,12 +389,15 @@ def file_bytes(directory: Path) -> int:
 
 
 def _no_weights(directory: Path) -> str:
-    kinds = (".bin", ".pt", ".gguf", ".safetensors")
-    others = sorted(file.name for file in directory.iterdir() if file.suffix in kinds)
-    found = f" (found {listed(others)})" if others else ""
+    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    if others:
+        rest = f", but {listed(others)}: write the weights as transformers does"
+    else:
+        told = other_format(directory)
+        rest = f", but {told}" if told else ": convert the weights to these"
     return (
-        f"{directory} has neither model.safetensors nor model.safetensors.index.json{found}: "
-        "convert the weights to these, or ask for random weights"
+        f"{directory} has neither model.safetensors nor model.safetensors.index.json{rest}, or ask "
+        "for random weights"
     )
 
 

@@ -6,12 +6,31 @@ import os
 import re
 from pathlib import Path
 
+from onestem import beside_vllm
 from onestem.errors import ConfigError
 from onestem.native import native
 from onestem.options import EMBEDDED
 from onestem.shapes import find_shape, is_shape
 
-__all__ = ["find_model"]
+__all__ = ["find_model", "other_format"]
+
+# Files that hold a model or a part of it, what they are, and the way out.
+_CONVERT = "give the directory of the original model (config.json and *.safetensors)"
+_FORMATS = {
+    ".gguf": (
+        "a GGUF file, which is not loaded yet",
+        f"{_CONVERT}, or convert it: transformers' from_pretrained(DIR, gguf_file=NAME) reads it",
+    ),
+    ".ggml": ("a GGML file, which is not loaded", _CONVERT),
+    ".onnx": ("an ONNX graph, which is not loaded", _CONVERT),
+    ".bin": (
+        "a file of pickled weights, which are not loaded",
+        "convert it to safetensors: transformers' from_pretrained(DIR).save_pretrained(OUT)",
+    ),
+    ".safetensors": ("a file of weights alone", "give its directory, with config.json in it"),
+    ".json": ("a file", "give its directory"),
+}
+_FORMATS |= dict.fromkeys((".pt", ".pth", ".ckpt", ".h5", ".msgpack"), _FORMATS[".bin"])
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
@@ -27,7 +46,12 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return find_shape(name)
     path = Path(model)
     if path.is_dir():
+        if not (path / "config.json").is_file() and (told := other_format(path)):
+            raise ConfigError(f"model {name!r} has no config.json, but {told}")
         return path
+    if path.is_file():
+        what, way_out = _FORMATS.get(path.suffix.lower(), ("a file", "give a model's directory"))
+        raise ConfigError(f"model {name!r} is {what}: {way_out}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ConfigError(f"model {name!r} is no directory and no hub name (owner/name)")
     from huggingface_hub import snapshot_download
@@ -46,3 +70,17 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
         ) from error
+
+
+def other_format(directory: Path) -> str:
+    """What a directory holds in place of a model's files, and the way out; "": nothing known."""
+    if (directory / "adapter_config.json").is_file():
+        return f"a LoRA adapter: {beside_vllm.MERGE}"
+    files = sorted(file for file in directory.iterdir() if file.suffix.lower() in _FORMATS)
+    found = [file for file in files if file.suffix.lower() != ".json"]
+    if not found:
+        return ""
+    # Weights alone say least: name another form where there is one.
+    found.sort(key=lambda file: file.suffix.lower() == ".safetensors")
+    what, way_out = _FORMATS[found[0].suffix.lower()]
+    return f"{found[0].name}, {what}: {way_out}"

@@ -271,7 +271,7 @@ def test_mxfp4_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_directories_without_readable_weights(llama: Path, tmp_path: Path) -> None:
     shutil.copy(llama / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(WeightsError, match=r"found pytorch_model\.bin.*convert.*random weights"):
+    with pytest.raises(WeightsError, match=r"but pytorch_model\.bin.*convert.*random weights"):
         _answers(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(WeightsError, match="cannot be read as safetensors"):

@@ -1,0 +1,58 @@
+"""What is no model's directory is named, with the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from onestem.errors import ConfigError, WeightsError
+from onestem.models.checkpoint import file_bytes
+from onestem.models.find import find_model
+
+FORMATS = {
+    "model-q4.gguf": "is a GGUF file, which is not loaded yet: give the directory of the original",
+    "model.ONNX": "is an ONNX graph, which is not loaded: give the directory of the original",
+    "model.safetensors": "is a file of weights alone: give its directory, with config.json",
+    "pytorch_model.bin": "is a file of pickled weights, which are not loaded: convert it to saf",
+    "model.pth": "is a file of pickled weights, which are not loaded: convert it",
+    "config.json": "is a file: give its directory",
+    "model.mlx": "is a file: give a model's directory",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_is_told_for_what_it_is(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as refused:
+        find_model(tmp_path / name)
+    assert FORMATS[name] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["model-q4.gguf", "model.ONNX", "pytorch_model.bin", "model.pth"])
+def test_a_directory_of_another_format_is_told_for_what_it_is(tmp_path, name):
+    """Without config.json, and with it."""
+    (tmp_path / name).touch()
+    (tmp_path / "tokenizer.json").touch()
+    told = FORMATS[name].removeprefix("is ")
+    with pytest.raises(ConfigError) as refused:
+        find_model(tmp_path)
+    assert f"has no config.json, but {name}, {told}" in str(refused.value)
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(tmp_path) == tmp_path
+    with pytest.raises(WeightsError) as refused:
+        file_bytes(tmp_path)
+    assert f"index.json, but {name}, {told}" in str(refused.value)
+
+
+def test_an_adapter_is_told_for_what_it_is(tmp_path):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        ConfigError, match=r"no config\.json, but a LoRA adapter: merge the adapter"
+    ):
+        find_model(tmp_path)
+
+
+def test_weights_of_another_name_are_told(tmp_path):
+    (tmp_path / "consolidated.safetensors").touch()
+    with pytest.raises(WeightsError, match=r"but consolidated\.safetensors: write the weights as"):
+        file_bytes(tmp_path)
