@@ -153,7 +153,7 @@ class Engine:
         self._sampler = Sampler(
             decoder.config.vocab_size, defaults, decoder.device, logprobs_mode=logprobs_mode
         )
-        eos = _known_eos(defaults.eos_token_ids, decoder.config.vocab_size)
+        eos = defaults.eos_token_ids
         if decoder.device.type == "cuda":
             self._sampler.warm_up()
         self._grammars = (
@@ -754,14 +754,6 @@ def check_counts(**counts: object) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
-
-
-def _known_eos(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids that the model can sample."""
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            log.warning("eos_token_id %d is not among the model's %d tokens", token, vocab_size)
-    return tuple(token for token in token_ids if 0 <= token < vocab_size)
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -7,6 +7,7 @@ that is absent has the value that its family's own configuration gives it.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +60,9 @@ COUNTS = (
     "n_routed_experts",
 )
 MAX_COUNT = 4096
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,12 @@ class GenerationDefaults:
 
     @staticmethod
     def from_directory(path: str | Path) -> GenerationDefaults:
-        """Read `generation_config.json`; end-of-sequence ids fall back to `config.json`."""
+        """Read `generation_config.json`; end-of-sequence ids fall back to `config.json`.
+
+        Raises:
+            ConfigError: a value that no request may have, or no end-of-sequence id is a token of
+                the model. Where some are not, they are left out with a warning.
+        """
         directory = Path(path)
         generation = _generation_fields(directory)
         config = Fields(read_json(directory / "config.json"), directory / "config.json")
@@ -126,7 +135,7 @@ class GenerationDefaults:
             top_p=generation.optional_number("top_p"),
             min_p=generation.optional_number("min_p"),
             repetition_penalty=generation.optional_number("repetition_penalty"),
-            eos_token_ids=_eos_token_ids(_with_text_fields(config), generation),
+            eos_token_ids=_known_eos(_with_text_fields(config), generation),
         )
         defaults.check(generation.source)
         return defaults
@@ -204,3 +213,19 @@ def _eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
     if not all(is_integer(token) for token in ids):
         raise source.wrong("eos_token_id", "a token id or a list of token ids")
     return tuple(ids)
+
+
+def _known_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
+    """End-of-sequence ids that are tokens of the model."""
+    ids, size = _eos_token_ids(fields, generation), fields.values.get("vocab_size")
+    if not is_integer(size):  # it is read, and refused, elsewhere
+        return ids
+    known = tuple(token for token in ids if 0 <= token < size)
+    if len(known) < len(ids):
+        source = fields if generation.values.get("eos_token_id") is None else generation
+        unknown = ", ".join(str(token) for token in ids if token not in known)
+        told = f"{source.source}: eos_token_id has {unknown}, and the model has {size} tokens"
+        if not known:
+            raise ConfigError(f"{told}: no answer would ever end; correct the file")
+        log.warning("%s: left out", told)
+    return known

@@ -101,8 +101,7 @@ class Replicas:
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
             size = self.config.vocab_size
-            ends = GenerationDefaults.from_directory(self.path).eos_token_ids
-            eos = tuple(token for token in ends if 0 <= token < size)
+            eos = GenerationDefaults.from_directory(self.path).eos_token_ids
             self._grammars = GrammarCompiler(self.tokenizer, size, eos or None)
 
     @property

@@ -305,6 +305,22 @@ def test_special_ids_prefer_the_generation_config(tmp_path: Path) -> None:
     assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == (7, 8, 9)
 
 
+def test_ends_that_are_no_tokens_are_told(tmp_path: Path, caplog) -> None:
+    """Where no id is a token of the model, every answer would fill it."""
+    size = LLAMA["vocab_size"]
+    _directory(tmp_path, LLAMA, {"eos_token_id": [size, 2, size + 7]})
+    assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == (2,)
+    told = f"eos_token_id has {size}, {size + 7}, and the model has {size} tokens"
+    assert f"generation_config.json: {told}: left out" in caplog.text
+    for config, generation in (
+        (LLAMA, {"eos_token_id": size}),
+        ({**LLAMA, "eos_token_id": -1}, {}),
+    ):
+        _directory(tmp_path, config, generation)
+        with pytest.raises(ConfigError, match="no answer would ever end; correct the file"):
+            GenerationDefaults.from_directory(tmp_path)
+
+
 def test_generation_defaults(tmp_path: Path) -> None:
     generation = {
         "do_sample": True,
