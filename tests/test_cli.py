@@ -226,6 +226,7 @@ def plain_lines(count: int) -> list[dict]:
 NO_CUSTOM_ID = (
     "line 1: the line has no custom_id, expected "
     '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": ...}}'
+    "; or onestem batch --prompt '{prompt}' --id id reads such rows"
 )
 
 
@@ -429,6 +430,13 @@ def test_plain_lines_are_refused(model, tmp_path, verb):
         "correct the lines, or go on with --keep-going\n"
     )
     assert list(tmp_path.iterdir()) == [source]
+    # The way out that it names.
+    write_job(source, plain_lines(2))
+    rows = ("--prompt", "{prompt}", "--id", "id", "--model", model, "-q")
+    if verb == "batch":
+        onestem(verb, source, "-o", tmp_path / "out.jsonl", *rows)
+    else:
+        onestem(verb, source, *rows, "--no-predict")
 
 
 def test_plain_lines_with_keep_going(model, tmp_path):

@@ -108,8 +108,10 @@ def _what_a_line_is(record: Mapping[str, Any]) -> str:
     """The expected form of a batch line, for the error of a line that is a plain prompt or chat."""
     for url, name in ((URL_OF_KIND["chat"], "messages"), (URL_OF_KIND["completion"], "prompt")):
         if name in record and "body" not in record:
+            named = " --id id" if "id" in record else ""
+            rows = f"onestem batch --{name} '{{{name}}}'{named}"
             line = f'"custom_id": "1", "method": "POST", "url": "{url}", "body": {{"{name}": ...}}'
-            return f", expected {{{line}}}"
+            return f", expected {{{line}}}; or {rows} reads such rows"
     return ""
 
 

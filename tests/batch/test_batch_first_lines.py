@@ -15,7 +15,9 @@ PLAIN = {"id": 1, "prompt": "abc"}
 BATCH_LINE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": ...}}'
 )
-REASON = f"the line has no custom_id, expected {BATCH_LINE}"
+ROWS = "; or onestem batch --prompt '{prompt}' reads such rows"
+NO_ID = f"the line has no custom_id, expected {BATCH_LINE}"
+REASON = NO_ID + ROWS.replace(" reads", " --id id reads")
 
 
 def in_folder(source: Path) -> list[str]:
@@ -116,11 +118,15 @@ CHAT_LINE = (
     ("line", "reason"),
     [
         (PLAIN, REASON),
-        ({"prompt": "a"}, REASON),
-        ({"id": 1, "messages": []}, f"the line has no custom_id, expected {CHAT_LINE}"),
+        ({"prompt": "a"}, NO_ID + ROWS),
+        (
+            {"id": 1, "messages": []},
+            f"the line has no custom_id, expected {CHAT_LINE}; or "
+            "onestem batch --messages '{messages}' --id id reads such rows",
+        ),
         (
             {"custom_id": "1", "prompt": "a"},
-            f"unknown field beside body: 'prompt', expected {BATCH_LINE}",
+            f"unknown field beside body: 'prompt', expected {BATCH_LINE}{ROWS}",
         ),
         ({"id": 1, "body": {"prompt": "a"}}, "the line has no custom_id"),
         ({"id": 1, "text": "a"}, "the line has no custom_id"),
