@@ -18,6 +18,7 @@ import httpx2
 
 from onestem.errors import ConfigError
 from onestem.interrupts import exit_on_sigterm
+from onestem.processes import ends_with_us
 
 __all__ = ["free_port", "onestem_command", "serving"]
 
@@ -53,11 +54,12 @@ def serving(
     """Run a server in `folder`; gives its base URL. It must answer `/health` with 200 once ready.
 
     Its output goes to `log` (else to a temporary file). At the end it gets SIGTERM, and 30 seconds
-    later, if it still runs, SIGKILL with all processes of its group.
+    later, if it still runs, SIGKILL with all processes of its group. If this process is killed, the
+    server gets SIGTERM too.
     """
     with exit_on_sigterm(), log.open("w+b") if log else tempfile.TemporaryFile("w+b") as output:
         process = subprocess.Popen(
-            command,
+            ends_with_us(command),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},

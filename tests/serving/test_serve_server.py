@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx2
 import pytest
@@ -63,6 +66,27 @@ def test_sigterm_takes_the_server_along():
     assert done.returncode == 143
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+
+
+def test_a_killed_benchmark_takes_its_server_along(tmp_path):
+    """SIGKILL: nothing is cleaned up, and the server would hold its memory and port for ever."""
+    port, told = free_port(), tmp_path / "pid"
+    code = (
+        "import os, signal, sys\n"
+        "from onestem.bench_serve.server import serving\n"
+        f"with serving([sys.executable, '-c', sys.argv[1], '{port}', sys.argv[2]], {port}):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    writes = "import os, sys; open(sys.argv[2], 'w').write(str(os.getpid()))\n" + HEALTHY
+    done = subprocess.run([sys.executable, "-c", code, writes, str(told)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with suppress(ProcessLookupError):  # it has ended, and nothing is left of it
+        server_process = os.pidfd_open(int(told.read_text()))
+        try:
+            ended, _, _ = select.select([server_process], [], [], 30)
+        finally:
+            os.close(server_process)
+        assert ended
 
 
 def test_our_server_gets_the_options_and_a_folder_of_its_own(monkeypatch, tmp_path):
