@@ -80,7 +80,6 @@ def test_what_is_reserved_is_what_a_count_finds():
         assert simulation.step()
         assert set(reserved._needs) <= set(simulation.scheduler.running)
         needs = reserved._needs.values()
-        assert reserved._rows == sum(need.rows for need in needs)
         assert reserved._soon == sum(need.soon for need in needs)
         ending = sorted(need for need in needs if need.left >= 0)
         assert sorted(map(tuple, reserved._ending.tolist())) == ending
