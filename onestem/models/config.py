@@ -218,7 +218,7 @@ def _eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
 def _known_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
     """End-of-sequence ids that are tokens of the model."""
     ids, size = _eos_token_ids(fields, generation), fields.values.get("vocab_size")
-    if not is_integer(size):  # it is read, and refused, elsewhere
+    if size is None or not is_integer(size):  # it is read, and refused, elsewhere
         return ids
     known = tuple(token for token in ids if 0 <= token < size)
     if len(known) < len(ids):
