@@ -14,7 +14,8 @@ from torch import Tensor
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.grammar.compiler import Grammar, GrammarCompiler
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.state import Grammar
 from onestem.engine.modules.tiers import ModuleTiers
 from onestem.engine.outputs import EngineStats, aborted_output, refused_output, request_output
 from onestem.engine.residence import Residence
@@ -213,13 +214,16 @@ class Engine:
         self._check(request)
         self._compile(request)
 
-    def prepare(self, request: Request) -> Future[Grammar] | None:
-        """`validate`, but other threads compile the grammar: what goes wrong there is the future's
-        exception. None: the request has no grammar. May be called from any thread."""
+    def prepare(
+        self, request: Request, key: str = "", weight: float = 1.0
+    ) -> Future[Grammar] | None:
+        """`validate`, but without waiting for the grammar: what goes wrong there is the future's
+        exception; see `GrammarCompiler.prepare`. None: the request has no grammar. May be called
+        from any thread."""
         self._check(request)
         if self._grammars is None:
             return None
-        return self._grammars.prepare(request.params.response_format)
+        return self._grammars.prepare(request.params.response_format, key, weight)
 
     def _compile(self, request: Request) -> None:
         if self._grammars is not None:
@@ -248,7 +252,7 @@ class Engine:
 
     def add_request(self, request: Request, *, key: str = "", weight: float = 1.0) -> None:
         """Queue a request; its outputs come from `step`. One with a grammar that is not compiled
-        yet waits until a thread has done so; others pass it. If it cannot be compiled, the request
+        yet waits until it is; others pass it. If it cannot be compiled, the request
         comes back as an error.
 
         Args:
@@ -261,9 +265,9 @@ class Engine:
         self._admissible(request)
         self._interactive.push(request, key, weight)
 
-    def _gate(self, request: Request) -> Gate:
-        """A grammar that no thread has compiled yet delays its request, and no other."""
-        answer, reason = self._factory.gate(request)
+    def _gate(self, request: Request, key: str, weight: float) -> Gate:
+        """A grammar that is not compiled yet delays its request, and no other."""
+        answer, reason = self._factory.gate(request, key, weight)
         if answer is Gate.REFUSE:
             self._factory.forget(request.request_id)
             self._jobs.ended(request.request_id)

@@ -12,7 +12,7 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.engine import outputs
-from onestem.engine.grammar.compiler import GrammarState
+from onestem.engine.grammar.state import GrammarState
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.step.results import Results
 from onestem.engine.text.detokenize import IncrementalDetokenizer

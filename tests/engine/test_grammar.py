@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.state import GrammarState
 from onestem.engine.grammar.tags import FIELDS
 from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import SamplingParams
+from tests.engine.held_grammars import HeldTrials
 from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
 
 pytest.importorskip("xgrammar")
@@ -450,38 +451,20 @@ def test_schemas_that_are_none(compiler: GrammarCompiler, schema: dict[str, Any]
     assert ".cc:" not in str(caught.value)
 
 
-class Stopped:
-    """xgrammar's compiler, which compiles grammars with this word when it is let."""
-
-    def __init__(self, compiler: Any, word: str) -> None:
-        self._compiler = compiler
-        self._word = word
-        self.begun = threading.Event()
-        self.let = threading.Event()
-        self.grammars: list[str] = []
-
-    def compile_grammar(self, grammar: str) -> Any:
-        self.grammars.append(grammar)
-        if self._word in grammar:
-            self.begun.set()
-            assert self.let.wait(60)
-        return self._compiler.compile_grammar(grammar)
-
-
 @pytest.fixture
-def stopped(tokenizer: Tokenizer) -> Iterator[tuple[GrammarCompiler, Stopped]]:
+def held(tokenizer: Tokenizer) -> Iterator[tuple[GrammarCompiler, HeldTrials]]:
     compiler = GrammarCompiler(tokenizer)
-    stopped = Stopped(compiler._loaded()[0], "slow")
-    compiler._compiler = stopped
-    yield compiler, stopped
-    stopped.let.set()
+    trials = HeldTrials(compiler, "slow")
+    yield compiler, trials
+    trials.restore()
+    compiler.close()
 
 
 SLOW = {"enum": ["slow", "slower"]}
 
 
-def test_others_do_not_wait_for_a_slow_schema(stopped: tuple[GrammarCompiler, Stopped]) -> None:
-    compiler, inner = stopped
+def test_others_do_not_wait_for_a_slow_schema(held: tuple[GrammarCompiler, HeldTrials]) -> None:
+    compiler, inner = held
     compiler.compile(json_schema(SCHEMA))
     with ThreadPoolExecutor(3) as threads:
         slow = [threads.submit(compiler.compile, json_schema(SLOW)) for _ in range(2)]
@@ -494,8 +477,8 @@ def test_others_do_not_wait_for_a_slow_schema(stopped: tuple[GrammarCompiler, St
         assert not any(one.done() for one in slow)
         inner.let.set()
         assert all(one.result(60) is not None for one in slow)
-    assert sum("slow" in grammar for grammar in inner.grammars) == 1
-    assert prepared.done()
+        prepared.result(60)
+    assert len(inner.names) == 1
 
 
 def test_prepared_grammars_are_the_compiled_ones(
@@ -516,24 +499,11 @@ def test_prepared_grammars_are_the_compiled_ones(
         compiler.prepare(json_schema({"$ref": "#/$defs/none"}))
 
 
-def test_what_is_being_compiled_is_not_forgotten(
-    stopped: tuple[GrammarCompiler, Stopped], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("onestem.engine.grammar.compiler._CACHE_ENTRIES", 2)
-    compiler, inner = stopped
-    first = compiler.prepare(json_schema(SLOW))
-    for number in range(5):
-        compiler.compile(json_schema({"type": "integer", "minimum": number}))
-    assert len(compiler._compiled) <= 3
-    assert compiler.prepare(json_schema(SLOW)) is first
-    inner.let.set()
-
-
 def test_a_schema_is_compiled_once(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer)
     first = state_of(compiler, json_schema(SCHEMA))
     second = state_of(compiler, json_schema(dict(SCHEMA)))
-    assert len(compiler._compiled) == 1
+    assert len(compiler._kept) == 1
     first.accept(byte_ids(tokenizer, "{")[0])
     assert not torch.equal(first.fill_mask(), second.fill_mask())
 

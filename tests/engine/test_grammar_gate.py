@@ -1,9 +1,9 @@
-"""Grammars are compiled off the engine's main thread: who waits for one holds up nobody else."""
+"""Grammars are compiled beside the engine: who waits for one holds up nobody else."""
 
 from __future__ import annotations
 
 import json
-import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 
 from onestem import LLM, SamplingParams
 from onestem.engine.engine import Engine
+from onestem.engine.grammar.kept import Kept
 from onestem.errors import RequestError
 from onestem.request import Request, RequestOutput
+from tests.engine.held_grammars import HeldTrials
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
@@ -23,20 +25,6 @@ SLOW = {"enum": ["yes", "no"]}
 BAD = {"type": "array", "minItems": 1}
 
 
-class Elsewhere:
-    """xgrammar's compiler in any thread but the main one; `SLOW` when they are let."""
-
-    def __init__(self, compiler: Any) -> None:
-        self._compiler = compiler
-        self.let = threading.Event()
-
-    def compile_grammar(self, grammar: str) -> Any:
-        assert threading.current_thread() is not threading.main_thread()
-        if "yes" in grammar:
-            assert self.let.wait(60)
-        return self._compiler.compile_grammar(grammar)
-
-
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     path = make_tiny("llama", tmp_path_factory.mktemp("gate") / "llama")
@@ -45,15 +33,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture
-def compiler(llm: LLM) -> Iterator[Elsewhere]:
+def compiler(llm: LLM) -> Iterator[HeldTrials]:
     grammars = llm.engine._grammars
     assert grammars is not None
-    elsewhere = Elsewhere(grammars._loaded()[0])
-    grammars._compiled.clear()
-    loaded, grammars._compiler = grammars._compiler, elsewhere
-    yield elsewhere
-    elsewhere.let.set()
-    grammars._compiler = loaded
+    grammars._kept = Kept(1 << 20)
+    held = HeldTrials(grammars, "yes")
+    yield held
+    held.restore()
 
 
 def request(name: str, schema: dict[str, Any] | None = None, **fields: Any) -> Request:
@@ -68,13 +54,14 @@ def request(name: str, schema: dict[str, Any] | None = None, **fields: Any) -> R
 
 
 def run_until(engine: Engine, names: set[str]) -> dict[str, RequestOutput]:
-    """Steps until these have ended, or forty more steps than their tokens take."""
+    """Steps until these have ended, or those that are not held would have ended long ago."""
     ended: dict[str, RequestOutput] = {}
-    for _ in range(80):
+    late = time.monotonic() + 60
+    while time.monotonic() < late:
         if names <= ended.keys():
             return ended
         ended |= {output.request_id: output for output in engine.step() if output.finished}
-    raise AssertionError(f"{names - ended.keys()} did not end in 80 steps")
+    raise AssertionError(f"{names - ended.keys()} did not end")
 
 
 def drain(engine: Engine) -> dict[str, RequestOutput]:
@@ -85,7 +72,7 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
     return ended
 
 
-def test_nobody_waits_for_anothers_grammar(llm: LLM, compiler: Elsewhere) -> None:
+def test_nobody_waits_for_anothers_grammar(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
     engine.add_request(request("slow", SLOW))
     engine.add_request(request("plain"))
@@ -100,7 +87,7 @@ def test_nobody_waits_for_anothers_grammar(llm: LLM, compiler: Elsewhere) -> Non
     assert json.loads(llm.tokenizer.decode(answer.token_ids)) in ("yes", "no")
 
 
-def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: Elsewhere) -> None:
+def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
     engine.add_job("job", [request("slow", SLOW), request("bad", BAD), request("last")])
     engine.add_request(request("plain"))
@@ -113,7 +100,7 @@ def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: Else
     assert engine.job_ids == []
 
 
-def test_a_job_with_a_held_request_can_be_removed(llm: LLM, compiler: Elsewhere) -> None:
+def test_a_job_with_a_held_request_can_be_removed(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
     engine.add_job("job", [request("slow", SLOW), request("last")])
     engine.step()
@@ -122,7 +109,7 @@ def test_a_job_with_a_held_request_can_be_removed(llm: LLM, compiler: Elsewhere)
     assert not engine.has_unfinished()
 
 
-def test_a_grammar_that_is_none_ends_its_request_alone(llm: LLM, compiler: Elsewhere) -> None:
+def test_a_grammar_that_is_none_ends_its_request_alone(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
     engine.add_request(request("bad", BAD))
     engine.add_request(request("plain"))
@@ -135,7 +122,7 @@ def test_a_grammar_that_is_none_ends_its_request_alone(llm: LLM, compiler: Elsew
     drain(engine)
 
 
-def test_a_held_request_can_be_aborted(llm: LLM, compiler: Elsewhere) -> None:
+def test_a_held_request_can_be_aborted(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
     engine.add_request(request("slow", SLOW))
     aborted = engine.abort("slow")
@@ -145,11 +132,9 @@ def test_a_held_request_can_be_aborted(llm: LLM, compiler: Elsewhere) -> None:
     assert engine._factory._prepared == {}
 
 
-def test_a_grammar_is_kept_until_all_choices_are_open(
-    llm: LLM, compiler: Elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("onestem.engine.grammar.compiler._CACHE_ENTRIES", 0)
+def test_a_grammar_is_kept_until_all_choices_are_open(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
+    engine._grammars._kept = Kept(0)
     engine.add_request(request("many", SLOW, n=3, seed=1))
     compiler.let.set()
     for number in range(3):
@@ -160,7 +145,7 @@ def test_a_grammar_is_kept_until_all_choices_are_open(
 
 
 def test_what_is_refused_without_compiling_is_refused_at_once(
-    llm: LLM, compiler: Elsewhere
+    llm: LLM, compiler: HeldTrials
 ) -> None:
     with pytest.raises(RequestError, match="'multipleOf' of a number"):
         llm.engine.add_request(request("bad", {"type": "number", "multipleOf": 7}))

@@ -3,20 +3,24 @@ validator; or the schema is refused. Nothing is read over, and nothing is printe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
-from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.ebnf import ebnf_of, longest_entry
 from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.state import GrammarState
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 
-pytest.importorskip("xgrammar")
+xgrammar = pytest.importorskip("xgrammar")
 
 INTEGER = {"type": "integer"}
 NULL = {"type": "null"}
@@ -55,7 +59,9 @@ ENFORCED = [
     number(minimum=0.5, maximum=1.25), number(exclusiveMinimum=0, exclusiveMaximum=1),
     number(minimum=-1.5), number(maximum=3), number(exclusiveMinimum=2.5, maximum=2.6),
     number(minimum=5, maximum=5), number(minimum=-0.000001, maximum=0.000001), number(minimum=1e10),
-    string(minLength=2, maxLength=4), string(maxLength=0), string(pattern="^[^x]*$"),
+    string(minLength=2, maxLength=4), string(maxLength=0), string(minLength=2, maxLength=30),
+    string(minLength=3), string(maxLength=17), array(items=string(maxLength=18), maxItems=2),
+    string(pattern="^[^x]*$"),
     string(pattern=".+"), string(pattern=r"^\S\W\D$"), string(pattern="^a|b$"),
     string(pattern="(ab?)+c{2,3}"), string(pattern=r"^[\w.$^-]+$"), string(pattern=r"^[^\d(?:]$"),
     string(pattern=r"^\u00e9\x41$"), string(pattern="^$"), string(pattern=r"^(?:a|b)*?c$"),
@@ -331,6 +337,85 @@ def test_schemas_that_are_none(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"schema cannot be used: .*{message}") as caught:
         check_schema(schema, strict=True)
     assert "\n" not in str(caught.value)
+
+
+# --- lengths -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("character", ["a", "é", "漢", "😀"])
+@pytest.mark.parametrize(("least", "most"), [(0, 0), (0, 1), (1, 16), (0, 17), (3, 40), (0, 300)])
+def test_lengths_are_of_characters(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, least: int, most: int, character: str
+) -> None:
+    schema = an_object(properties={"a": string(minLength=least, maxLength=most)}, required=["a"])
+    for length, fits in ((least - 1, False), (least, True), (most, True), (most + 1, False)):
+        if length < 0:
+            continue
+        text = json.dumps({"a": character * length}, ensure_ascii=False, separators=(",", ":"))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if fits:
+            state = compiler.compile(json_schema(schema), ids)
+            assert state is not None
+            assert state.is_finished
+        else:
+            with pytest.raises(RequestError, match="does not follow the response_format"):
+                compiler.compile(json_schema(schema), ids)
+
+
+@pytest.mark.parametrize("most", [17, 100, 2_000])
+def test_a_limit_of_any_length_is_one_rule(most: int) -> None:
+    core = xgrammar.base._core
+    names = [f"p{i}" for i in range(10)]
+    schema = an_object(properties={name: string(maxLength=most) for name in names}, required=names)
+    rules = ebnf_of(core, schema, strict=True, short=16).splitlines()
+    assert sum("max_chars" in rule for rule in rules) == 1
+    assert not any("{" in rule.replace("{0, -1}", "").replace("{1, -1}", "").replace('"{"', "")
+                   for rule in rules)  # fmt: skip
+    compiled = core.Grammar.from_ebnf("\n".join(rules), "root")  # it is one
+    assert str(compiled.to_string())
+
+
+def test_a_literal_is_no_rule() -> None:
+    text = 'root_characters{0, 5} "\\"" [^x]'
+    schema = an_object(properties={"a": {"const": text}, "b": string(maxLength=5)})
+    written = ebnf_of(xgrammar.base._core, schema, strict=True, short=16)
+    plain = xgrammar.Grammar.from_json_schema(json.dumps({"const": text}), any_whitespace=False)
+    literal = re.search(r"^root ::= \(\((.*)\)\)$", str(plain), re.MULTILINE)
+    assert literal is not None
+    assert literal[1] in written
+
+
+def test_a_token_that_opens_a_string_may_not_pass_its_limit() -> None:
+    """A budget that begins inside a token is read over, so short strings have none."""
+    tokens = [b'"', b':"ab', b'x"abcdefg', '"漢字'.encode(), b'","', b'"a"bcd']
+    assert longest_entry(tokens, in_json=True) == 2
+    assert longest_entry(tokens, in_json=False) == 7
+    core = xgrammar.base._core
+    assert "max_chars" not in ebnf_of(core, string(maxLength=40), strict=True, short=40)
+
+
+# --- hostile schemas ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        string(pattern="[" * 90_000),
+        string(pattern="a{" + "1" * 90_000),
+        string(pattern="a{" + "1" * 90_000 + "}"),
+        string(pattern="(?<" * 30_000),
+        {"oneOf": [{"enum": list(range(n * 100, n * 100 + 100))} for n in range(50)]},
+        {
+            "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(900)} | {"900": INTEGER},
+            "$ref": "#/$defs/0",
+        },
+    ],
+    ids=["class", "count", "counted", "groups", "values", "chain"],
+)
+def test_checking_reads_each_part_once(schema: dict[str, Any]) -> None:
+    """Squares of these sizes would take minutes."""
+    with contextlib.suppress(UnsupportedError):
+        check_schema(schema, strict=True)
 
 
 # --- sizes -------------------------------------------------------------------------------------

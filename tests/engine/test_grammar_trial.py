@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,8 +17,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from onestem.engine.grammar.compiler import GrammarCompiler, GrammarState
-from onestem.engine.grammar.trial import Limits, TooCostlyError
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.state import GrammarState
+from onestem.engine.grammar.trial import Compilable, Limits, TooCostlyError, Trial, Trials
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -36,6 +37,10 @@ MANY_RULES = "root ::= " + " | ".join(f"r{i}" for i in range(500)) + "".join(
 
 def regex(pattern: str) -> dict[str, Any]:
     return {"type": "regex", "regex": pattern}
+
+
+def schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def grammar(text: str) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def state_of(compiler: GrammarCompiler, response_format: dict[str, Any]) -> Gram
 
 
 def process_of(compiler: GrammarCompiler) -> subprocess.Popen[bytes]:
-    process = compiler._trials[False]._process
+    process = compiler._loaded()[0]._process
     assert process is not None
     return process._process
 
@@ -92,7 +97,7 @@ def test_masks_are_those_of_the_plain_compiler(
     tokenizer: Tokenizer, compiler: GrammarCompiler, response_format: dict[str, Any], text: str
 ) -> None:
     ours = state_of(compiler, response_format)
-    plain, _ = compiler._loaded()
+    plain = xgrammar.GrammarCompiler(compiler._loaded()[1], cache_enabled=False)
     kind = response_format["type"]
     compile_ = {"regex": plain.compile_regex, "grammar": plain.compile_grammar}[kind]
     matcher = xgrammar.GrammarMatcher(compile_(response_format[kind]))
@@ -142,11 +147,16 @@ def test_what_costs_too_much_is_refused(
         ),
         (
             regex(LARGE),
-            Limits(memory_bytes=64 << 20),
-            r"^regex takes more than 64 MiB of memory to compile: simplify it",
+            Limits(memory_bytes=16 << 20),
+            r"^regex takes more than 16 MiB of memory to compile: simplify it",
+        ),
+        (
+            schema({"type": "string", "maxLength": 9}),
+            Limits(kept_bytes=512),
+            r"schema takes .* MiB when compiled, limit is 0\.000488 MiB: simplify it",
         ),
     ],
-    ids=["masks", "memory"],
+    ids=["masks", "memory", "kept"],
 )
 def test_other_limits(
     tokenizer: Tokenizer, response_format: dict[str, Any], limits: Limits, message: str
@@ -157,11 +167,14 @@ def test_other_limits(
     compiler.close()
 
 
-def test_a_refusal_is_remembered(compiler: GrammarCompiler) -> None:
-    for _ in range(2):
-        with pytest.raises(TooCostlyError):
-            compiler.compile(regex(LONG))
-    assert compiler._trials[False]._process is None  # the second one was not tried
+def test_a_refusal_is_remembered(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TooCostlyError):
+        compiler.compile(regex(LONG))
+    monkeypatch.setattr(Trials, "start", Mock(side_effect=AssertionError("tried again")))
+    with pytest.raises(TooCostlyError, match="to compile"):
+        compiler.compile(regex(LONG))
 
 
 def test_one_process_serves_all(compiler: GrammarCompiler) -> None:
@@ -187,47 +200,20 @@ def test_a_process_that_died_while_it_waited_is_no_grammars_fault(
     assert process_of(compiler) is not killed
 
 
-def test_after_an_interrupt_the_next_gets_its_own_answer(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+def test_what_died_with_its_parent_is_tried_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state_of(compiler, regex("a+"))
-    interrupted = process_of(compiler)
-    with monkeypatch.context() as patched:
-        patched.setattr(Connection, "recv_bytes", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            compiler.compile(regex("b+"))
-    for letter in "cb":
-        ids = tokenizer.encode(letter, add_special_tokens=False)
-        assert compiler.compile(regex(f"{letter}+"), ids) is not None
-    assert interrupted.returncode is not None
+    killed, answer = process_of(compiler), Trial.answer
 
+    def dying(trial: Trial) -> Compilable:
+        killed.kill()
+        killed.wait()
+        return answer(trial)
 
-def test_nobody_else_waits(compiler: GrammarCompiler) -> None:
-    """Schemas, tools and plain tags are compiled while the process is busy."""
-    let = threading.Event()
-
-    class Busy:
-        def compile(self, tag: str, name: str) -> str:
-            assert let.wait(60)
-            raise TooCostlyError(name)
-
-        def close(self) -> None:
-            pass
-
-    compiler._trials = {True: Busy(), False: Busy()}  # type: ignore[dict-item]
-    slow = [compiler.prepare(regex("a" * n)) for n in range(1, 9)]
-    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
-    tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {}},
-           "end": "</f>"}  # fmt: skip
-    calls = {"type": "triggered_tags", "triggers": ["<f>"], "tags": [tag]}
-    for other in (schema, {"type": "structural_tag", "format": calls},
-                  {"type": "choice", "choice": ["a", "b"]}):  # fmt: skip
-        prepared = compiler.prepare(other)
-        assert prepared is not None
-        prepared.result(60)
-    assert not any(one is None or one.done() for one in slow)
-    let.set()
-    assert all(one is not None and one.exception(60) for one in slow)
+    monkeypatch.setattr(Trial, "answer", dying)
+    state_of(compiler, schema({"type": "string", "pattern": "(a|b|ab)*c" * 8}))
+    assert process_of(compiler) is not killed
 
 
 def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
@@ -240,13 +226,66 @@ def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
     compiler.close()
 
 
+def children_of(process: subprocess.Popen[bytes]) -> list[int]:
+    return list(
+        map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="pidfd_open is Linux's")
+def test_what_nobody_waits_for_any_more_ends(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=300))
+    state_of(compiler, regex("a+"))
+    begun, answer = threading.Event(), Trial.answer
+
+    def noted(trial: Trial) -> Compilable:
+        if not trial._quick:
+            begun.set()
+        return answer(trial)
+
+    monkeypatch.setattr(Trial, "answer", noted)
+    first, second = (compiler.prepare(regex("[^x]?" * 600)) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert begun.wait(60)
+    while not (running := children_of(process_of(compiler))):
+        time.sleep(0.01)  # it is told to fork
+    child = os.pidfd_open(running[0])
+    first.cancel()
+    assert not select.select([child], [], [], 0)[0]  # the other still waits
+    assert len(compiler._tasks) == 1
+    second.cancel()
+    assert has_ended(child)
+    os.close(child)
+    assert not compiler._tasks
+    state_of(compiler, regex("b+"))
+    compiler.close()
+
+
+def test_what_took_long_comes_compiled(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 40}}})
+    again = state_of(compiler, given)
+    sent = GrammarCompiler(tokenizer, limits=Limits(again_seconds=0))
+    monkeypatch.setattr(xgrammar, "GrammarCompiler", Mock(side_effect=AssertionError("compiled")))
+    other = state_of(sent, given)
+    for token in tokenizer.encode('{"a":"the the"}', add_special_tokens=False):
+        assert torch.equal(again.fill_mask(), other.fill_mask())
+        again.accept(token)
+        other.accept(token)
+    sent.close()
+
+
 ENGINE = """
 import sys
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.text.tokenizer import Tokenizer
 compiler = GrammarCompiler(Tokenizer.from_directory(sys.argv[1]))
 compiler.compile({"type": "regex", "regex": "a+"})
-print(compiler._trials[False]._process._process.pid, flush=True)
+print(compiler._loaded()[0]._process._process.pid, flush=True)
 sys.stdin.read()
 """
 

@@ -16,6 +16,7 @@ from onestem.server.objects import jobs
 from onestem.server.objects.files import keep_output
 from onestem.server.objects.jobs import JobAttempt
 from onestem.server.objects.store import Store
+from onestem.server.objects.tenants import Tenant
 from tests.server.test_batches import create, ended, output, three_of_thirty_answered
 
 
@@ -81,10 +82,10 @@ def loop():
 )
 def test_what_cannot_be_found_out_is_the_lines_error(loop, error, raised):
     class Client:
-        async def ask(self, what, request):
+        async def ask(self, what, request, **whose):
             raise error
 
-    attempt = JobAttempt("batch_1", Client(), loop, "")
+    attempt = JobAttempt("batch_1", Client(), loop, Tenant("a"))
     params = SamplingParams(response_format={"type": "json_object"})
     request = Request(request_id="a", prompt_token_ids=[1], params=params)
     with pytest.raises(raised, match=str(error)[:20]):

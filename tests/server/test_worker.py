@@ -18,7 +18,7 @@ from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server.link import worker as module
 from onestem.server.link.messages import Abort, Add, Answered, Ask, Begun, JobRequests
-from onestem.server.link.worker import RECENT_SECONDS, Worker
+from onestem.server.link.worker import RECENT_SECONDS, Worker, _Check
 from tests.server.fake_engine import load
 
 
@@ -229,11 +229,11 @@ class PanicException(BaseException):
 def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock, error):
     worker, engine = made()
 
-    def prepare(request):
+    def prepare(request, key, weight):
         raise error
 
     engine.prepare = prepare
-    worker._validate(Ask(7, "validate", None))
+    worker._validate(Ask(7, "validate", None), _Check())
     worker._take_commands(wait=True)
     worker._report([], [])
     answer = worker._channel.sent[-1]
@@ -245,9 +245,9 @@ def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock, error):
 def test_a_grammar_that_is_compiled_holds_up_no_other_question(clock):
     worker, engine = made()
     grammars = [Future() for _ in range(99)]
-    engine.prepare = lambda number: grammars[number] if number < 99 else None
+    engine.prepare = lambda number, key, weight: grammars[number] if number < 99 else None
     for number in range(100):
-        worker._validate(Ask(number, "validate", number))
+        worker._validate(Ask(number, "validate", number), _Check())
     worker._take_commands(wait=True)
     grammars[3].set_exception(RequestError("too costly"))
     grammars[4].set_result("a grammar")

@@ -1,64 +1,71 @@
 """Structured output: `response_format` as a mask over the next token, by xgrammar.
 
-A grammar is compiled once per format (milliseconds, or seconds for large schemas) and kept; each
-sequence then has a matcher that walks along its tokens. The matcher is a function of the sampled
-ids, so a sequence that was preempted or resumed rebuilds it from them.
+A grammar is compiled once per format, in a process that can be ended (milliseconds, or seconds for
+large schemas), and kept; each sequence then has a matcher that walks along its tokens. The matcher
+is a function of the sampled ids, so a sequence that was preempted or resumed rebuilds it from them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import hashlib
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from onestem.engine.grammar.schema import check_schema, ebnf_of, unusable
-from onestem.engine.grammar.tags import check_tags, compilable, is_simple, named_tokens, tags_of
-from onestem.engine.grammar.trial import Limits, TooCostlyError, TooSlowError, Trial
+from onestem.engine.grammar.ebnf import SHORT, longest_entry
+from onestem.engine.grammar.kept import Kept
+from onestem.engine.grammar.lanes import Lane
+from onestem.engine.grammar.schema import SCHEMA, check_schema
+from onestem.engine.grammar.state import Grammar, GrammarState, packed
+from onestem.engine.grammar.tags import check_tags, is_simple, named_tokens, tags_of, with_token_ids
+from onestem.engine.grammar.trial import (
+    Compilable,
+    Limits,
+    TooCostlyError,
+    TooSlowError,
+    Trial,
+    Trials,
+)
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     import xgrammar
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "packed"]
+__all__ = ["GrammarCompiler"]
 
-_CACHE_ENTRIES = 256
-# Of `prepare`: a slow schema does not delay the next; each compilation has more threads of its own.
-_THREADS = 4
+_MOST_CHECKED = 1_000
+# Slow grammars are compiled one at a time, or two where steps have cores enough beside them.
+_MANY_CORES = 8
 # Stands before a control token's name in its bytes. No UTF-8 has it, so no text and no character
 # class admits the token, only a structural tag that names it.
 _CONTROL = b"\xff"
 
 
 class _Wanted(NamedTuple):
-    """What is asked for: a JSON schema, or a structural tag's format and its name in errors."""
+    """What is asked for: a JSON schema, or a structural tag's format; and its name in errors."""
 
     schema: dict[str, Any] | None
     tags: dict[str, Any] | None
     strict: bool = True
     any_whitespace: bool = False
-    name: str = ""
+    name: str = SCHEMA
 
     @property
     def key(self) -> str:
         # Properties are written in the schema's order, so keys must not be sorted.
         try:
-            return json.dumps(self)
+            text = json.dumps(self)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"response_format is not JSON: {error}") from error
-
-    @property
-    def is_costly(self) -> bool:
-        """Whether compiling may take arbitrarily long."""
-        return self.tags is not None and not is_simple(self.tags)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def check(self) -> None:
         if self.schema is not None:
@@ -85,23 +92,35 @@ def _wanted(response_format: Mapping[str, Any] | None) -> _Wanted | None:
     return _Wanted(dict(given["schema"]), None, strict, any_whitespace)
 
 
-class Grammar(NamedTuple):
-    """A format, compiled; `allowed`: the tokens it may ever allow, bits packed as in a mask."""
+class _Task:
+    """A format that is being compiled, or waits for its turn.
 
-    compiled: xgrammar.CompiledGrammar
-    allowed: Tensor
+    Attributes:
+        waiting: futures of those who wait for it, each with a key and its weight.
+        lane: where it waits.
+        begun: whether it is being compiled; trial: the process that does so.
+    """
+
+    def __init__(self, key: str, wanted: _Wanted, lane: Lane[_Task]) -> None:
+        self.key = key
+        self.wanted = wanted
+        self.lane = lane
+        self.waiting: dict[Future[Grammar], tuple[str, float]] = {}
+        self.begun = False
+        self.trial: Trial | None = None
 
 
 class GrammarCompiler:
     """Compiles response formats for one tokenizer. Safe to use from several threads: a format is
-    compiled once, and requests for another do not wait for it.
+    compiled once. Each gets a short try first; what takes longer waits for its turn among the slow
+    ones. Keys take turns in both. A format that nobody waits for any more is not compiled on.
 
     Args:
         tokenizer: the model's.
         vocab_size: columns of the logits, if there are more than tokens; more are never allowed.
         stop_token_ids: ids that may end an answer once it is complete: all end-of-sequence ids of
             the model. None: the tokenizer's one.
-        limits: of what a regular expression, a grammar or a structural tag may take.
+        limits: of what a format may take.
 
     xgrammar is imported with the first format that needs it.
     """
@@ -119,23 +138,20 @@ class GrammarCompiler:
         eos = tokenizer.eos_token_id
         named = (() if eos is None else (eos,)) if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = sorted(set(named))
-        self._lock = threading.Lock()  # held for moments, never while compiling
+        self._lock = threading.RLock()  # held for moments, never while compiling
         self._loading = threading.Lock()
-        self._compiler: xgrammar.GrammarCompiler | None = None
-        self._info: xgrammar.TokenizerInfo | None = None
-        self._trials: dict[bool, Trial] = {}  # by whether they are quick
-        self._compiled: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self._loaded_once: tuple[Trials, xgrammar.TokenizerInfo] | None = None
+        self._kept = Kept(self._limits.all_kept_bytes)
+        self._tasks: dict[str, _Task] = {}
         self._checked: OrderedDict[str, None] = OrderedDict()
-        # Others wait for processes. A thread starts when it first has something to do.
-        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        self._quick_thread = ThreadPoolExecutor(1, "quick grammars")
-        self._slow_thread = ThreadPoolExecutor(1, "slow grammars")
+        self._quick: Lane[_Task] = Lane("quick grammars", 1, partial(self._try, quick=True))
+        num_slow = 1 if (os.cpu_count() or 1) < _MANY_CORES else 2
+        self._slow: Lane[_Task] = Lane("slow grammars", num_slow, partial(self._try, quick=False))
 
     def compile(
         self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
     ) -> GrammarState | None:
-        """A new sequence's state; None where the format is text. Compiles in this thread, or waits
-        for the one that does.
+        """A new sequence's state; None where the format is text. Waits until it is compiled.
 
         Args:
             response_format: OpenAI's object.
@@ -146,25 +162,29 @@ class GrammarCompiler:
             UnsupportedError: the schema uses what cannot be enforced or is too large, or xgrammar
                 is not installed.
         """
-        wanted = self.check(response_format)
-        if wanted is None:
+        grammar = self.prepare(response_format)
+        if grammar is None:
             return None
-        key, grammar, is_new = self._entry(wanted)
-        if is_new:
-            self._compile_into(grammar, key, wanted)
-        state = self.state(grammar)
+        try:
+            state = self.state(grammar)
+        finally:
+            grammar.cancel()  # an interrupt: nobody waits for it
         for token in output_token_ids:
             state.accept(token)
         return state
 
-    def check(self, response_format: Mapping[str, Any] | None) -> _Wanted | None:
-        """What a format asks for, checked once for each: all schemas come in here. None where any
-        text will do.
+    def check(self, response_format: Mapping[str, Any] | None) -> None:
+        """Check a format, once for each.
 
         Raises:
             RequestError: the schema is not valid.
             UnsupportedError: it uses what cannot be enforced, or is too large.
         """
+        self._check(response_format)
+
+    def _check(self, response_format: Mapping[str, Any] | None) -> tuple[str, _Wanted] | None:
+        """What a format asks for, and its key: all schemas come in here. None where any text will
+        do."""
         wanted = _wanted(response_format)
         if wanted is None:
             return None
@@ -175,22 +195,37 @@ class GrammarCompiler:
             wanted.check()
             with self._lock:
                 self._checked[key] = None
-                while len(self._checked) > _CACHE_ENTRIES:
+                while len(self._checked) > _MOST_CHECKED:
                     self._checked.popitem(last=False)
-        return wanted
+        return key, wanted
 
-    def prepare(self, response_format: Mapping[str, Any] | None) -> Future[Grammar] | None:
-        """A future with the grammar, or the error that `compile` raises; another thread compiles it
-        if it is not there. None where the format is text."""
-        wanted = self.check(response_format)
-        if wanted is None:
+    def prepare(
+        self, response_format: Mapping[str, Any] | None, key: str = "", weight: float = 1.0
+    ) -> Future[Grammar] | None:
+        """A future with the grammar, or the error that `compile` raises. None where the format is
+        text. Who cancels it does not wait for the grammar any more; if nobody else does, compiling
+        ends.
+
+        Args:
+            key: who asks; keys take turns.
+            weight: the key's share.
+
+        Raises:
+            RequestError, UnsupportedError: as `check`.
+        """
+        checked = self._check(response_format)
+        if checked is None:
             return None
-        key, grammar, is_new = self._entry(wanted)
-        if is_new:
-            if wanted.is_costly:
-                self._quick_thread.submit(self._compile_into, grammar, key, wanted, quick=True)
-            else:
-                self._threads.submit(self._compile_into, grammar, key, wanted)
+        name, wanted = checked
+        grammar: Future[Grammar] = Future()
+        with self._lock:
+            known = self._kept.get(name)
+            if known is None:
+                self._wait(grammar, name, wanted, key, weight)
+        if isinstance(known, Grammar):
+            grammar.set_result(known)
+        elif known is not None:
+            grammar.set_exception(known)
         return grammar
 
     def state(self, grammar: Future[Grammar]) -> GrammarState:
@@ -199,93 +234,130 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the threads and the processes; what is being compiled is not waited for."""
-        for threads in (self._threads, self._quick_thread, self._slow_thread):
-            threads.shutdown(wait=False, cancel_futures=True)
-        for trial in list(self._trials.values()):
-            trial.close()
-
-    def _entry(self, wanted: _Wanted) -> tuple[str, Future[Grammar], bool]:
-        """A format's key, its grammar and whether the caller is to compile it."""
-        key = wanted.key
+        for lane in (self._quick, self._slow):
+            lane.close()
         with self._lock:
-            known = self._compiled.get(key)
-            if known is not None:
-                self._compiled.move_to_end(key)
-                return key, known, False
-            new = self._compiled[key] = Future()
-            self._forget_oldest()
-            return key, new, True
+            waiting = [grammar for task in self._tasks.values() for grammar in task.waiting]
+        for grammar in waiting:
+            grammar.cancel()
+        if self._loaded_once is not None:
+            self._loaded_once[0].close()
 
-    def _forget_oldest(self) -> None:
-        """Drop the oldest; those that are being compiled stay, so that none begins again."""
-        left = len(self._compiled) - _CACHE_ENTRIES
-        if left > 0:
-            done = (key for key, grammar in self._compiled.items() if grammar.done())
-            for key in list(itertools.islice(done, left)):
-                del self._compiled[key]
+    # ------------------------------------------------------------------------- tasks
 
-    def _compile_into(
-        self, grammar: Future[Grammar], key: str, wanted: _Wanted, *, quick: bool = False
+    def _wait(
+        self, grammar: Future[Grammar], name: str, wanted: _Wanted, key: str, weight: float
     ) -> None:
-        """Set `grammar`. `quick`: one that takes longer goes to the thread of slow ones."""
-        try:
-            compiled = self._compile(wanted, quick=quick)
-        except BaseException as error:
-            if quick and isinstance(error, TooSlowError):
-                self._slow_thread.submit(self._compile_into, grammar, key, wanted)
-                return
-            if not isinstance(error, TooCostlyError):  # which is known then
-                with self._lock:
-                    self._compiled.pop(key, None)
-            grammar.set_exception(error)
-            return
-        grammar.set_result(compiled)
+        """Have a format compiled for somebody, who gets it by `grammar`."""
+        task = self._tasks.get(name)
+        if task is None:
+            task = self._tasks[name] = _Task(name, wanted, self._quick)
+        task.waiting[grammar] = key, weight
+        if not task.begun:
+            task.lane.push(task, key, weight)
+        grammar.add_done_callback(lambda done: self._leave(task, done))
 
-    def _compile(self, wanted: _Wanted, *, quick: bool) -> Grammar:
-        compiler, info = self._loaded()
-        if wanted.schema is not None:
-            strict, any_whitespace = wanted.strict, wanted.any_whitespace
-            ebnf = ebnf_of(wanted.schema, strict=strict, any_whitespace=any_whitespace)
-            return Grammar(compiler.compile_grammar(ebnf), self._allowed(()))
-        tag = compilable(wanted.tags, self._tokenizer.control_token)
-        text = json.dumps({"type": "structural_tag", "format": tag})
-        if wanted.is_costly:
-            tried = self._tried(info, quick=quick).compile(text, wanted.name)
-            compiled = _deserialized(tried, info)
+    def _leave(self, task: _Task, grammar: Future[Grammar]) -> None:
+        """Somebody does not wait any more."""
+        with self._lock:
+            task.waiting.pop(grammar, None)
+            if task.waiting or self._tasks.get(task.key) is not task:
+                return
+            del self._tasks[task.key]
+            task.lane.discard(task)
+            if task.trial is not None:
+                task.trial.end()
+
+    def _try(self, task: _Task, *, quick: bool) -> None:
+        """Compile a task, and tell those who wait for it."""
+        with self._lock:
+            here = task.lane is (self._quick if quick else self._slow)
+            # Somebody may have queued it again just when it was taken.
+            if task.begun or not here or self._tasks.get(task.key) is not task:
+                return
+            task.begun = True
+        result: Grammar | BaseException
+        try:
+            result = self._compiled(task, quick=quick)
+        except BaseException as error:
+            result = error
+        with self._lock:
+            task.begun, task.trial = False, None
+            if quick and isinstance(result, TooSlowError):
+                task.lane = self._slow
+                for key, weight in task.waiting.values():
+                    task.lane.push(task, key, weight)
+                return
+            if self._tasks.get(task.key) is not task:
+                return
+            del self._tasks[task.key]
+            if isinstance(result, Grammar):
+                self._kept.add(task.key, result)
+            elif isinstance(result, TooCostlyError):
+                self._kept.add_failure(task.key, result)
+            waiting = list(task.waiting)
+        for grammar in waiting:
+            if not grammar.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Grammar):
+                grammar.set_result(result)
+            else:
+                grammar.set_exception(result)
+
+    def _compiled(self, task: _Task, *, quick: bool) -> Grammar:
+        trials, info = self._loaded()
+        wanted = task.wanted
+        tag = wanted.tags and with_token_ids(wanted.tags, self._tokenizer.control_token)
+        asked = {
+            **wanted._asdict(),
+            "tags": tag,
+            "is_costly": wanted.tags is not None and not is_simple(wanted.tags),
+        }
+        found = self._answer(trials, task, json.dumps(asked).encode(), quick=quick)
+        if found.serialised is not None:
+            compiled = _xgrammar().CompiledGrammar.deserialize_json(found.serialised, info)
         else:
+            # One cache is enough, and ours is bounded. Threads would slow steps.
+            compiler = _xgrammar().GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            if found.ebnf is not None:
+                compiled = compiler.compile_grammar(found.ebnf)
+            else:
+                compiled = compiler.compile_structural_tag(found.tag)
+        return Grammar(compiled, self._allowed(named_tokens(tag)), found.size)
+
+    def _answer(self, trials: Trials, task: _Task, asked: bytes, *, quick: bool) -> Compilable:
+        """What the process of a task answers. One that died with the process that it was forked
+        from is tried again."""
+        for attempt in (1, 2):
+            trial = trials.start(asked, task.wanted.name, quick=quick)
+            with self._lock:
+                task.trial = trial
+                if not task.waiting:
+                    trial.end()
             try:
-                compiled = compiler.compile_structural_tag(text)
-            except Exception as error:  # it raises many kinds for a bad tag
-                raise unusable(wanted.name, str(error)) from error
-        return Grammar(compiled, self._allowed(named_tokens(tag)))
+                return trial.answer()
+            except (EOFError, OSError):
+                if attempt == 2 or not task.waiting:
+                    raise UnsupportedError(
+                        f"{task.wanted.name} cannot be compiled: the process that does so ends"
+                    ) from None
+        raise AssertionError
+
+    # ------------------------------------------------------------------------- vocabulary
 
     def _allowed(self, named: Iterable[int]) -> Tensor:
         """All tokens but control tokens, unless they end an answer or are named."""
         never = self._tokenizer.special_ids.difference(self.stop_token_ids, named)
         return ~packed(never, (self.vocab_size + 31) // 32)
 
-    def _loaded(self) -> tuple[xgrammar.GrammarCompiler, xgrammar.TokenizerInfo]:
+    def _loaded(self) -> tuple[Trials, xgrammar.TokenizerInfo]:
         with self._loading:
-            if self._compiler is None or self._info is None:
-                self._compiler, self._info = self._load()
-            return self._compiler, self._info
+            if self._loaded_once is None:
+                self._loaded_once = self._load()
+            return self._loaded_once
 
-    def _tried(self, info: xgrammar.TokenizerInfo, *, quick: bool) -> Trial:
-        with self._loading:
-            if quick not in self._trials:
-                limits = self._limits
-                if quick:
-                    limits = dataclasses.replace(limits, cpu_seconds=limits.quick_seconds)
-                self._trials[quick] = Trial(info.serialize_json(), self.vocab_size, limits)
-            return self._trials[quick]
-
-    def _load(self) -> tuple[xgrammar.GrammarCompiler, xgrammar.TokenizerInfo]:
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise UnsupportedError(
-                "response_format needs xgrammar, which is not installed: pip install xgrammar"
-            ) from error
+    def _load(self) -> tuple[Trials, xgrammar.TokenizerInfo]:
+        xgrammar = _xgrammar()
         special = self._tokenizer.special_ids
         vocabulary = [
             _CONTROL * (token in special) + self._tokenizer.token_bytes(token)
@@ -297,77 +369,21 @@ class GrammarCompiler:
             vocab_size=self.vocab_size,
             stop_token_ids=self.stop_token_ids,
         )
-        # One cache is enough, and ours is bounded.
-        return xgrammar.GrammarCompiler(info, cache_enabled=False), info
+        quoting = [token for token in vocabulary if b'"' in token]
+        setup = {
+            "tokenizer": info.serialize_json(),
+            "vocab_size": self.vocab_size,
+            "short": max(SHORT, longest_entry(quoting, in_json=True)),
+            "short_in_tags": max(SHORT, longest_entry(quoting, in_json=False)),
+        }
+        return Trials(setup, self._limits), info
 
 
-class GrammarState:
-    """State of one sequence in its grammar."""
-
-    def __init__(self, grammar: Grammar, vocab_size: int, stop_token_ids: list[int]) -> None:
+def _xgrammar() -> Any:
+    try:
         import xgrammar
-
-        self._origin = (grammar, vocab_size, stop_token_ids)
-        self._matcher = xgrammar.GrammarMatcher(grammar.compiled)
-        self._allowed = grammar.allowed
-        self._mask = torch.full(((vocab_size + 31) // 32,), -1, dtype=torch.int32)
-        self._stops = packed(stop_token_ids, len(self._mask))
-        self._filled = False
-
-    def at_start(self) -> GrammarState:
-        """The state of another sequence in the same grammar."""
-        return GrammarState(*self._origin)
-
-    def fill_mask(self) -> Tensor:
-        """Which tokens may come next: bits packed in int32 `[ceil(vocab / 32)]`, on the CPU.
-
-        The tensor belongs to this state and is written again at the next call after `accept`.
-        """
-        if not self._filled:
-            if self._matcher.is_terminated():
-                self._mask.copy_(self._stops)
-            else:
-                self._matcher.fill_next_token_bitmask(self._mask.unsqueeze(0))
-                self._mask &= self._allowed
-            self._filled = True
-        return self._mask
-
-    def accept(self, token_id: int) -> None:
-        """Take a sampled token.
-
-        Raises:
-            RequestError: the grammar does not allow it.
-        """
-        if not self._matcher.accept_token(token_id):
-            raise RequestError(
-                f"token {token_id} does not follow the response_format, expected one that "
-                "fill_mask allows"
-            )
-        self._filled = False
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the answer is complete and nothing but its end may follow, or it has ended.
-
-        So a closed JSON object ends without a step for the end-of-sequence token.
-        """
-        if self._matcher.is_terminated():
-            return True
-        if not self._matcher.is_completed():
-            return False
-        return not bool((self.fill_mask() & ~self._stops).any())
-
-
-def _deserialized(text: str, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
-    import xgrammar
-
-    return xgrammar.CompiledGrammar.deserialize_json(text, info)
-
-
-def packed(token_ids: Iterable[int], num_words: int) -> Tensor:
-    """Token ids as bits of int32 `[num_words]`."""
-    words = [0] * num_words
-    for token in token_ids:
-        if token < 32 * num_words:
-            words[token // 32] |= 1 << (token % 32)
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+    except ImportError as error:
+        raise UnsupportedError(
+            "response_format needs xgrammar, which is not installed: pip install xgrammar"
+        ) from error
+    return xgrammar

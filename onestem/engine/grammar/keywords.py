@@ -27,9 +27,13 @@ _CHARACTER = re.compile(
     r"\\x(?P<hex>[0-9a-fA-F]{2})|\\u(?P<unicode>[0-9a-fA-F]{4})|\\(?P<escaped>.)|(?P<raw>.)",
     re.DOTALL,
 )
-_CLASS = re.compile(r"\[\^?[^\]]*\]")
+# Each part is read once, whatever follows it: a pattern may be long, and its writer hostile.
+_CLASS = re.compile(r"\[\^?[^\]]*+(?:\]|\Z)")
 _MODIFIER = re.compile(r"\(\?(?!:|<[A-Za-z_]\w*>)<?.?")
-_PART = re.compile(r"\((?:\?:|\?<\w*>)?|\{(?P<least>\d+)(?P<comma>,?)(?P<most>\d*)\}|.", re.DOTALL)
+_PART = re.compile(
+    r"\((?:\?:|\?<\w*+>)?|\{(?P<least>\d++)(?P<comma>,?)(?P<most>\d*+)\}|.", re.DOTALL
+)
+_MOST_COUNTED = 10**9
 _CLASS_ESCAPES = frozenset("dDwWsS")
 _JSON_ESCAPES = frozenset('nrtfv0c"\\')
 _MUST_ESCAPE = frozenset((*map(chr, range(0x20)), '"', "\\"))
@@ -84,13 +88,17 @@ def num_characters(pattern: str) -> int:
             last = totals.pop()
             totals[-1] += last
         elif found["least"] is not None:
-            copies = max(1, int(found["least"]), int(found["most"] or 0))
+            copies = max(1, _count(found["least"]), _count(found["most"]))
             totals[-1] += last * (copies - 1)
-            last *= copies
+            last = min(last * copies, _MOST_COUNTED)
         elif part not in "*+?":
             last = 1
             totals[-1] += last
     return sum(totals)
+
+
+def _count(digits: str) -> int:
+    return min(int(digits or 0), _MOST_COUNTED) if len(digits) < 20 else _MOST_COUNTED
 
 
 _TYPES = ("string", "number", "integer", "object", "array", "boolean", "null")

@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from onestem.engine.grammar.compiler import GrammarState, packed
+from onestem.engine.grammar.state import GrammarState, packed
 
 __all__ = ["TokenRules", "spelled"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from onestem.engine.grammar.keywords import (
@@ -19,7 +19,6 @@ from onestem.engine.grammar.keywords import (
     keyword_fault,
     neighbour_fault,
     num_characters,
-    same,
     type_names,
 )
 from onestem.errors import RequestError, UnsupportedError
@@ -27,7 +26,6 @@ from onestem.errors import RequestError, UnsupportedError
 __all__ = [
     "SCHEMA",
     "check_schema",
-    "ebnf_of",
     "object_fault",
     "oneof_fault",
     "subschemas",
@@ -42,12 +40,6 @@ MOST_DEPTH = 64
 MOST_SCHEMAS, MOST_VALUES, MOST_CHARACTERS = 1_000, 5_000, 100_000
 # It takes the square of a pattern's written-out length: 0.1 s, and 11 s for ten times as much.
 MOST_REPEATED = 1_000
-# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
-_MOST_WHITESPACE = 64
-# The compiler's rule (0.2.8) for the characters of a string of limited length. It lets raw control
-# characters in, which JSON forbids; only literals may have the same text, and never as a rule.
-_CHARACTERS = re.compile(r'^(\S+ ::= \(\(\[\^)\\"\\\\\\r\\n(\]\)\))', re.MULTILINE)
-
 _LOG_PREFIX = re.compile(r"^\[[^]]*\] \S+: ")  # time and source line
 
 _SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems",
@@ -158,60 +150,13 @@ def _patterns(schema: Schema) -> Iterator[str]:
     return (pattern for pattern in given if isinstance(pattern, str))
 
 
-def ebnf_of(
-    schema: Schema,
-    *,
-    strict: bool,
-    any_whitespace: bool = False,
-    spaced: bool = False,
-    name: str = SCHEMA,
-) -> str:
-    """A checked schema's JSON as a grammar.
-
-    Args:
-        strict: no properties and items that no keyword names.
-        any_whitespace: allow any between values; else there is none, or what `spaced` says.
-        spaced: a space after each comma and colon, as `json.dumps` writes.
-        name: what errors call the schema.
-
-    Raises:
-        RequestError: xgrammar refuses it.
-    """
-    import xgrammar
-
-    separators = (", ", ": ") if spaced else (",", ":")
-    try:
-        grammar = xgrammar.Grammar.from_json_schema(
-            json.dumps(_with_any_of(schema)),
-            any_whitespace=any_whitespace,
-            separators=None if any_whitespace else separators,
-            max_whitespace_cnt=_MOST_WHITESPACE if any_whitespace else None,
-            strict_mode=strict,
-        )
-    except Exception as error:  # it raises many kinds for a bad schema
-        raise unusable(name, str(error)) from error
-    return _CHARACTERS.sub(r'\1\\0-\\x1f\\"\\\\\2', str(grammar))
-
-
 def unusable(name: str, reason: str) -> RequestError:
     """What xgrammar says of a schema or a tag that it refuses, as an error of one line."""
     last = (reason.strip().splitlines() or ["it is refused"])[-1]
     return RequestError(f"{name} cannot be used: {_LOG_PREFIX.sub('', last)}")
 
 
-def _with_any_of(schema: Schema) -> dict[str, Any]:
-    """A copy with `anyOf` for each `oneOf`: no value fits two of its schemas (`check_schema` sees
-    to it), but the compiler cannot prove that, and would warn."""
-    copied: dict[str, Any] = json.loads(json.dumps(schema))
-    for _, part in list(subschemas(copied)):
-        if "oneOf" in part:
-            assert isinstance(part, dict)
-            part["anyOf"] = part.pop("oneOf")
-    _unescape_references(copied)
-    return copied
-
-
-def _unescape_references(schema: dict[str, Any]) -> None:
+def unescape_references(schema: dict[str, Any]) -> None:
     """Lead references with escapes to definitions whose names need none: the compiler reads no
     escapes."""
     found, names = dict(subschemas(schema)), dict[tuple[str, ...], str]()
@@ -232,6 +177,7 @@ class _References:
     def __init__(self, found: Mapping[tuple[str, ...], Schema], name: str) -> None:
         self._found = found
         self._name = name
+        self._ends: dict[str, Schema] = {}
 
     def fault(self, schema: Schema) -> str | None:
         """Why a schema's reference is not followed; None: it is."""
@@ -258,12 +204,17 @@ class _References:
         Raises:
             RequestError: it leads to itself.
         """
-        passed = []
-        while isinstance(uri := schema.get("$ref"), str) and (to := self._target(uri)) is not None:
+        passed: dict[str, None] = {}
+        while isinstance(uri := schema.get("$ref"), str):
             if uri in passed:
                 raise RequestError(f"{self._name} cannot be used: $ref {uri!r} leads to itself")
-            passed.append(uri)
+            passed[uri] = None
+            to = self._ends.get(uri) or self._target(uri)
+            if to is None:
+                break
             schema = to
+        for uri in passed:  # no part of a chain is followed twice
+            self._ends[uri] = schema
         return schema
 
 
@@ -321,38 +272,67 @@ def oneof_fault(schema: Schema, resolve: Resolve) -> str | None:
     Args:
         resolve: follows a schema's `$ref`.
     """
-    options = [_resolved(option, resolve) for option in schema.get("oneOf", ())]
-    if all(_part(one, other, resolve) for one, other in itertools.combinations(options, 2)):
+    options = [_option(_resolved(option, resolve), resolve) for option in schema.get("oneOf", ())]
+    valued = [one.values for one in options if one.values is not None]
+    others = [one for one in options if one.values is None]
+    if (
+        sum(map(len, valued)) == len(frozenset().union(*valued))
+        and all(itertools.starmap(_part, itertools.combinations(others, 2)))
+        and all(
+            one.kinds and one.kinds.isdisjoint(two.kinds)
+            for one in others
+            for two in options
+            if two.values is not None
+        )
+    ):
         return None
     return "a 'oneOf' of schemas that one answer may fit together (say 'anyOf' if it may)"
+
+
+class _Option(NamedTuple):
+    """What tells a schema of a `oneOf` from the others. `tags`: values of properties that an object
+    must have."""
+
+    values: frozenset[Any] | None
+    kinds: frozenset[str]
+    tags: dict[str, frozenset[Any]]
+
+
+def _option(schema: Schema, resolve: Resolve) -> _Option:
+    named = schema.get("properties", {})
+    tags = {}
+    for name in schema.get("required", ()):
+        values = _values(_resolved(named.get(name), resolve))
+        if values is not None:
+            tags[name] = _frozen_set(values)
+    values = _values(schema)
+    return _Option(None if values is None else _frozen_set(values), frozenset(_kinds(schema)), tags)
 
 
 def _resolved(option: object, resolve: Resolve) -> Schema:
     return resolve(option) if isinstance(option, Mapping) else {}
 
 
-def _part(one: Schema, other: Schema, resolve: Resolve) -> bool:
-    """Whether no value fits both."""
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None:
-        return not any(same(value, each) for value in values for each in others)
-    kinds, other_kinds = _kinds(one), _kinds(other)
-    if kinds and other_kinds and kinds.isdisjoint(other_kinds):
+def _part(one: _Option, other: _Option) -> bool:
+    """Whether no value fits both, which have no values of their own."""
+    if one.kinds and other.kinds and one.kinds.isdisjoint(other.kinds):
         return True
-    if kinds != {"object"} or other_kinds != {"object"}:
+    if one.kinds != {"object"} or other.kinds != {"object"}:
         return False
-    return any(
-        _part_by_value(one["properties"][name], other["properties"][name], resolve)
-        for name in set(one.get("required", ())) & set(other.get("required", ()))
-        if name in one.get("properties", {}) and name in other.get("properties", {})
-    )
+    return any(one.tags[name].isdisjoint(other.tags[name]) for name in one.tags.keys() & other.tags)
 
 
-def _part_by_value(one: object, other: object, resolve: Resolve) -> bool:
-    values, others = _values(_resolved(one, resolve)), _values(_resolved(other, resolve))
-    if values is None or others is None:
-        return False
-    return not any(same(value, each) for value in values for each in others)
+def _frozen_set(values: Iterable[Any]) -> frozenset[Any]:
+    return frozenset(map(_frozen, values))
+
+
+def _frozen(value: Any) -> Any:
+    """A JSON value as a member of a set: equal ones are equal, and true is not 1."""
+    if isinstance(value, Mapping):
+        return frozenset((key, _frozen(inner)) for key, inner in value.items())
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return (bool, value) if isinstance(value, bool) else value
 
 
 def _values(schema: Schema) -> list[Any] | None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from onestem.engine.grammar.keywords import regex_fault
-from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema, ebnf_of
+from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import MAX_DEPTH, is_deep
 
-__all__ = ["FIELDS", "check_tags", "compilable", "is_simple", "named_tokens", "tags_of"]
+__all__ = ["FIELDS", "check_tags", "is_simple", "named_tokens", "tags_of", "with_token_ids"]
 
 Format = Mapping[str, Any]
 
@@ -169,15 +169,11 @@ def _choices(tag: object) -> int:
     return 1 + max(inside, default=_MANY) if kind in _CHOICES else _MANY
 
 
-def compilable(value: Any, control_token: Callable[[str], int | None]) -> Any:
-    """A tag as xgrammar compiles it: plain schemas as grammars, which say where whitespace is, and
-    control tokens as ids.
+def with_token_ids(value: Any, control_token: Callable[[str], int | None]) -> Any:
+    """A tag with control tokens as ids.
 
     Args:
         control_token: the id of a control token; None: the text is not one.
-
-    Raises:
-        RequestError: xgrammar refuses a schema.
     """
 
     def token(one: Any) -> Any:
@@ -187,16 +183,9 @@ def compilable(value: Any, control_token: Callable[[str], int | None]) -> Any:
     def convert(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [convert(part) for part in value]
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or value.get("type") == "json_schema":
             return value
-        kind, schema = value.get("type"), value.get("json_schema")
-        if kind == "json_schema" and isinstance(schema, Mapping):
-            if value.get("style", "json") == "json":
-                name = value.get("name", "a json_schema of response_format.format")
-                spaced = value.get("spaced", False)
-                grammar = ebnf_of(schema, strict=True, spaced=spaced, name=name)
-                return {"type": "grammar", "grammar": grammar}
-            return {name: value[name] for name in value.keys() - {"name", "spaced"}}
+        kind = value.get("type")
         made = {name: convert(part) for name, part in value.items()}
         if kind == "token":
             made["token"] = token(made.get("token"))
@@ -214,7 +203,7 @@ def compilable(value: Any, control_token: Callable[[str], int | None]) -> Any:
 
 
 def named_tokens(tag: Any) -> set[int]:
-    """Ids of the tokens that a tag of `compilable` names."""
+    """Ids of the tokens that a tag of `with_token_ids` names."""
     found: list[Any] = []
     for _, one in _formats("", tag):
         found.append(one.get("token"))

@@ -1,25 +1,34 @@
-"""Grammars that may cost too much are compiled in a process of their own, which can be ended.
+"""Grammars are compiled in processes of their own, which can be ended.
 
-An ambiguous regular expression or grammar of a few characters can keep the compiler busy for hours,
-or take all memory; its masks can be as bad. What passes comes back serialised.
+A schema within all limits, or an ambiguous regular expression of a few characters, can keep the
+compiler busy for minutes or hours, or take all memory; its masks can be as bad. What passes comes
+back.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 from onestem.engine.grammar.schema import unusable
+from onestem.engine.grammar.trial_process import END, HEAD, QUICK, SLOW
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 
-__all__ = ["Limits", "TooCostlyError", "TooSlowError", "Trial"]
+__all__ = ["Compilable", "Limits", "TooCostlyError", "TooSlowError", "Trial", "Trials"]
 
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 
@@ -29,11 +38,15 @@ class Limits:
     """What one grammar may take.
 
     Attributes:
-        cpu_seconds: to compile it, and to write some tokens under it.
-        quick_seconds: the same at the first try, while others wait; then it queues with slow ones.
+        cpu_seconds: to compile it, and to write some tokens under it if it may be costly.
+        quick_seconds: the same at the first try; then it queues with slow ones.
         wall_seconds: the same in wall-clock time, where the machine is busy with other work.
         mask_seconds: for a token's mask, which all others in its step wait for.
-        memory_bytes: beyond what the process has without grammars.
+        memory_bytes: to compile it, beyond what the process has without grammars.
+        again_seconds: of processor time, up to which what was compiled is compiled once more where
+            it is used, because that is quicker than to send it there.
+        kept_bytes: compiled, which is kept for the next request.
+        all_kept_bytes: of all that are kept. The least recently used is forgotten first.
     """
 
     cpu_seconds: float = 5.0
@@ -41,6 +54,9 @@ class Limits:
     wall_seconds: float = 60.0
     mask_seconds: float = 0.1
     memory_bytes: int = 2 << 30
+    again_seconds: float = 1.5
+    kept_bytes: int = 64 << 20
+    all_kept_bytes: int = 512 << 20
 
 
 class TooCostlyError(RequestError):
@@ -51,116 +67,200 @@ class TooSlowError(TooCostlyError):
     """A grammar that takes more time to compile than it may."""
 
 
-class Trial:
-    """Compiles one structural tag at a time. The process starts with the first, and again after
-    one that ended it. It ends with this object or this process.
+@dataclass(frozen=True, kw_only=True)
+class Compilable:
+    """A grammar that takes no more than it may: a text in EBNF or a structural tag, or xgrammar's
+    `CompiledGrammar`, serialised. `size`: about the bytes that it keeps."""
+
+    size: int
+    ebnf: str | None = None
+    tag: str | None = None
+    serialised: str | None = None
+
+
+class Trials:
+    """Compiles grammars, each in a process forked from one that has loaded the compiler. That one
+    starts with the first grammar, and again if something ended it. All end with this object or this
+    process. Safe to use from several threads.
 
     Args:
-        tokenizer: xgrammar's `TokenizerInfo`, serialised.
-        vocab_size: columns of the logits.
+        setup: what the process needs beside the limits: `tokenizer` (xgrammar's `TokenizerInfo`,
+            serialised), `vocab_size`, and `short` and `short_in_tags` (see `ebnf_of`).
         limits: of each grammar.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, limits: Limits) -> None:
-        setup = {"tokenizer": tokenizer, "vocab_size": vocab_size, **asdict(limits)}
-        self._setup = json.dumps(setup).encode()
+    def __init__(self, setup: Mapping[str, Any], limits: Limits) -> None:
+        self._setup = json.dumps({**setup, **asdict(limits)}).encode()
         self._limits = limits
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._closed = False
 
-    def compile(self, tag: str, name: str) -> str:
-        """xgrammar's `CompiledGrammar` of a structural tag, serialised.
+    def start(self, task: bytes, name: str, *, quick: bool) -> Trial:
+        """Begin to compile.
 
         Args:
-            tag: as JSON.
+            task: JSON of what `trial_process` reads.
             name: what errors call it.
+            quick: end it after `quick_seconds`.
 
         Raises:
-            TooCostlyError: it takes more time or memory than it may.
-            RequestError: xgrammar refuses it.
+            UnsupportedError: this version of xgrammar cannot be used.
         """
         with self._lock:
+            if self._closed:
+                raise UnsupportedError("the engine is closed, and compiles no response_format")
             if self._process is None or self._process.has_ended:
                 self._process = _Process(self._setup)
+            command = QUICK if quick else SLOW
             try:
-                kind, _, text = self._process.ask(tag).partition(" ")
-            except (EOFError, OSError):
-                status = self._process.end()
-                self._process = None
-                raise self._ended(name, status) from None
-            except BaseException:  # an interrupt: its answer would be taken for the next one's
-                self.close()
-                raise
-        if kind == "grammar":
-            return text
-        if kind == "refused":
-            raise unusable(name, text)
-        if kind == "memory":
-            raise self._out_of_memory(name)
-        limit = self._limits.mask_seconds
-        raise _costly(name, f"takes {text} s for the mask of a token, limit is {limit:g} s")
-
-    def _ended(self, name: str, status: int) -> OnestemError:
-        """An error for a process that ended instead of answering."""
-        if status >= 0:
-            return UnsupportedError(
-                f"{name} needs another version of xgrammar: pip install 'xgrammar>=0.2.8'"
-            )
-        limits, number = self._limits, signal.Signals(-status)
-        seconds = {signal.SIGPROF: limits.cpu_seconds, signal.SIGALRM: limits.wall_seconds}
-        if number in seconds:
-            return TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
-        if number in (signal.SIGABRT, signal.SIGKILL):
-            return self._out_of_memory(name)
-        return _costly(name, f"makes the compiler crash ({number.name})")
-
-    def _out_of_memory(self, name: str) -> TooCostlyError:
-        mebibytes = self._limits.memory_bytes >> 20
-        return _costly(name, f"takes more than {mebibytes} MiB of memory to compile")
+                return Trial(self._process, command, task, name, self._limits)
+            except OSError:  # it ended just now
+                self._process.end()
+                self._process = _Process(self._setup)
+                return Trial(self._process, command, task, name, self._limits)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
-        process, self._process = self._process, None
+        """End all, whatever they do."""
+        with self._lock:
+            process, self._process, self._closed = self._process, None, True
         if process is not None:
             process.end()
 
 
+class Trial:
+    """A grammar that is being compiled, in a process of its own."""
+
+    def __init__(
+        self, process: _Process, command: int, task: bytes, name: str, limits: Limits
+    ) -> None:
+        self._process = process
+        self._quick = command == QUICK
+        self._name = name
+        self._limits = limits
+        self._answers, other = Pipe(duplex=False)
+        with other:
+            self._number = process.run(command, task, other)
+
+    def end(self) -> None:
+        """End it now, if it has not ended; `answer` then raises some error."""
+        self._process.stop(self._number)
+
+    def answer(self) -> Compilable:
+        """What may be compiled, or is compiled; waits for it.
+
+        Raises:
+            TooCostlyError: it takes more time or memory than it may.
+            RequestError: xgrammar refuses it.
+            EOFError: the process that all are forked from has ended.
+        """
+        with self._answers:
+            kind, _, rest = self._answers.recv_bytes().partition(b" ")
+        text = rest.decode()
+        if kind == b"again":
+            return Compilable(**json.loads(text))
+        if kind == b"grammar":
+            return Compilable(size=len(text), serialised=text)
+        name, limits = self._name, self._limits
+        if kind == b"refused":
+            raise unusable(*json.loads(text))
+        if kind == b"memory":
+            raise self._out_of_memory()
+        if kind == b"large":
+            most, size = limits.kept_bytes / 2**20, int(text) / 2**20
+            raise _costly(name, f"takes {size:.3g} MiB when compiled, limit is {most:.3g} MiB")
+        if kind == b"slow":
+            most = limits.mask_seconds
+            raise _costly(name, f"takes {text} s for the mask of a token, limit is {most:g} s")
+        raise self._ended(int(text))
+
+    def _ended(self, status: int) -> OnestemError:
+        """An error for a process that ended instead of answering."""
+        name, limits = self._name, self._limits
+        if status >= 0:
+            return _of_version()
+        number = signal.Signals(-status)
+        cpu = limits.quick_seconds if self._quick else limits.cpu_seconds
+        seconds = {signal.SIGPROF: cpu, signal.SIGALRM: limits.wall_seconds}
+        if number in seconds:
+            return TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
+        if number in (signal.SIGABRT, signal.SIGKILL):
+            return self._out_of_memory()
+        return _costly(name, f"makes the compiler crash ({number.name})")
+
+    def _out_of_memory(self) -> TooCostlyError:
+        mebibytes = self._limits.memory_bytes >> 20
+        return _costly(self._name, f"takes more than {mebibytes} MiB of memory to compile")
+
+
 class _Process:
-    """The process and the way to it."""
+    """The process that all others are forked from, and the way to it. Starting it waits until it
+    has loaded the compiler; raises `UnsupportedError` if it cannot."""
 
     def __init__(self, setup: bytes) -> None:
-        self._channel, other = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, str(_PROGRAM), str(other.fileno())],
-            pass_fds=[other.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # the compiler writes lines for people there
-        )
-        other.close()
-        self._end = weakref.finalize(self, _end, self._process, self._channel)
-        self._channel.send_bytes(setup)
+        self._commands, other = socket.socketpair()
+        one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # forks want no threads
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, str(_PROGRAM), str(other.fileno())],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the compiler writes lines for people there
+                env=os.environ | one,
+            )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # of what is written
+        self._end = weakref.finalize(self, _end, self._process, self._commands)
+        ready = b""
+        with suppress(OSError):
+            self._commands.sendall(struct.pack("!Q", len(setup)) + setup)
+            ready = self._commands.recv(1)
+        if not ready:
+            self.end()
+            raise _of_version()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended while it waited, so not because of a grammar."""
+        """Whether it has ended, so not because of a grammar."""
         return self._process.poll() is not None
 
-    def ask(self, tag: str) -> str:
-        """What it answers; raises `EOFError` or `OSError` if it ends before."""
-        self._channel.send_bytes(tag.encode())
-        return self._channel.recv_bytes().decode()
+    def run(self, command: int, task: bytes, answers: Connection) -> int:
+        """Have a task done; its answer goes to `answers`. Returns its number; raises `OSError` if
+        the process has ended."""
+        with self._lock:
+            number = next(self._numbers)
+            head = HEAD.pack(command, number, len(task))
+            socket.send_fds(self._commands, [head], [answers.fileno()])
+            self._commands.sendall(task)
+            return number
 
-    def end(self) -> int:
-        """End it. Returns its exit status: what it died of, if it was dead."""
+    def stop(self, number: int) -> None:
+        """End a task's process, if it runs."""
+        with self._lock, suppress(OSError):
+            self._commands.sendall(HEAD.pack(END, number, 0))
+
+    def end(self) -> None:
+        """End it and all that were forked from it."""
         self._end()
-        return self._process.wait()
 
 
-def _end(process: subprocess.Popen[bytes], channel: Connection) -> None:
-    channel.close()
+def _end(process: subprocess.Popen[bytes], commands: socket.socket) -> None:
+    commands.close()  # it ends the others then, and itself
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1)
     process.kill()
     process.wait()
+
+
+def _of_version() -> UnsupportedError:
+    return UnsupportedError(
+        "response_format needs another version of xgrammar: pip install 'xgrammar>=0.2.8'"
+    )
 
 
 def _costly(name: str, why: str) -> TooCostlyError:

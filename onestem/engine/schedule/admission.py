@@ -14,8 +14,9 @@ import numpy as np
 
 from onestem.cache import PagePool
 from onestem.checked import show
-from onestem.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarState
+from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.rules import TokenRules, spelled
+from onestem.engine.grammar.state import Grammar, GrammarState
 from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import BROKEN, EngineStats, refused_output
 from onestem.engine.schedule.answers import check_answer
@@ -293,15 +294,16 @@ class SequenceFactory:
         self._together = together
         self._seed = seed
 
-    def gate(self, request: Request) -> tuple[Gate, str]:
-        """Whether a request can be opened now, has to wait for its grammar, which another thread
-        compiles, or is refused for its grammar, and why."""
+    def gate(self, request: Request, key: str, weight: float) -> tuple[Gate, str]:
+        """Whether a request can be opened now, has to wait for its grammar, which is compiled
+        elsewhere, or is refused for its grammar, and why; `key`, `weight`: whose turn that takes.
+        """
         response_format = request.params.response_format
         if response_format is None or self._grammars is None:
             return Gate.OPEN, ""
         grammar = self._prepared.get(request.request_id)
         if grammar is None:
-            grammar = self._grammars.prepare(response_format)
+            grammar = self._grammars.prepare(response_format, key, weight)
             if grammar is None:
                 return Gate.OPEN, ""
             # Held until the request is opened, whatever the compiler evicts.
@@ -321,9 +323,11 @@ class SequenceFactory:
         wait(unfinished, seconds, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that will not be opened."""
+        """Forget a request that will not be opened; nobody waits for its grammar then."""
         self.arrivals.pop(request_id, None)
-        self._prepared.pop(request_id, None)
+        grammar = self._prepared.pop(request_id, None)
+        if grammar is not None:
+            grammar.cancel()
 
     def open(self, request: Request) -> RequestState:
         """Make a request's sequences: one that computes the prompt for all n, or n if nothing is

@@ -17,6 +17,8 @@ from onestem.tree import RadixTree
 
 __all__ = ["Gate", "HybridQueue", "InteractiveQueue", "Jobs", "PlannedQueue", "RequestQueue"]
 
+JOBS = "jobs"  # the key of what jobs wait for at the gate, if the server has not checked it
+
 
 class Gate(Enum):
     """Whether a request may be admitted: now, later (others may pass it), or never."""
@@ -26,8 +28,11 @@ class Gate(Enum):
     REFUSE = "refuse"
 
 
-def _open(request: Request) -> Gate:
+def _open(request: Request, key: str, weight: float) -> Gate:
     return Gate.OPEN
+
+
+Gatekeeper = Callable[[Request, str, float], Gate]  # of a request, and its key and weight
 
 
 class RequestQueue(Protocol):
@@ -56,9 +61,7 @@ class InteractiveQueue:
             dropped.
     """
 
-    def __init__(
-        self, cached: RadixTree[Any], max_passed: int, gate: Callable[[Request], Gate] = _open
-    ) -> None:
+    def __init__(self, cached: RadixTree[Any], max_passed: int, gate: Gatekeeper = _open) -> None:
         self._gate = gate
         self._turns = Turns(cached, max_passed)
         self._held: dict[str, tuple[Request, str, float]] = {}  # by the gate
@@ -71,7 +74,7 @@ class InteractiveQueue:
         self._let_in(request, key, weight)
 
     def _let_in(self, request: Request, key: str, weight: float) -> None:
-        answer = self._gate(request)
+        answer = self._gate(request, key, weight)
         if answer is Gate.WAIT:
             return
         del self._held[request.request_id]
@@ -123,9 +126,7 @@ class PlannedQueue:
         gate: called for the next request until it stops returning WAIT. Refused ones are skipped.
     """
 
-    def __init__(
-        self, requests: Iterable[Request], gate: Callable[[Request], Gate] = _open
-    ) -> None:
+    def __init__(self, requests: Iterable[Request], gate: Gatekeeper = _open) -> None:
         self._requests: Iterator[Request] = iter(requests)
         self._gate = gate
         self.holds = False  # the next one waits at the gate
@@ -140,7 +141,7 @@ class PlannedQueue:
             elif not self.holds:
                 break
             if self._next is not None:
-                answer = self._gate(self._next)
+                answer = self._gate(self._next, JOBS, 1.0)
                 self.holds = answer is Gate.WAIT
                 if answer is not Gate.REFUSE:
                     break
@@ -172,9 +173,7 @@ class HybridQueue:
         gate: see `InteractiveQueue` and `PlannedQueue`.
     """
 
-    def __init__(
-        self, cached: RadixTree[Any], max_passed: int, gate: Callable[[Request], Gate] = _open
-    ) -> None:
+    def __init__(self, cached: RadixTree[Any], max_passed: int, gate: Gatekeeper = _open) -> None:
         self._gate = gate
         self.interactive = InteractiveQueue(cached, max_passed, gate)
         self._jobs: dict[str, PlannedQueue] = {}

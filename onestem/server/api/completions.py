@@ -140,17 +140,21 @@ async def _prepare(service: Service, call: Call) -> None:
     """Have the engine prepare what a call needs beside its prompts' tokens."""
     first = call.requests[0]
     if first.params.response_format is not None or first.pml is not None:
-        await _validate(service, first, call.arrived, call.seconds)
+        await _validate(service, first, call.tenant, call.arrived, call.seconds)
     if first.pml is not None and service.settings.engine.module_disk is not None:
         wanted = service.schemas.alternatives(call.tenant, first.pml)
         service.client.prefetch(wanted, first.module_salt)
 
 
-async def _validate(service: Service, request: Request, arrived: float, seconds: float) -> None:
+async def _validate(
+    service: Service, request: Request, tenant: Tenant, arrived: float, seconds: float
+) -> None:
     """Have the engine validate a request and compile its grammar, within the request's time."""
     left = max(0.0, arrived + seconds - time.monotonic())
     try:
-        await service.client.ask("validate", request, seconds=left)
+        await service.client.ask(
+            "validate", request, seconds=left, key=tenant.name, weight=tenant.weight
+        )
     except NoAnswerError as error:
         if error.seconds >= left:
             raise too_late(seconds) from None

@@ -36,6 +36,7 @@ from onestem.server.link.messages import (
     Report,
     Stop,
     Tokens,
+    Unask,
     Unpin,
     frame,
     read_message,
@@ -159,7 +160,7 @@ class PendingCalls:
         send: a message to the engine process.
     """
 
-    def __init__(self, send: Callable[[Ask], object]) -> None:
+    def __init__(self, send: Callable[[Ask | Unask], object]) -> None:
         self._send = send
         self._open: dict[int, asyncio.Future[Answered]] = {}
         self._tokens = itertools.count()
@@ -167,22 +168,29 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def ask(self, what: str, value: Any, seconds: float | None) -> Any:
+    async def ask(
+        self, what: str, value: Any, seconds: float | None, key: str = "", weight: float = 1.0
+    ) -> Any:
         """The answer to a question (see `messages.Ask`), which may take `seconds`; None: any time.
+        The engine hears of it if nobody waits any more for a request to be validated.
 
         Raises:
             NoAnswerError: none within `seconds`.
             RequestError: the engine refuses; ApiError: it failed to find out, or is gone.
         """
         token = next(self._tokens)
-        self._open[token] = asyncio.get_running_loop().create_future()
+        future = self._open[token] = asyncio.get_running_loop().create_future()
+        sent = False
         try:
-            self._send(Ask(token, what, value))
-            answer = await asyncio.wait_for(self._open[token], seconds)
+            self._send(Ask(token, what, value, key, weight))
+            sent = True
+            answer = await asyncio.wait_for(future, seconds)
         except TimeoutError:
             raise NoAnswerError(seconds or 0.0) from None
         finally:
             self._open.pop(token, None)
+            if sent and what == "validate" and future.cancelled():
+                self._send(Unask(token))
         if answer.error is None:
             return answer.value
         if answer.fault:
@@ -454,7 +462,8 @@ class EngineClient:
     def _send(self, message: object) -> None:
         data = frame(message)
         if self._link is not None:
-            if not (isinstance(message, Ask) and message.what == "validate"):
+            checking = isinstance(message, Ask) and message.what == "validate"
+            if not (checking or isinstance(message, Unask)):
                 self.watchdog.note_sent()
             with contextlib.suppress(OSError, RuntimeError):  # it is gone; EOF says so soon
                 self._link.writer.write(data)
@@ -628,8 +637,16 @@ class EngineClient:
         except Exception as error:
             self._failed_to_hear(entry, error)
 
-    async def ask(self, what: str, value: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
-        """The engine's answer to a question (see `messages.Ask`).
+    async def ask(
+        self,
+        what: str,
+        value: Any = None,
+        seconds: float = ANSWER_SECONDS,
+        *,
+        key: str = "",
+        weight: float = 1.0,
+    ) -> Any:
+        """The engine's answer to a question; `key`, `weight`: see `messages.Ask`.
 
         Raises:
             EngineDownError: it is not there.
@@ -637,7 +654,7 @@ class EngineClient:
             RequestError: it refuses; ApiError: it failed to find out.
         """
         self.check_up()
-        return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS))
+        return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS), key, weight)
 
     async def control(self, what: str, value: Any = None) -> Any:
         """Have the engine do something between two steps, however long that takes (see

@@ -43,6 +43,7 @@ __all__ = [
     "Report",
     "Stop",
     "Tokens",
+    "Unask",
     "Unpin",
     "frame",
     "read_message",
@@ -103,11 +104,21 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers."""
+    """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers. `key`
+    and `weight` are of who asks to validate: see `GrammarCompiler.prepare`."""
 
     token: int
     what: str
     value: Any = None
+    key: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Unask:
+    """Nobody waits any more for the answer to a question to validate."""
+
+    token: int
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The engine process: takes commands, computes steps, reports what is new.
 
-Only the main thread touches the engine, except that requests are checked and grammars compiled in
-threads of their own. So a large JSON schema delays no step and no other schema.
+Only the main thread touches the engine, except that requests are checked in threads of their own,
+and grammars compiled in processes. So a large JSON schema delays no step and no other schema.
 When the server ends, in whatever way, so does this process.
 """
 
@@ -46,6 +46,7 @@ from onestem.server.link.messages import (
     RemoveJob,
     Report,
     Stop,
+    Unask,
     Unpin,
 )
 from onestem.server.link.reports import Deltas, last_delta, snapshot_of
@@ -178,6 +179,26 @@ class JobFeed:
 # ----------------------------------------------------------------------------- worker
 
 
+class _Check:
+    """A request that is being checked for somebody, who may give up any moment."""
+
+    def __init__(self) -> None:
+        self.dropped = False
+        self._grammar: Future[Any] | None = None
+
+    def begin(self, grammar: Future[Any]) -> None:
+        """Its grammar is being compiled."""
+        self._grammar = grammar
+        if self.dropped:  # meanwhile
+            grammar.cancel()
+
+    def drop(self) -> None:
+        """Nobody waits any more."""
+        self.dropped = True
+        if self._grammar is not None:
+            self._grammar.cancel()
+
+
 class Worker:
     """Runs an engine on behalf of the other end of a channel.
 
@@ -195,6 +216,7 @@ class Worker:
         self._leave = leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._checks = ThreadPoolExecutor(CHECKING, "checks")
+        self._waited_for: dict[int, _Check] = {}
         self._joining: AdmissionWindow[Add] = AdmissionWindow()
         self._deltas = Deltas()
         self._feeds: dict[str, JobFeed] = {}
@@ -224,7 +246,10 @@ class Worker:
             while True:
                 message = self._channel.receive()
                 if isinstance(message, Ask) and message.what == "validate":
-                    self._checks.submit(self._validate, message)
+                    self._waited_for[message.token] = check = _Check()
+                    self._checks.submit(self._validate, message, check)
+                elif isinstance(message, Unask):
+                    self._waited_for.pop(message.token, _Check()).drop()
                 else:
                     self._inbox.put(message)
         except (EOFError, OSError, RuntimeError):
@@ -233,23 +258,28 @@ class Worker:
             self._inbox.put(Stop())
             self._leave()
 
-    def _validate(self, ask: Ask) -> None:
+    def _validate(self, ask: Ask, check: _Check) -> None:
         """Check a request, and have its grammar compiled without waiting for it in this thread."""
+        if check.dropped:
+            return
         try:
-            grammar = self._engine.prepare(ask.value)
+            grammar = self._engine.prepare(ask.value, ask.key, ask.weight)
         except BaseException as error:  # a library's panic is no `Exception`
             self._tell(ask.token, error)
             return
         if grammar is None:
             self._tell(ask.token, None)
         else:  # the compiler keeps it, and what it calls: not the request
-            grammar.add_done_callback(partial(self._tell_done, ask.token))
+            check.begin(grammar)
+            grammar.add_done_callback(partial(self._compiled, ask.token))
 
-    def _tell_done(self, token: int, grammar: Future[Any]) -> None:
-        self._tell(token, grammar.exception())
+    def _compiled(self, token: int, grammar: Future[Any]) -> None:
+        if not grammar.cancelled():
+            self._tell(token, grammar.exception())
 
     def _tell(self, token: int, error: BaseException | None) -> None:
         """Put into the next report that a request can be answered, or why not."""
+        self._waited_for.pop(token, None)
         answer = Answered(token)
         if isinstance(error, OnestemError):
             answer = Answered(token, error=str(error))

@@ -230,7 +230,7 @@ class Jobs:
 
     async def _attempt(self, owner: str, batch_id: str, deaths: dict[str, int]) -> None:
         self._last_owner = owner
-        run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner).salt())
+        run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner))
         self._active = (batch_id, run)  # a cancel from now on stops the attempt
         reading = Reading(self._place(batch_id).with_name(READING))
         try:
@@ -475,12 +475,12 @@ class JobAttempt:
     """One attempt at a job, in its thread."""
 
     def __init__(
-        self, batch_id: str, client: EngineClient, loop: asyncio.AbstractEventLoop, salt: str
+        self, batch_id: str, client: EngineClient, loop: asyncio.AbstractEventLoop, owner: Tenant
     ) -> None:
         self._name = batch_id
         self._client = client
         self._loop = loop
-        self._salt = salt
+        self._owner = owner
         self._sink = _Sink()
         self._stop: Exception | None = None
         self.num_answered = 0
@@ -509,7 +509,8 @@ class JobAttempt:
         self.check()
         guarded(check)(request)
         if request.params.response_format is not None or request.pml is not None:
-            asked = self._client.ask("validate", request)
+            owner = self._owner
+            asked = self._client.ask("validate", request, key=owner.name, weight=owner.weight)
             try:
                 asyncio.run_coroutine_threadsafe(asked, self._loop).result()
             except EngineDownError:
@@ -554,7 +555,9 @@ class JobAttempt:
             name = f"{self._name}/{request.request_id}"
             names[name] = request.request_id
             renamed.append(
-                dataclasses.replace(request, request_id=name, cache_salt=self._salt, priority="job")
+                dataclasses.replace(
+                    request, request_id=name, cache_salt=self._owner.salt(), priority="job"
+                )
             )
         if renamed:
             self._on_loop(self._client.send_job, self._name, renamed)

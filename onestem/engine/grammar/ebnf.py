@@ -1,0 +1,188 @@
+"""JSON schemas as grammars in EBNF, in the process that compiles them.
+
+The compiler's own grammar is taken, but for strings of limited length: there it has a state for
+each character, and the mask of a state takes 20 ms where the vocabulary is large. Here a limit is a
+budget of characters, which is one state.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from onestem.engine.grammar.schema import SCHEMA, subschemas, unescape_references
+
+__all__ = ["SHORT", "Refused", "ebnf_of", "longest_entry", "with_grammars"]
+
+# Up to here a string's limit is a rule for each character: its masks are quicker than a budget's,
+# which has to try each token that is longer than what is left.
+SHORT = 16
+# Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
+_MOST_WHITESPACE = 64
+# The compiler's rule (0.2.8) for the characters of a string of limited length. It lets raw control
+# characters in, which JSON forbids; only literals may have the same text, and never as a rule.
+_RULE = re.compile(r'^(\S+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)', re.MULTILINE)
+_CHARACTER = r"[^\0-\x1f\"\\]"
+# Literals and classes of characters are passed over: they may have any text.
+_USE = re.compile(
+    r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]'
+    r'|(?P<rule>\w++)\{(?P<least>\d++), (?P<most>-?\d++)\} "\\""'
+)
+_QUOTED = re.compile(rb'"([^\x00-\x1f"\\]*+)')
+_OPENING = frozenset(b":,[{ \n\r\t")  # what stands before a value in JSON
+
+
+class Refused(Exception):
+    """The compiler refuses a schema. Attributes: `name`: the schema's; `reason`: what it says."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+
+def ebnf_of(
+    native: Any,
+    schema: Mapping[str, Any],
+    *,
+    strict: bool,
+    short: int,
+    any_whitespace: bool = False,
+    spaced: bool = False,
+    name: str = SCHEMA,
+) -> str:
+    """A checked schema's JSON as a grammar.
+
+    Args:
+        native: xgrammar's native part.
+        strict: no properties and items that no keyword names.
+        short: longest string whose limit is no budget, at least `longest_entry`.
+        any_whitespace: allow any between values; else there is none, or what `spaced` says.
+        spaced: a space after each comma and colon, as `json.dumps` writes.
+        name: what errors call the schema.
+
+    Raises:
+        Refused: xgrammar refuses it.
+    """
+    separators = (", ", ": ") if spaced else (",", ":")
+    try:
+        grammar = native.Grammar.from_json_schema(
+            json.dumps(_with_any_of(schema)),
+            any_whitespace,
+            None,
+            None if any_whitespace else separators,
+            strict,
+            _MOST_WHITESPACE if any_whitespace else None,
+            False,
+            False,
+        )
+    except Exception as error:  # it raises many kinds for a bad schema
+        raise Refused(name, str(error)) from error
+    return _with_budgets(str(grammar.to_string()), short)
+
+
+def _with_any_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with `anyOf` for each `oneOf`: no value fits two of its schemas (`check_schema` sees
+    to it), but the compiler cannot prove that, and would warn."""
+    copied: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, part in list(subschemas(copied)):
+        if "oneOf" in part:
+            assert isinstance(part, dict)
+            part["anyOf"] = part.pop("oneOf")
+    unescape_references(copied)
+    return copied
+
+
+def _with_budgets(grammar: str, short: int) -> str:
+    """A grammar with other rules for strings of limited length."""
+    limited = frozenset(_RULE.findall(grammar))
+    if not limited:
+        return grammar
+    prefix = "limited"
+    while prefix in grammar:
+        prefix += "_"
+    tails = _Tails(prefix, short)
+
+    def replaced(use: re.Match[str]) -> str:
+        if use["rule"] not in limited:
+            return use[0]
+        return tails.of(int(use["least"]), int(use["most"]))
+
+    grammar = _RULE.sub(lambda rule: f"{rule[1]} ::= (({_CHARACTER}))", grammar)
+    return _USE.sub(replaced, grammar) + "".join(f"\n{rule}" for rule in tails.rules.values())
+
+
+class _Tails:
+    """Rules for what follows a string's opening quote. Attributes: `rules`: by their names."""
+
+    def __init__(self, prefix: str, short: int) -> None:
+        self.rules: dict[str, str] = {}
+        self._prefix = prefix
+        self._short = short
+
+    def of(self, least: int, most: int) -> str:
+        """Characters from `least` to `most` (-1: any number), and the closing quote."""
+        first = f"{_CHARACTER}{{{least}}} " * (least > 0)
+        if most < 0:
+            return rf'{first}{_CHARACTER}* "\""'
+        if most - least <= self._short:
+            return first + self._chain(most - least)
+        # The budget is of all characters: the compiler reads over one that begins inside a token.
+        name = f"{self._prefix}_{least}_{most}"
+        self.rules[name] = f"{name}[max_chars={most}] ::= {first}{_CHARACTER}*"
+        return rf'{name} "\""'
+
+    def _chain(self, most: int) -> str:
+        """The rule for a number of characters or fewer, and the quote; it goes on with the next."""
+        for left in range(most + 1):
+            name = f"{self._prefix}_{left}"
+            further = rf" | {_CHARACTER} {self._prefix}_{left - 1}" if left else ""
+            self.rules[name] = rf'{name} ::= "\""{further}'
+        return f"{self._prefix}_{most}"
+
+
+def longest_entry(tokens: Iterable[bytes], *, in_json: bool) -> int:
+    """The most characters that follow a quote within a token: where a budget is smaller, a token
+    that opens a string could exceed it unseen.
+
+    Args:
+        in_json: the quote stands where a value of JSON begins.
+    """
+    longest = 0
+    for token in tokens:
+        for found in _QUOTED.finditer(token):
+            before = token[: found.start()]
+            if not in_json or not before or before[-1] in _OPENING:
+                longest = max(longest, sum(byte & 0xC0 != 0x80 for byte in found[1]))
+    return longest
+
+
+def with_grammars(native: Any, value: Any, short: int) -> Any:
+    """A structural tag with a grammar for each plain JSON schema in it.
+
+    Args:
+        native, short: see `ebnf_of`.
+
+    Raises:
+        Refused: xgrammar refuses a schema.
+    """
+    if isinstance(value, list):
+        return [with_grammars(native, part, short) for part in value]
+    if not isinstance(value, dict):
+        return value
+    schema = value.get("json_schema")
+    if value.get("type") != "json_schema" or not isinstance(schema, dict):
+        return {key: with_grammars(native, part, short) for key, part in value.items()}
+    if value.get("style", "json") != "json":
+        return {key: value[key] for key in value.keys() - {"name", "spaced"}}
+    grammar = ebnf_of(
+        native,
+        schema,
+        strict=True,
+        short=short,
+        spaced=value.get("spaced", False),
+        name=value.get("name", "a json_schema of response_format.format"),
+    )
+    return {"type": "grammar", "grammar": grammar}

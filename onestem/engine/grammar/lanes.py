@@ -1,0 +1,120 @@
+"""Who compiles next: grammars wait in lanes, and keys take turns in each.
+
+The next grammar is one of the key that has had the least of its share of a lane's time (stride
+scheduling, as `schedule.backlog.Turns` for requests). So a key with many costly grammars holds back
+no other key's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+__all__ = ["Lane"]
+
+T = TypeVar("T", bound=Hashable)
+
+_NICE = 10  # steps come first
+
+
+class _Line(Generic[T]):
+    """What waits for a key, in order. `mark`: how much of its share of the time it has had."""
+
+    def __init__(self, mark: float) -> None:
+        self.waiting: dict[T, None] = {}
+        self.weight = 1.0
+        self.mark = mark
+        self.running = 0
+
+
+class Lane(Generic[T]):
+    """Tasks that wait for a few threads, which start with the first. A task may wait in the lines
+    of several keys: it is done once, in the first one's turn.
+
+    Args:
+        name: of the threads.
+        num_threads: tasks at once.
+        work: does a task; must not raise.
+    """
+
+    def __init__(self, name: str, num_threads: int, work: Callable[[T], None]) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._work = work
+        self._changed = threading.Condition()
+        self._lines: dict[str, _Line[T]] = {}
+        self._now = 0.0
+        self._started = 0
+        self._closed = False
+
+    def push(self, task: T, key: str, weight: float) -> None:
+        """Have a task done in a key's turn; `weight`: the key's share from now on."""
+        with self._changed:
+            line = self._lines.get(key)
+            if line is None:
+                line = self._lines[key] = _Line(self._now)
+            elif not line.waiting:
+                line.mark = max(line.mark, self._now)  # no credit for a pause
+            line.weight = weight
+            line.waiting[task] = None
+            if self._started < self._num_threads and not self._closed:
+                self._started += 1
+                name = f"{self._name} {self._started}"
+                # One that waits for a process must not keep the program from ending.
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+            self._changed.notify()
+
+    def discard(self, task: T) -> None:
+        """Forget a task that nobody has begun."""
+        with self._changed:
+            self._forget(task)
+
+    def close(self) -> None:
+        """Begin no more tasks."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _forget(self, task: T) -> None:
+        for line in self._lines.values():
+            line.waiting.pop(task, None)
+
+    def _run(self) -> None:
+        with suppress(AttributeError, OSError):  # threads have priorities of their own on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (taken := self._take()) is not None:
+            task, line = taken
+            began = time.monotonic()
+            self._work(task)
+            with self._changed:
+                line.mark += (time.monotonic() - began) / line.weight
+                line.running -= 1
+            del task, taken
+
+    def _take(self) -> tuple[T, _Line[T]] | None:
+        """The next task and its line, when there is one; None: the lane is closed."""
+        with self._changed:
+            while not self._closed:
+                ready = [line for line in self._lines.values() if line.waiting]
+                if ready:
+                    line = min(ready, key=lambda line: line.mark)
+                    self._now = max(self._now, line.mark)
+                    task = next(iter(line.waiting))
+                    line.running += 1
+                    self._forget(task)
+                    self._forget_idle()
+                    return task, line
+                self._changed.wait()
+            return None
+
+    def _forget_idle(self) -> None:
+        """Lines that owe nothing are as good as new ones."""
+        for key in [k for k, one in self._lines.items() if self._owes_nothing(one)]:
+            del self._lines[key]
+
+    def _owes_nothing(self, line: _Line[T]) -> bool:
+        return not (line.waiting or line.running) and line.mark <= self._now

@@ -1,0 +1,61 @@
+"""Grammars that take as long as a test wants."""
+
+from __future__ import annotations
+
+import threading
+
+from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.trial import Compilable, TooSlowError, Trial, Trials
+
+
+class HeldTrials(Trials):
+    """A compiler's processes, where a format with `word` in it fails its quick try, and its slow
+    one goes on until `let` is set. Nothing is tried in the main thread."""
+
+    def __init__(self, compiler: GrammarCompiler, word: str) -> None:
+        self._inner, self._info = compiler._loaded()
+        self._compiler = compiler
+        self._word = word.encode()
+        self.let = threading.Event()
+        self.begun = threading.Event()
+        self.names: list[str] = []  # of those that were held
+        compiler._loaded_once = self, self._info
+
+    def start(self, task: bytes, name: str, *, quick: bool) -> Trial:
+        assert threading.current_thread() is not threading.main_thread()
+        if self._word not in task:
+            return self._inner.start(task, name, quick=quick)
+        return TooSlow() if quick else Held(self, self._inner.start(task, name, quick=False))
+
+    def restore(self) -> None:
+        self.let.set()
+        self._compiler._loaded_once = self._inner, self._info
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class TooSlow(Trial):
+    def __init__(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def answer(self) -> Compilable:
+        raise TooSlowError("too slow")
+
+
+class Held(Trial):
+    def __init__(self, trials: HeldTrials, inner: Trial) -> None:
+        self._trials = trials
+        self._inner = inner
+
+    def end(self) -> None:
+        self._inner.end()
+
+    def answer(self) -> Compilable:
+        self._trials.names.append(self._inner._name)
+        self._trials.begun.set()
+        assert self._trials.let.wait(60)
+        return self._inner.answer()

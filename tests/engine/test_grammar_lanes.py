@@ -1,0 +1,108 @@
+"""Keys take turns at compiling, and what is compiled is kept up to a number of bytes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from onestem.engine.grammar.kept import Kept
+from onestem.engine.grammar.lanes import Lane
+from onestem.engine.grammar.state import Grammar
+
+
+class Hand:
+    """Does one task after the other, each when it is let."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.begun = threading.Semaphore(0)
+        self.let = threading.Semaphore(0)
+
+    def __call__(self, task: str) -> None:
+        self.begun.release()
+        assert self.let.acquire(timeout=60)
+        self.done.append(task)
+
+    def finish(self, lane: Lane[str], count: int) -> list[str]:
+        for _ in range(count):
+            self.let.release()
+            assert self.begun.acquire(timeout=60)
+        self.let.release()
+        lane.close()
+        return self.done
+
+
+def test_a_key_with_many_grammars_holds_back_no_other() -> None:
+    hand = Hand()
+    lane = Lane("test", 1, hand)
+    for number in range(10):
+        lane.push(f"a{number}", "a", 1.0)
+    assert hand.begun.acquire(timeout=60)
+    lane.push("b0", "b", 1.0)
+    lane.push("c0", "c", 1.0)
+    assert hand.finish(lane, 3)[:3] == ["a0", "b0", "c0"]
+
+
+def test_a_task_of_two_keys_is_done_once_and_in_the_first_turn() -> None:
+    hand = Hand()
+    lane = Lane("test", 1, hand)
+    for task in ("a0", "a1", "both"):
+        lane.push(task, "a", 1.0)
+    assert hand.begun.acquire(timeout=60)
+    lane.push("both", "b", 1.0)
+    assert hand.finish(lane, 2)[:2] == ["a0", "both"]
+
+
+def test_what_was_discarded_is_not_done() -> None:
+    hand = Hand()
+    lane = Lane("test", 1, hand)
+    for task in ("a0", "a1", "a2"):
+        lane.push(task, "a", 1.0)
+    assert hand.begun.acquire(timeout=60)
+    lane.discard("a1")
+    assert hand.finish(lane, 1)[:1] == ["a0"]
+    assert "a1" not in hand.done
+
+
+def grammar(num_bytes: int) -> Grammar:
+    unused: Any = None
+    return Grammar(unused, unused, num_bytes)
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    kept = Kept(100)
+    for name in "abc":
+        kept.add(name, grammar(30))
+    assert kept.get("a") is not None
+    kept.add("d", grammar(60))
+    assert [name for name in "abcd" if kept.get(name) is not None] == ["a", "d"]
+    assert kept.num_bytes == 90
+
+
+def test_a_grammar_in_use_stays() -> None:
+    kept = Kept(100)
+    used = grammar(90)
+    sequence: Any = Hand()
+    used.states.add(sequence)
+    kept.add("used", used)
+    kept.add("other", grammar(50))
+    kept.add("last", grammar(50))
+    assert kept.get("other") is None
+    assert kept.num_bytes == 140
+    del sequence
+    gc.collect()
+    kept.add("next", grammar(10))
+    assert kept.get("used") is None
+    assert kept.num_bytes == 60
+
+
+@pytest.mark.parametrize("count", [1_000, 5_000])
+def test_failures_are_remembered_in_bounds(count: int) -> None:
+    kept = Kept(100)
+    for number in range(count):
+        kept.add_failure(str(number), ValueError(number))
+    assert str(kept.get(str(count - 1))) == str(count - 1)
+    assert len(kept._failures) == 1_000
