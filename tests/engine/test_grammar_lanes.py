@@ -56,6 +56,18 @@ def test_a_task_of_two_keys_is_done_once_and_in_the_first_turn() -> None:
     assert hand.finish(lane, 2)[:2] == ["a0", "both"]
 
 
+def test_a_key_that_is_known_goes_before_many_new_ones() -> None:
+    hand = Hand()
+    lane = Lane("test", 1, hand, advance=60.0)
+    for task in ("a0", "a1"):
+        lane.push(task, "a", 1.0)
+    assert hand.begun.acquire(timeout=60)
+    for number in range(8):
+        lane.push(f"new{number}", f"new{number}", 1.0)
+    lane.push("a2", "a", 1.0)
+    assert hand.finish(lane, 3)[:3] == ["a0", "a1", "a2"]
+
+
 def test_what_was_discarded_is_not_done() -> None:
     hand = Hand()
     lane = Lane("test", 1, hand)

@@ -144,7 +144,12 @@ class GrammarCompiler:
         self._kept = Kept(self._limits.all_kept_bytes)
         self._tasks: dict[str, _Task] = {}
         self._checked: OrderedDict[str, None] = OrderedDict()
-        self._quick: Lane[_Task] = Lane("quick grammars", 1, partial(self._try, quick=True))
+        self._quick: Lane[_Task] = Lane(
+            "quick grammars",
+            1,
+            partial(self._try, quick=True),
+            advance=self._limits.quick_seconds,
+        )
         num_slow = 1 if (os.cpu_count() or 1) < _MANY_CORES else 2
         self._slow: Lane[_Task] = Lane("slow grammars", num_slow, partial(self._try, quick=False))
 

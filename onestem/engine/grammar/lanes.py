@@ -7,18 +7,16 @@ no other key's.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 __all__ = ["Lane"]
 
 T = TypeVar("T", bound=Hashable)
 
-_NICE = 10  # steps come first
+_MANY_LINES = 1_000
 
 
 class _Line(Generic[T]):
@@ -38,13 +36,18 @@ class Lane(Generic[T]):
     Args:
         name: of the threads.
         num_threads: tasks at once.
+        advance: seconds that a new key counts as having had. So one whose tasks are known to be
+            short goes before many new ones.
         work: does a task; must not raise.
     """
 
-    def __init__(self, name: str, num_threads: int, work: Callable[[T], None]) -> None:
+    def __init__(
+        self, name: str, num_threads: int, work: Callable[[T], None], *, advance: float = 0.0
+    ) -> None:
         self._name = name
         self._num_threads = num_threads
         self._work = work
+        self._advance = advance
         self._changed = threading.Condition()
         self._lines: dict[str, _Line[T]] = {}
         self._now = 0.0
@@ -56,7 +59,7 @@ class Lane(Generic[T]):
         with self._changed:
             line = self._lines.get(key)
             if line is None:
-                line = self._lines[key] = _Line(self._now)
+                line = self._lines[key] = _Line(self._now + self._advance)
             elif not line.waiting:
                 line.mark = max(line.mark, self._now)  # no credit for a pause
             line.weight = weight
@@ -84,8 +87,6 @@ class Lane(Generic[T]):
             line.waiting.pop(task, None)
 
     def _run(self) -> None:
-        with suppress(AttributeError, OSError):  # threads have priorities of their own on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (taken := self._take()) is not None:
             task, line = taken
             began = time.monotonic()
@@ -112,7 +113,9 @@ class Lane(Generic[T]):
             return None
 
     def _forget_idle(self) -> None:
-        """Lines that owe nothing are as good as new ones."""
+        """Many lines that wait for nothing, and owe nothing, are as good as new ones."""
+        if len(self._lines) < _MANY_LINES:
+            return
         for key in [k for k, one in self._lines.items() if self._owes_nothing(one)]:
             del self._lines[key]
 
