@@ -15,8 +15,10 @@ from onestem.server.link.messages import (
     LENGTH,
     Add,
     Begun,
+    Channel,
     Delta,
     Tokens,
+    Unask,
     frame,
     read_message,
 )
@@ -69,9 +71,15 @@ def test_what_a_dead_engine_said_is_heard():
 def test_a_question_without_an_answer():
     async def ask() -> None:
         client = EngineClient(None, 4)
-        with await connected(client):
+        with await connected(client) as theirs:
             with pytest.raises(NoAnswerError, match=r"within 0\.01 s"):
-                await client.ask("validate", None, seconds=0.01)
+                await client.ask("validate", None, seconds=0.01, key="a", weight=2.0)
+            channel = Channel(theirs)
+            assert channel.receive() == "hello"
+            asked = channel.receive()
+            assert (asked.key, asked.weight) == ("a", 2.0)
+            assert channel.receive() == Unask(asked.token)
+            channel.close()
             assert not client._questions._open
             client._link.writer.close()
 

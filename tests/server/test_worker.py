@@ -17,7 +17,7 @@ from onestem.errors import RequestError
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server.link import worker as module
-from onestem.server.link.messages import Abort, Add, Answered, Ask, Begun, JobRequests
+from onestem.server.link.messages import Abort, Add, Answered, Ask, Begun, JobRequests, Unask
 from onestem.server.link.worker import RECENT_SECONDS, Worker, _Check
 from tests.server.fake_engine import load
 
@@ -240,6 +240,28 @@ def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock, error):
     assert isinstance(answer, Answered)
     assert (answer.token, answer.fault) == (7, False)
     assert f"{type(error).__name__}: {error}" in answer.error
+
+
+def test_a_grammar_that_nobody_waits_for_is_cancelled(clock):
+    worker, engine = made()
+    grammars = [Future(), Future()]
+    engine.prepare = lambda number, key, weight: grammars[number]
+    worker._waited_for = {number: _Check() for number in range(3)}
+    checks = dict(worker._waited_for)
+    messages = [Unask(0), Unask(2)]
+
+    def receive():
+        if messages:
+            return messages.pop(0)
+        raise EOFError
+
+    for number in range(2):
+        worker._validate(Ask(number, "validate", number), checks[number])
+    worker._channel.receive = receive
+    worker._receive()
+    worker._validate(Ask(2, "validate", 99), checks[2])  # it is not even checked
+    assert [grammar.cancelled() for grammar in grammars] == [True, False]
+    assert worker._waited_for.keys() == {1}
 
 
 def test_a_grammar_that_is_compiled_holds_up_no_other_question(clock):
