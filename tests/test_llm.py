@@ -357,7 +357,7 @@ def test_an_eos_that_the_model_does_not_have(model, tmp_path, caplog):
     with LLM(tmp_path / "model", **OPTIONS) as llm:
         (output,) = llm.generate("a", SamplingParams(max_tokens=4, min_tokens=3, temperature=0))
     assert len(output.outputs[0].token_ids) >= 3
-    assert f"eos_token_id {VOCAB_SIZE + 5} is not among" in caplog.text
+    assert f"eos_token_id has {VOCAB_SIZE + 5}, -1, and the model has" in caplog.text
 
 
 def test_of_several_prompts_the_bad_one_is_named(llm):

@@ -46,7 +46,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return find_shape(name)
     path = Path(model)
     if path.is_dir():
-        if not (path / "config.json").is_file() and (told := other_format(path)):
+        if not (path / "config.json").exists() and (told := other_format(path)):
             raise ConfigError(f"model {name!r} has no config.json, but {told}")
         return path
     if path.is_file():

@@ -46,7 +46,7 @@ def counted(engine: Engine) -> dict[str, int]:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_each_step_is_the_same_calls(depth: int) -> None:
     """Forks, scores, jobs, pins, preemption and chunks: an edit, a launch and a commit a step."""
-    engine = make_symbolic(num_pages=19, page_size=2, max_step_tokens=7, max_model_len=20)
+    engine = make_symbolic(num_pages=15, page_size=2, max_step_tokens=7, max_model_len=20)
     at_depth(engine, depth)
     counts = counted(engine)
     engine.pin_prefix("p", [1, 2, 3])
