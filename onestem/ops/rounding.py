@@ -30,8 +30,8 @@ class RoundedRows(NamedTuple):
 # Input of a product: rows as they are, or already rounded for it.
 Rows: TypeAlias = Tensor | RoundedRows
 
-# (x, dtype of codes, tops) -> codes and scales, as `rounded_rows`.
-RoundRows: TypeAlias = Callable[[Tensor, torch.dtype, Tensor | None], RoundedRows]
+# (x, dtype of codes) -> codes and scales, as `rounded_rows`.
+RoundRows: TypeAlias = Callable[[Tensor, torch.dtype], RoundedRows]
 
 
 def row_tops(x: Tensor) -> Tensor:

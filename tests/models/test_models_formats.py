@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from onestem.models.formats.held import Channels, Groups, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout, Projection
-from onestem.models.ranks import Ranks
 from onestem.models.weights import (
     checked_config,
     formats_of,
@@ -33,7 +31,7 @@ from onestem.models.weights import (
 )
 from onestem.needs import needs_of
 from onestem.ops.cpu import is_built
-from onestem.ops.rounding import RoundedRows, RoundRows, rounded_rows, row_tops
+from onestem.ops.rounding import RoundedRows, RoundRows, rounded_rows
 from onestem.options import EngineOptions
 from onestem.shapes import find_shape
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
@@ -367,41 +365,14 @@ def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.Mon
     assert rounded == [layer.output.out_features for layer in decoder.layers]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="under Triton's interpreter")
-def test_parts_on_a_gpu_round_by_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products._ChannelsGpu, "takes", lambda *_: True)
-    x, weight = _random((5, 96), 0), rounded_weight(_random((32, 96), 1), "int8")
-    assert isinstance(weight, Channels)
-    x[:, :32] /= 50
-    ranks = _Told(0, 2, None)
-    parts = []
-    for at in (slice(0, 32), slice(32, 96)):
-        part = Channels(weight.codes[:, at].contiguous(), weight.scales)
-        product = projection([part], None, None, PLAIN, ranks)
-        assert product.rounds is None  # no gate rounds for it
-        ranks.said.append(torch.cat([row_tops(x[:, :32]), row_tops(x[:, 32:])], dim=1))
-        parts.append(product(x[:, at].contiguous()))
-    whole = projection([weight], None, None, PLAIN)(x)
-    _close(sum(parts), whole.double(), 2**-23)
-
-
-class _Told(Ranks):
-    """A rank that gathers what it was given: else that all agree."""
-
-    said: ClassVar[list[Tensor]] = []
-
-    def gather(self, x: Tensor) -> Tensor:
-        return self.said.pop() if self.said else torch.ones(1, 2)
-
-
 def _products(layer: Layer) -> tuple[Projection, ...]:
     return layer.qkv, layer.output, *layer.mlp.linears
 
 
 def _noting(noted: list[int], what: int) -> RoundRows:
-    def round_rows(x: Tensor, dtype: torch.dtype, tops: Tensor | None) -> RoundedRows:
+    def round_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
         noted.append(what)
-        return rounded_rows(x, dtype, tops)
+        return rounded_rows(x, dtype)
 
     return round_rows
 

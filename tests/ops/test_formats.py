@@ -216,7 +216,3 @@ def test_the_kernel_rounds_likewise(dtype: torch.dtype) -> None:
     assert torch.equal(one.codes.float(), other.codes.float().cpu())
     assert torch.equal(one.scales, other.scales.cpu())
     assert by_kernel(x[:0].to(DEVICE), dtype).codes.shape == (0, 100)
-    tops = torch.cat([row_tops(x[:, :30]), row_tops(x[:, 30:])], dim=1)
-    part = by_kernel(x[:, 30:].contiguous().to(DEVICE), dtype, tops.to(DEVICE))
-    assert torch.equal(part.codes.float().cpu(), one.codes[:, 30:].float())
-    assert torch.equal(part.scales.cpu(), one.scales)

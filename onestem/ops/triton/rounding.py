@@ -17,15 +17,10 @@ _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
 
 @triton.jit
 def round_codes(value, largest, IS_INT: tl.constexpr):
-    """A row of float32, padded with zeros -> its codes, float32, and its scale."""
-    return codes_below(value, tl.max(tl.abs(value), 0), largest, IS_INT)
-
-
-@triton.jit
-def codes_below(value, most, largest, IS_INT: tl.constexpr):
-    """`round_codes` of a row, or a part of one, whose largest size is `most`.
+    """A row of float32, padded with zeros -> its codes, float32, and its scale.
 
     Divides as PyTorch does: a GPU's own division is off by a bit here and there."""
+    most = tl.max(tl.abs(value), 0)
     scale = tl.where(most == 0.0, 1.0, tl.div_rn(most, largest))
     code = tl.div_rn(value, scale)
     if IS_INT:
@@ -34,28 +29,12 @@ def codes_below(value, most, largest, IS_INT: tl.constexpr):
 
 
 @triton.jit
-def _round_rows(
-    x,
-    codes,
-    scales,
-    tops,
-    size,
-    largest,
-    PARTS: tl.constexpr,
-    IS_INT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _round_rows(x, codes, scales, size, largest, IS_INT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
     value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    if PARTS == 0:
-        most = tl.max(tl.abs(value), 0)
-    else:
-        most = tl.load(tops + row * PARTS)
-        for part in tl.static_range(1, PARTS):
-            most = tl.maximum(most, tl.load(tops + row * PARTS + part))
-    code, scale = codes_below(value, most, largest, IS_INT)
+    code, scale = round_codes(value, largest, IS_INT)
     tl.store(codes + row * size + at, code.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
@@ -66,8 +45,8 @@ def empty_rows(rows: int, size: int, dtype: torch.dtype, device: torch.device) -
     return RoundedRows(torch.empty(rows, size, dtype=dtype, device=device), scales)
 
 
-def rounded_rows(x: Tensor, dtype: torch.dtype, tops: Tensor | None = None) -> RoundedRows:
-    """`onestem.ops.rounding.rounded_rows` in Triton. x and tops are contiguous."""
+def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
+    """`onestem.ops.rounding.rounded_rows` in Triton. x is contiguous."""
     rows, size = x.shape
     rounded = empty_rows(rows, size, dtype, x.device)
     if rows:
@@ -75,10 +54,8 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, tops: Tensor | None = None) -> R
             x,
             rounded.codes,
             rounded.scales,
-            tops,
             size,
             LARGEST[dtype],
-            PARTS=0 if tops is None else tops.shape[1],
             IS_INT=dtype == torch.int8,
             BLOCK=triton.next_power_of_2(size),
             num_warps=8 if size > 2048 else 4,
