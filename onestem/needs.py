@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from onestem.engine.schedule.admission import model_len
 from onestem.engine.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class Needs:
         kv_bytes_per_token: keys and values of one token, over all layers.
         kv_tokens: tokens that KV memory would hold here; 0: the model does not fit.
         max_model_len: the longest sequence that would be answered here.
+        ends: tokens that end an answer, by their ids.
         problem: why it would not run as it is; None: it would.
     """
 
@@ -71,6 +73,7 @@ class Needs:
     kv_bytes_per_token: int
     kv_tokens: int
     max_model_len: int
+    ends: dict[int, str]
     problem: str | None
 
 
@@ -85,15 +88,14 @@ def needs_of(options: EngineOptions) -> Needs:
     path, problem = find_model(options.model), None
     config = ModelConfig.from_directory(path)
     formats: dict[str, Scheme | Quantize] = {}
-    size = None
+    size, ends = None, dict[int, str]()
     if not options.makes_weights_up:
         try:
             size = file_bytes(path)
             config, stored = checked_config(path)
             formats |= stored
             refuse_rounding_twice(path, config, options.quantization)
-            GenerationDefaults.from_directory(path)
-            Tokenizer.from_directory(path)
+            ends = _ends(path)
         except (WeightsError, ConfigError) as error:
             problem = str(error)
     device = pick_device(options.device)
@@ -130,8 +132,17 @@ def needs_of(options: EngineOptions) -> Needs:
         kv_bytes_per_token=token,
         kv_tokens=kv_tokens,
         max_model_len=longest,
+        ends=ends,
         problem=problem,
     )
+
+
+def _ends(path: Path) -> dict[int, str]:
+    tokenizer, defaults = Tokenizer.from_directory(path), GenerationDefaults.from_directory(path)
+    if tokenizer is None:
+        return dict.fromkeys(defaults.eos_token_ids, "")
+    ids = defaults.ends(tokenizer.end_ids)
+    return {token: tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids}
 
 
 def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) -> list[str]:

@@ -132,6 +132,8 @@ def _show(needs: Needs) -> None:
         "KV memory of a token": f"{needs.kv_bytes_per_token / 2**10:g} KiB",
         "tokens in KV memory": needs.kv_tokens,
         "longest sequence": needs.max_model_len,
+        "ends of answers": ", ".join(f"{name} ({i})".strip() for i, name in needs.ends.items())
+        or "none",
         "problem": needs.problem or "none",
     }.items():
         typer.echo(f"{name}: {value}")

@@ -154,7 +154,7 @@ class Engine:
         self._sampler = Sampler(
             decoder.config.vocab_size, defaults, decoder.device, logprobs_mode=logprobs_mode
         )
-        eos = defaults.eos_token_ids
+        eos = defaults.ends(() if tokenizer is None else tokenizer.end_ids)
         if decoder.device.type == "cuda":
             self._sampler.warm_up()
         self._grammars = (

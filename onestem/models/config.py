@@ -8,6 +8,7 @@ that is absent has the value that its family's own configuration gives it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +121,7 @@ class GenerationDefaults:
 
     @staticmethod
     def from_directory(path: str | Path) -> GenerationDefaults:
-        """Read `generation_config.json`; end-of-sequence ids fall back to `config.json`.
+        """Read `generation_config.json`; end-of-sequence ids are those of `config.json` too.
 
         Raises:
             ConfigError: a value that no request may have. End-of-sequence ids that are no tokens of
@@ -139,6 +140,10 @@ class GenerationDefaults:
         )
         defaults.check(generation.source)
         return defaults
+
+    def ends(self, tokenizer_ids: Iterable[int]) -> tuple[int, ...]:
+        """Ids that end an answer: these, and the tokenizer's (`Tokenizer.end_ids`)."""
+        return tuple(dict.fromkeys((*self.eos_token_ids, *tokenizer_ids)))
 
     def check(self, source: Path | str) -> None:
         """Raise `ConfigError` for values that a request could not have either."""
@@ -207,26 +212,26 @@ def _bos_token_id(fields: Fields, generation: Fields) -> int | None:
 
 
 def _eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
-    source = fields if generation.values.get("eos_token_id") is None else generation
+    """Ids that either file names: chat models made of base models may have theirs in one."""
+    return tuple(dict.fromkeys((*_ends_in(generation), *_ends_in(fields))))
+
+
+def _ends_in(source: Fields) -> list[int]:
     value = source.values.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(is_integer(token) for token in ids):
+    named = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(is_integer(token) for token in named):
         raise source.wrong("eos_token_id", "a token id or a list of token ids")
-    return tuple(ids)
+    return named
 
 
 def _known_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
     """End-of-sequence ids that are tokens of the model."""
-    ids, size = _eos_token_ids(fields, generation), fields.values.get("vocab_size")
+    size = fields.values.get("vocab_size")
     if size is None or not is_integer(size):  # it is read, and refused, elsewhere
-        return ids
-    known = tuple(token for token in ids if 0 <= token < size)
-    if len(known) < len(ids):
-        source = fields if generation.values.get("eos_token_id") is None else generation
-        unknown = ", ".join(str(token) for token in ids if token not in known)
-        rest = "left out" if known else "no answer ends by itself"
-        log.warning(
-            "%s: eos_token_id has %s, and the model has %d tokens: %s",
-            *(source.source, unknown, size, rest),
-        )
-    return known
+        return _eos_token_ids(fields, generation)
+    for source in (generation, fields):
+        unknown = ", ".join(str(token) for token in _ends_in(source) if not 0 <= token < size)
+        if unknown:
+            told = "%s: eos_token_id has %s, and the model has %d tokens: left out"
+            log.warning(told, source.source, unknown, size)
+    return tuple(token for token in _eos_token_ids(fields, generation) if 0 <= token < size)

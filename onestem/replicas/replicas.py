@@ -101,7 +101,7 @@ class Replicas:
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
             size = self.config.vocab_size
-            eos = GenerationDefaults.from_directory(self.path).eos_token_ids
+            eos = GenerationDefaults.from_directory(self.path).ends(self.tokenizer.end_ids)
             self._grammars = GrammarCompiler(self.tokenizer, size, eos or None)
 
     @property

@@ -295,14 +295,16 @@ def test_no_directory_no_json_no_object(tmp_path: Path) -> None:
         ModelConfig.from_directory(_directory(tmp_path, []))
 
 
-def test_special_ids_prefer_the_generation_config(tmp_path: Path) -> None:
+def test_ends_are_those_of_both_configurations(tmp_path: Path) -> None:
     config = {**LLAMA, "bos_token_id": 1, "eos_token_id": 2}
     assert ModelConfig.from_directory(_directory(tmp_path, config)).eos_token_ids == (2,)
     assert GenerationDefaults.from_directory(tmp_path) == GenerationDefaults(eos_token_ids=(2,))
     _directory(tmp_path, config, {"bos_token_id": 5, "eos_token_id": [7, 8, 9]})
     read = ModelConfig.from_directory(tmp_path)
-    assert (read.bos_token_id, read.eos_token_ids) == (5, (7, 8, 9))
-    assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == (7, 8, 9)
+    assert (read.bos_token_id, read.eos_token_ids) == (5, (7, 8, 9, 2))
+    defaults = GenerationDefaults.from_directory(tmp_path)
+    assert defaults.eos_token_ids == (7, 8, 9, 2)
+    assert defaults.ends([2, 4]) == (7, 8, 9, 2, 4)
 
 
 def test_ends_that_are_no_tokens_are_told(tmp_path: Path, caplog) -> None:
@@ -318,7 +320,7 @@ def test_ends_that_are_no_tokens_are_told(tmp_path: Path, caplog) -> None:
         caplog.clear()
         _directory(tmp_path, config, generation)
         assert GenerationDefaults.from_directory(tmp_path).eos_token_ids == ()
-        assert f"and the model has {size} tokens: no answer ends by itself" in caplog.text
+        assert f"and the model has {size} tokens: left out" in caplog.text
 
 
 def test_generation_defaults(tmp_path: Path) -> None:

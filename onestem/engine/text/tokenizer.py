@@ -79,8 +79,9 @@ class Tokenizer:
         hugging_face: a fast `transformers` tokenizer; it is taken over, not copied.
 
     Attributes:
-        bos_token_id, eos_token_id: None where the tokenizer names none. A model's other
-            end-of-sequence ids stand in its `generation_config.json`.
+        bos_token_id, eos_token_id: None where the tokenizer names none.
+        end_ids: tokens that it names as ends, of a text or of a turn in a chat. A model's files may
+            name others.
         special_ids: ids of control tokens, those that `skip_special_tokens` leaves out.
 
     Raises:
@@ -104,6 +105,8 @@ class Tokenizer:
         self.special_ids = frozenset(self._special)
         self.bos_token_id: int | None = hugging_face.bos_token_id
         self.eos_token_id: int | None = hugging_face.eos_token_id
+        named = (self.eos_token_id, getattr(hugging_face, "eot_token_id", None))
+        self.end_ids = tuple(token for token in named if token is not None)
         unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
         #: stands in an argument's place while a module is encoded alone (PML)
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
