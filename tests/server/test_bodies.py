@@ -128,6 +128,46 @@ def test_one_that_is_let_in_as_it_gives_up():
     asyncio.run(main())
 
 
+def test_one_that_gives_up_as_room_becomes_free():
+    """It is cancelled, and has not run since: it takes no room."""
+
+    async def main() -> None:
+        bodies = Bodies(limit=LARGE, most=LARGE)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(bodies.room("a", LARGE))
+            await stack.enter_async_context(bodies.room("a", LARGE))
+            waiting = asyncio.create_task(bodies._take("a", LARGE))
+            await settle()
+            waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})
+
+    asyncio.run(main())
+
+
+def test_who_gives_up_lets_those_behind_it_in():
+    async def main() -> None:
+        takers = Takers(Bodies(limit=3 * LARGE, most=3 * LARGE))
+        for name in ("own", "1", "2"):
+            await takers.come(name, "a")
+        await takers.come("large", "a", 3 * LARGE)
+        await takers.come("late", "a")
+        await takers.give_up("large")
+        assert takers.inside == ["own", "1", "2", "late"]
+
+    asyncio.run(main())
+
+
+def test_what_is_larger_than_all_room_takes_all_of_it():
+    async def main() -> None:
+        takers = Takers(Bodies(limit=LARGE, most=LARGE))
+        await takers.come("own", "a")
+        await takers.come("upload", "a", 2 * LARGE)
+        assert takers.inside == ["own", "upload"]
+
+    asyncio.run(main())
+
+
 def test_who_waits_too_long_is_told(monkeypatch):
     monkeypatch.setattr(module, "BODY_SECONDS", 0.01)
 

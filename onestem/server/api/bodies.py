@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -63,10 +63,11 @@ class Bodies:
 
     @asynccontextmanager
     async def room(self, key: str, size: int) -> AsyncIterator[None]:
-        """Room for `size` bytes of a key."""
+        """Room for `size` bytes of a key; for more than there is, all of it."""
         if size <= SMALL_BYTES:
             yield
             return
+        size = min(size, self.most)
         is_own = await self._take(key, size)
         try:
             yield
@@ -85,6 +86,8 @@ class Bodies:
             self._waiting.pop(one, None)
             if one.came.done() and not one.came.cancelled():
                 self._give_back(key, size, one.came.result())
+            else:
+                self._serve()  # those behind it may have room
             if isinstance(error, TimeoutError):
                 raise self._no_room() from None
             raise
@@ -109,6 +112,8 @@ class Bodies:
         """Let in who has room: with the key's own at once, else in order."""
         is_first = True
         for one in list(self._waiting):
+            if one.came.done():  # cancelled: its `_take` is about to see that
+                continue
             is_own = one.key not in self._own
             fits = is_first and self.held + one.size <= self.most
             if not is_own and not fits:
@@ -119,5 +124,4 @@ class Bodies:
             else:
                 self.held += one.size
             del self._waiting[one]
-            with suppress(asyncio.InvalidStateError):  # it was cancelled: its `_take` gives it back
-                one.came.set_result(is_own)
+            one.came.set_result(is_own)
