@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,6 +78,18 @@ def test_what_was_discarded_is_not_done() -> None:
     lane.discard("a1")
     assert hand.finish(lane, 1)[:1] == ["a0"]
     assert "a1" not in hand.done
+
+
+def test_a_lane_without_a_thread_gets_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = Hand()
+    lane = Lane("test", 1, hand)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no new thread")))
+        with pytest.raises(RuntimeError, match="no new thread"):
+            lane.push("a0", "a", 1.0)
+    lane.push("a1", "a", 1.0)
+    assert hand.begun.acquire(timeout=60)
+    assert hand.finish(lane, 1)[:1] == ["a0"]
 
 
 def grammar(num_bytes: int) -> Grammar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import GrammarState
 from onestem.engine.grammar.trial import Compilable, Limits, TooCostlyError, Trial, Trials
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import RequestError
+from onestem.errors import RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -224,6 +225,41 @@ def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
     quick.result(60)
     assert not any(one is None or one.done() for one in slow)
     compiler.close()
+
+
+def test_a_known_failure_keeps_nothing_of_who_hears_it(compiler: GrammarCompiler) -> None:
+    for _ in range(3):
+        with pytest.raises(TooCostlyError):
+            compiler.compile(regex(LONG))
+    (known,) = compiler._kept._failures.values()
+    assert known.__traceback__ is None
+
+
+def test_what_a_busy_machine_had_no_time_for_is_tried_again(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=0.2))
+    with pytest.raises(TooCostlyError, match=r"takes more than 0\.2 s to compile"):
+        compiler.compile(regex("[^x]?" * 600))
+    assert not compiler._kept._failures
+    compiler.close()
+
+
+def test_where_no_process_can_be_started(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "none is left")))
+        with pytest.raises(UnsupportedError, match=r"cannot be compiled now: .*none is left"):
+            compiler.compile(regex("a+"))
+    state_of(compiler, regex("a+"))
+
+
+def test_threads_keep_no_compiler(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer)
+    state_of(compiler, regex("a+"))
+    process = process_of(compiler)
+    del compiler
+    gc.collect()
+    process.wait(60)  # the last thread may just be leaving it
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[int]:

@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +36,7 @@ from onestem.engine.grammar.trial import (
     Trials,
 )
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import RequestError, UnsupportedError
+from onestem.errors import OnestemError, RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     import xgrammar
@@ -110,6 +112,13 @@ class _Task:
         self.trial: Trial | None = None
 
 
+def _weakly(method: weakref.WeakMethod[Callable[..., None]], task: _Task, *, quick: bool) -> None:
+    """Call a method of a compiler, if it is there: threads that wait keep none."""
+    call = method()
+    if call is not None:
+        call(task, quick=quick)
+
+
 class GrammarCompiler:
     """Compiles response formats for one tokenizer. Safe to use from several threads: a format is
     compiled once. Each gets a short try first; what takes longer waits for its turn among the slow
@@ -147,11 +156,17 @@ class GrammarCompiler:
         self._quick: Lane[_Task] = Lane(
             "quick grammars",
             1,
-            partial(self._try, quick=True),
+            partial(_weakly, weakref.WeakMethod(self._try), quick=True),
             advance=self._limits.quick_seconds,
         )
         num_slow = 1 if (os.cpu_count() or 1) < _MANY_CORES else 2
-        self._slow: Lane[_Task] = Lane("slow grammars", num_slow, partial(self._try, quick=False))
+        self._slow: Lane[_Task] = Lane(
+            "slow grammars",
+            num_slow,
+            partial(_weakly, weakref.WeakMethod(self._try), quick=False),
+        )
+        for lane in (self._quick, self._slow):
+            weakref.finalize(self, lane.close)
 
     def compile(
         self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
@@ -230,7 +245,7 @@ class GrammarCompiler:
         if isinstance(known, Grammar):
             grammar.set_result(known)
         elif known is not None:
-            grammar.set_exception(known)
+            grammar.set_exception(copy(known))  # each raise adds frames to an error
         return grammar
 
     def state(self, grammar: Future[Grammar]) -> GrammarState:
@@ -284,6 +299,8 @@ class GrammarCompiler:
         result: Grammar | BaseException
         try:
             result = self._compiled(task, quick=quick)
+        except OnestemError as error:
+            result = error.with_traceback(None)  # whose frames have the whole format
         except BaseException as error:
             result = error
         with self._lock:
@@ -298,8 +315,8 @@ class GrammarCompiler:
             del self._tasks[task.key]
             if isinstance(result, Grammar):
                 self._kept.add(task.key, result)
-            elif isinstance(result, TooCostlyError):
-                self._kept.add_failure(task.key, result)
+            elif isinstance(result, TooCostlyError) and result.lasts:
+                self._kept.add_failure(task.key, copy(result))
             waiting = list(task.waiting)
         for grammar in waiting:
             if not grammar.set_running_or_notify_cancel():

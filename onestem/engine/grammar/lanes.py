@@ -65,10 +65,10 @@ class Lane(Generic[T]):
             line.weight = weight
             line.waiting[task] = None
             if self._started < self._num_threads and not self._closed:
-                self._started += 1
-                name = f"{self._name} {self._started}"
+                name = f"{self._name} {self._started + 1}"
                 # One that waits for a process must not keep the program from ending.
                 threading.Thread(target=self._run, name=name, daemon=True).start()
+                self._started += 1  # not where there is no thread to be had
             self._changed.notify()
 
     def discard(self, task: T) -> None:

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -60,7 +60,13 @@ class Limits:
 
 
 class TooCostlyError(RequestError):
-    """A grammar that takes more than it may."""
+    """A grammar that takes more than it may.
+
+    Attributes:
+        lasts: whether it does so at each try, however busy the machine is.
+    """
+
+    lasts = True
 
 
 class TooSlowError(TooCostlyError):
@@ -105,20 +111,27 @@ class Trials:
             quick: end it after `quick_seconds`.
 
         Raises:
-            UnsupportedError: this version of xgrammar cannot be used.
+            UnsupportedError: this version of xgrammar cannot be used, or there is no process.
         """
+        command = QUICK if quick else SLOW
         with self._lock:
             if self._closed:
                 raise UnsupportedError("the engine is closed, and compiles no response_format")
-            if self._process is None or self._process.has_ended:
-                self._process = _Process(self._setup)
-            command = QUICK if quick else SLOW
             try:
-                return Trial(self._process, command, task, name, self._limits)
-            except OSError:  # it ended just now
-                self._process.end()
-                self._process = _Process(self._setup)
-                return Trial(self._process, command, task, name, self._limits)
+                try:
+                    return Trial(self._running(), command, task, name, self._limits)
+                except ConnectionError:  # it ended just now
+                    return Trial(self._running(anew=True), command, task, name, self._limits)
+            except OSError as error:  # the system has no more processes, say
+                raise UnsupportedError(f"{name} cannot be compiled now: {error}") from error
+
+    def _running(self, *, anew: bool = False) -> _Process:
+        if self._process is not None and (anew or self._process.has_ended):
+            process, self._process = self._process, None
+            process.end()
+        if self._process is None:
+            self._process = _Process(self._setup)
+        return self._process
 
     def close(self) -> None:
         """End all, whatever they do."""
@@ -183,9 +196,13 @@ class Trial:
         cpu = limits.quick_seconds if self._quick else limits.cpu_seconds
         seconds = {signal.SIGPROF: cpu, signal.SIGALRM: limits.wall_seconds}
         if number in seconds:
-            return TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
+            slow = TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
+            slow.lasts = number == signal.SIGPROF
+            return slow
         if number in (signal.SIGABRT, signal.SIGKILL):
-            return self._out_of_memory()
+            error = self._out_of_memory()
+            error.lasts = number == signal.SIGABRT  # the other is for what the machine has left
+            return error
         return _costly(name, f"makes the compiler crash ({number.name})")
 
     def _out_of_memory(self) -> TooCostlyError:
@@ -200,7 +217,8 @@ class _Process:
     def __init__(self, setup: bytes) -> None:
         self._commands, other = socket.socketpair()
         one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # forks want no threads
-        with other:
+        with ExitStack() as failed, other:
+            failed.callback(self._commands.close)
             self._process = subprocess.Popen(
                 [sys.executable, str(_PROGRAM), str(other.fileno())],
                 pass_fds=[other.fileno()],
@@ -209,6 +227,7 @@ class _Process:
                 stderr=subprocess.DEVNULL,  # the compiler writes lines for people there
                 env=os.environ | one,
             )
+            failed.pop_all()
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of what is written
         self._end = weakref.finalize(self, _end, self._process, self._commands)

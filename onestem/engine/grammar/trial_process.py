@@ -61,6 +61,7 @@ def _bound_memory(more: int) -> None:
     with suppress(OSError), open("/proc/self/statm") as statm:  # elsewhere there is no such limit
         limit = int(statm.read().split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _bound_time(cpu: float, wall: float) -> None:

@@ -313,9 +313,10 @@ class SequenceFactory:
         error = grammar.exception()
         if error is None:
             return Gate.OPEN, ""
-        if not isinstance(error, OnestemError):
-            raise error
-        return Gate.REFUSE, str(error)
+        if isinstance(error, OnestemError):
+            return Gate.REFUSE, str(error)
+        log.error("the grammar of request %s is not there", request.request_id, exc_info=error)
+        return Gate.REFUSE, f"{BROKEN}{type(error).__name__}: {error}"
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is compiled, for at most `seconds`."""
