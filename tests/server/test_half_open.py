@@ -10,10 +10,12 @@ import socket
 import struct
 from contextlib import ExitStack
 from http.client import HTTPResponse
+from unittest.mock import Mock
 
 import pytest
 
 from onestem.server.api import http as http_module
+from onestem.server.api.http import HalfOpenProtocol
 from onestem.server.run import bind
 from tests.server.harness import WAIT, Held, running
 
@@ -70,6 +72,19 @@ def test_a_reader_that_takes_nothing_of_its_answer_is_given_up(tmp_path, tiny_mo
         answer.begin()
         assert len(json.loads(answer.read())["choices"]) == 100
         server.check()
+
+
+def test_a_reader_of_two_answers_is_not_given_up():
+    """What is unread of the second says nothing of the first."""
+    protocol = HalfOpenProtocol.__new__(HalfOpenProtocol)
+    protocol.loop, protocol.transport, protocol.cycle = Mock(), Mock(), Mock()
+    protocol.transport.get_write_buffer_size.return_value = 100
+    protocol._watch_reader()
+    protocol.cycle = Mock()
+    for aborted in (False, True):  # of the second, nothing was taken either
+        _, look, *arguments = protocol.loop.call_later.call_args.args
+        look(*arguments)
+        assert protocol.transport.abort.called is aborted
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
+from weakref import ref
 
 import h11
 import uvicorn
@@ -21,7 +22,7 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from onestem.checked import show
@@ -470,13 +471,17 @@ class HalfOpenProtocol(H11Protocol):
 
     def _watch_reader(self) -> None:
         """Look later whether the client has taken some of what it has not read."""
-        unread = self.transport.get_write_buffer_size()
-        if unread and self._reader is None:
-            self._reader = self.loop.call_later(READER_SECONDS, self._give_up_reader, unread)
+        unread, cycle = self.transport.get_write_buffer_size(), self.cycle
+        if unread and cycle is not None and self._reader is None:
+            self._reader = self.loop.call_later(
+                READER_SECONDS, self._give_up_reader, unread, ref(cycle)
+            )
 
-    def _give_up_reader(self, unread: int) -> None:
+    def _give_up_reader(self, unread: int, cycle: ref[RequestResponseCycle]) -> None:
+        """Give up a client that has taken nothing of what it had not read. Where a further answer
+        was begun since, that cannot be told: look again."""
         self._reader = None
-        if self.transport.get_write_buffer_size() >= unread:
+        if self.cycle is cycle() and self.transport.get_write_buffer_size() >= unread:
             self.transport.abort()
         else:
             self._watch_reader()
