@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,8 +94,8 @@ class GrammarState:
 
 def packed(token_ids: Iterable[int], num_words: int) -> Tensor:
     """Token ids as bits of int32 `[num_words]`."""
-    words = [0] * num_words
+    words = np.zeros(num_words, np.uint32)
     for token in token_ids:
         if token < 32 * num_words:
-            words[token // 32] |= 1 << (token % 32)
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+            words[token // 32] |= np.uint32(1 << (token % 32))
+    return torch.from_numpy(words.view(np.int32))
