@@ -8,6 +8,8 @@ import socket
 from contextlib import AsyncExitStack
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from onestem.server.api import bodies as module
 from onestem.server.api.bodies import SMALL_BYTES, Bodies
@@ -164,6 +166,23 @@ def test_what_is_larger_than_all_room_takes_all_of_it():
         await takers.come("own", "a")
         await takers.come("upload", "a", 2 * LARGE)
         assert takers.inside == ["own", "upload"]
+
+    asyncio.run(main())
+
+
+def test_one_that_is_too_long_waits_for_no_room():
+    async def come() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def main() -> None:
+        bodies = Bodies(limit=LARGE, most=LARGE)
+        headers = [(b"content-length", b"%d" % (LARGE + 1))]
+        call = Request({"type": "http", "headers": headers}, come)
+        async with bodies.room("a", LARGE), bodies.room("a", LARGE), asyncio.timeout(10):
+            with pytest.raises(ApiError) as error:
+                async with bodies.read(call, "a"):
+                    pass
+        assert error.value.status == 413
 
     asyncio.run(main())
 

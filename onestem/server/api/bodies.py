@@ -57,7 +57,9 @@ class Bodies:
             ApiError: it is too long (413), too slow (408), or there was no room for it (503).
         """
         declared = declared_length(request)
-        size = self.limit if declared is None else min(declared, self.limit)
+        size = self.limit if declared is None else declared
+        if size > self.limit:
+            size = 0  # it is refused, and nothing of it kept
         async with self.room(key, size):
             yield await read_limited(request, self.limit)
 
