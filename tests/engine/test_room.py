@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from onestem.engine.schedule.queue import PlannedQueue
+from onestem.engine.schedule.room import ReservedPages
 from onestem.request import Request, SamplingParams
+from tests.engine.harness import assert_idle, make_engine
 from tests.engine.simulation import Simulation
 
 SHARED = list(range(500))
@@ -114,3 +116,32 @@ def test_forks_to_come_are_counted_once_a_step():
     simulation.step()
     assert len(scheduler.running) == prompts
     assert looked < 20 * prompts
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_refresh_is_a_count(tiny, known, monkeypatch):
+    refresh, compared = ReservedPages.refresh, []
+
+    def checked(reserved, running):
+        refresh(reserved, running)
+        soon = reserved._soon
+        reserved.count(running)
+        compared.append(soon == reserved._soon)
+
+    monkeypatch.setattr(ReservedPages, "refresh", checked)
+    rng = random.Random(0)
+    engine = make_engine(tiny("llama"), num_pages=60, page_size=4)
+    for i in range(60):
+        n, most, own = rng.choice((1, 1, 3)), rng.randint(1, 60), rng.randint(1, 40)
+        engine.add_request(
+            Request(
+                request_id=str(i),
+                prompt_token_ids=[3, 4, 5, 6, *(rng.randrange(3, 90) for _ in range(own))],
+                params=SamplingParams(n=n, max_tokens=most, ignore_eos=known and i % 2 == 0),
+            )
+        )
+    while engine.has_unfinished():
+        engine.step()
+    assert len(compared) > 20
+    assert all(compared)
+    assert_idle(engine)

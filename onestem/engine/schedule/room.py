@@ -67,6 +67,19 @@ class ReservedPages:
         ending = sorted((need for need in needs if need.left >= 0), reverse=True)
         self._ending = np.array(ending, np.int64).reshape(-1, len(_Need._fields))
 
+    def refresh(self, running: Iterable[Sequence]) -> None:
+        """`count`, sooner: a sequence of unknown length needs as much as at the last count from its
+        prompt's end until it comes near its own."""
+        if len(self._ending):
+            self.count(running)
+            return
+        for sequence in running:
+            need = self._needs.get(sequence)
+            is_same = need is not None and need.now == 0 and need.rows <= 1 and sequence.slot >= 0
+            if not is_same or sequence.num_left <= self._lookahead_tokens:
+                self.drop(sequence)
+                self.add(sequence)
+
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that is admitted."""
         need = self._needs[sequence] = self._need(sequence)

@@ -175,6 +175,7 @@ class Scheduler:
         self._coming: int | None = None  # sequences that fork from prompts, by the last count
         self._reserved = ReservedPages(cache, lookahead_tokens, free_rows)
         self._reserved_at = -RESERVED_STEPS  # the step in which they were counted
+        self._refreshed_at = -RESERVED_STEPS  # in which those that change were
         self._short_at = -RESERVED_STEPS
         self._short_head: object = None
 
@@ -469,9 +470,10 @@ class Scheduler:
             self._count_reserved()
         while budget > 0:
             admitted = self._admit(jobs=jobs)
-            recount = self._reserved_at != self.step and self._only is None
-            if admitted is None and recount and self._waits(jobs=jobs):
-                self._count_reserved()  # some that were counted may have ended
+            refresh = self._refreshed_at != self.step and self._only is None
+            if admitted is None and refresh and self._waits(jobs=jobs):
+                self._refreshed_at = self.step
+                self._reserved.refresh(self.running)
                 admitted = self._admit(jobs=jobs)
             if admitted is None:
                 if self._only is None and self._waits(jobs=jobs):
@@ -488,7 +490,7 @@ class Scheduler:
         return budget
 
     def _count_reserved(self) -> None:
-        self._reserved_at = self.step
+        self._reserved_at = self._refreshed_at = self.step
         self._reserved.count(self.running)
 
     def _peek(self) -> Request | None:
