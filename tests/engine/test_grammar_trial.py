@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -250,6 +253,23 @@ def test_where_no_process_can_be_started(
         patch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "none is left")))
         with pytest.raises(UnsupportedError, match=r"cannot be compiled now: .*none is left"):
             compiler.compile(regex("a+"))
+    state_of(compiler, regex("a+"))
+
+
+def test_where_many_files_are_open(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("so many files cannot be open")
+    pair = socket.socketpair
+
+    def high() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        with theirs:
+            moved = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100)
+            return ours, socket.socket(fileno=moved)
+
+    monkeypatch.setattr(socket, "socketpair", high)
     state_of(compiler, regex("a+"))
 
 

@@ -262,8 +262,10 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's
     for deadline in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(deadline, signal.SIG_DFL)
+    low = os.dup(descriptor)  # `select` takes none from 1024 on, which an engine may have
+    os.close(descriptor)
     with suppress(EOFError, OSError):  # the engine is gone
-        _serve(socket.socket(fileno=descriptor))
+        _serve(socket.socket(fileno=low))
 
 
 if __name__ == "__main__":
