@@ -120,3 +120,12 @@ def test_variables_that_are_no_json() -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs cannot be written as JSON"):
         templates.render(seen, USER, one={(1, 2): 3})
     assert is_well()
+
+
+@pytest.mark.parametrize("name", ["template", "longest"])
+def test_variables_of_any_name(tmp_path: Path, name: str) -> None:
+    path = make_byte_level_tokenizer(tmp_path, template=f"{{{{ {name} }}}}")
+    tokenizer = Tokenizer.from_directory(path)
+    assert tokenizer is not None
+    ids = tokenizer.apply_chat_template(USER, fields={name: "mine"})
+    assert tokenizer.decode(ids) == "mine"

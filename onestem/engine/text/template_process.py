@@ -49,11 +49,10 @@ def _prepare() -> Callable[[bytes], bytes]:
     from jinja2 import TemplateError
 
     def answer(question: bytes) -> bytes:
-        """The text after a T, or a reason after an E."""
-        asked = json.loads(question)
-        longest = asked.pop("longest")
+        """The text after a T, a reason after an E, or too great a length after an L."""
+        template, messages, variables, longest = json.loads(question)
         try:
-            rendered, _ = render(conversations=[asked.pop("messages")], **asked)
+            rendered, _ = render(conversations=[messages], chat_template=template, **variables)
         except MemoryError:
             raise
         except Exception as error:  # a template is a program: it can do anything wrong

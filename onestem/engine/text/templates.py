@@ -25,7 +25,7 @@ def start() -> None:
     _child.start()
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+def render(template: str, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """What a template writes, as transformers' `render_jinja_template` has it.
 
     Args:
@@ -35,15 +35,11 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     Raises:
         RequestError: it refuses, fails, or takes too long or too much.
     """
-    question = {
-        "chat_template": template,
-        # Templates take what is there for given.
-        "messages": [{k: v for k, v in one.items() if v is not None} for one in messages],
-        "longest": MOST_CHARACTERS,
-        **variables,
-    }
+    # Templates take what is there for given.
+    given = [{k: v for k, v in one.items() if v is not None} for one in messages]
     try:
-        answer = _child.ask(json.dumps(question, default=_named).encode())
+        question = json.dumps([template, given, variables, MOST_CHARACTERS], default=_named)
+        answer = _child.ask(question.encode())
     except (TypeError, ValueError, RecursionError) as error:  # keys of other types, cycles
         raise RequestError(f"chat_template_kwargs cannot be written as JSON: {error}") from None
     except TooCostlyError as error:
