@@ -21,6 +21,8 @@ __all__ = ["Child", "Limits", "TooCostlyError", "serve"]
 
 Answer = Callable[[bytes], bytes]
 
+EXIT_SECONDS = 1.0  # for a process that has closed its channel to end by itself
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -68,7 +70,7 @@ class Child:
                 answer = process.ask(question)
             except (EOFError, OSError):
                 self._process = None
-                raise TooCostlyError(self._reason(process.end())) from None
+                raise TooCostlyError(self._reason(process.end(EXIT_SECONDS))) from None
             except BaseException:  # an interrupt: its answer would be taken for the next one's
                 self._process = None
                 process.end()
@@ -81,6 +83,13 @@ class Child:
         """Start the process before there is a question; returns at once."""
         with self._lock:
             self._running()
+
+    def stop(self) -> None:
+        """End the process, where no question may come for long; the next one starts another."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.end()
 
     def _running(self) -> _Process:
         if self._process is None or self._process.has_ended:
@@ -126,8 +135,11 @@ class _Process:
         self._channel.send_bytes(question)
         return self._channel.recv_bytes()
 
-    def end(self) -> int:
-        """End it. Returns its exit status: what it died of, if it was dead."""
+    def end(self, patience: float = 0.0) -> int:
+        """End it, unless it does so itself in so many seconds. Returns its exit status: what it
+        died of, if it was dead."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
         self._end()
         return self._process.wait()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onestem.children import Child, Limits
+from onestem.children import Child, Limits, TooCostlyError
 from onestem.engine.text import templates
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
@@ -37,12 +37,22 @@ LARGE = {
 }
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, memory_bytes: int) -> None:
+    limits = Limits(cpu_seconds=0.5, wall_seconds=60, memory_bytes=memory_bytes)
+    child = Child("onestem.engine.text.template_process", limits)
+    monkeypatch.setattr(templates, "_child", child)
+
+
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second and 256 MiB."""
-    limits = Limits(cpu_seconds=0.5, wall_seconds=60, memory_bytes=256 << 20)
-    child = Child("onestem.engine.text.template_process", limits)
-    monkeypatch.setattr(templates, "_child", child)
+    limit(monkeypatch, 256 << 20)
+
+
+@pytest.fixture
+def limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second, in which no template here writes 2 GiB."""
+    limit(monkeypatch, 2 << 30)
 
 
 def chat(path: Path, template: str, messages: list[dict[str, Any]] = USER) -> str:
@@ -55,7 +65,7 @@ def is_well() -> bool:
     return templates.render("{{ messages[0].content }}!", USER) == "hi!"
 
 
-@pytest.mark.usefixtures("limited")
+@pytest.mark.usefixtures("limited_time")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_time_is_bounded(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError) as error:
@@ -129,3 +139,12 @@ def test_variables_of_any_name(tmp_path: Path, name: str) -> None:
     assert tokenizer is not None
     ids = tokenizer.apply_chat_template(USER, fields={name: "mine"})
     assert tokenizer.decode(ids) == "mine"
+
+
+def test_what_a_process_ended_with() -> None:
+    """Its channel closes before it has ended."""
+    child = Child(
+        "a_module_that_is_not_there", Limits(cpu_seconds=1, wall_seconds=9, memory_bytes=0)
+    )
+    with pytest.raises(TooCostlyError, match=r"ends its process \(status 1\)"):
+        child.ask(b"")

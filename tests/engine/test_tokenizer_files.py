@@ -131,3 +131,4 @@ def test_others_are_tried_and_used(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(changed(tmp_path, fixed))
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("Hello there")) == "Hello there"
+    assert directory_module._TRIAL._process is None  # it has ended

@@ -81,6 +81,8 @@ def _check_tokenizer(file: Path) -> None:
             f"{file}: the tokenizers library {error} by it: the file is damaged, or of another "
             "version"
         ) from None
+    finally:
+        _TRIAL.stop()
 
 
 def _object(value: Any) -> dict[str, Any]:
