@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from onestem.batch.journal import ResultCounts, result_line
@@ -17,6 +18,7 @@ class Claim:
 
     Args:
         identity: of the job, as it is asked for.
+        max_model_len: as settled; a job that began with it as an option has it in its name.
         warn: called with what was found damaged and is mended, in one line.
 
     Attributes:
@@ -24,9 +26,14 @@ class Claim:
     """
 
     def __init__(
-        self, place: Workplace, identity: JobIdentity, warn: Callable[[str], object]
+        self,
+        place: Workplace,
+        identity: JobIdentity,
+        max_model_len: int | None,
+        warn: Callable[[str], object],
     ) -> None:
         self._place, self._warn = place, warn
+        self._settled = {**identity.options, "max_model_len": max_model_len}
         self.identity = identity
         self._manifest = place.read_manifest()
         self._differences: list[str] = []
@@ -44,21 +51,17 @@ class Claim:
         output = self._place.output
         if not output.exists() or output.stat().st_size == 0:
             return None
-        counts = ResultCounts()
-        with open(output, "rb") as file:
-            for raw in file:
-                result = result_line(raw, self.identity.job)
-                if result is None:
-                    break
-                counts.add(result.failed)
-            else:
-                if counts.done == num_lines:
-                    if self._manifest is not None and not self._differences:
-                        self._place.discard()  # killed between the rename and this
-                    return counts
+        is_known = False
+        for identity in (self.identity, replace(self.identity, options=self._settled)):
+            counts, is_whole = _results(output, identity.job)
+            if is_whole and counts.done == num_lines:
+                if self._manifest is not None and not self._differences:
+                    self._place.discard()  # killed between the rename and this
+                return counts
+            is_known |= counts.done > 0
         if force:
             return None
-        whose = "is not as this job left it" if counts.done else "exists and is not of this job"
+        whose = "is not as this job left it" if is_known else "exists and is not of this job"
         raise JobError(
             f"{output} {whose}: choose another output, move it away, or replace it with --force"
         )
@@ -102,6 +105,18 @@ class Claim:
                 f"{partial} exists and nothing says which job it is of: move it away, "
                 "choose another output, or throw it away with --force"
             )
+
+
+def _results(file: Path, job: str) -> tuple[ResultCounts, bool]:
+    """A job's results at the beginning of a file, and whether there is nothing else in it."""
+    counts = ResultCounts()
+    with open(file, "rb") as lines:
+        for raw in lines:
+            result = result_line(raw, job)
+            if result is None:
+                return counts, False
+            counts.add(result.failed)
+    return counts, True
 
 
 def _has_results(file: Path, job: str) -> bool:

@@ -222,7 +222,7 @@ class _Job:
 
     def go(self, force: bool) -> JobSummary:
         with file_errors(self._place.output):
-            claim = Claim(self._place, self._identity, self._warn)
+            claim = Claim(self._place, self._identity, self._max_model_len, self._warn)
             self._identity = claim.identity
             complete = claim.complete(self._survey.num_lines, force)
             if complete is not None:

@@ -129,6 +129,16 @@ def test_a_job_killed_before_it_is_cleared_away_is_complete_under_another_name(t
     assert not work.exists()
 
 
+def test_a_complete_job_that_was_given_what_is_settled_now(tmp_path, source):
+    """So had all jobs of an earlier version."""
+    output = tmp_path / "out.jsonl"
+    run_fake(source, output, options={"dtype": "float32", "max_model_len": 500})
+    now = {"options": {"dtype": "float32"}, "max_model_len": 500}
+    assert run_fake(source, output, **now).already_complete
+    with pytest.raises(JobError, match="exists and is not of this job"):
+        run_fake(source, output, **now | {"max_model_len": 400})
+
+
 @pytest.mark.parametrize("names", ["max_num_seqs", "max_model_len"])
 def test_a_lower_limit_is_for_lines_that_have_no_answer(tmp_path, names):
     """They get their error; what is answered stays."""
