@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from onestem.batch.results import split_result_id
 from onestem.batch.sums import Sums
-from onestem.batch.workplace import Workplace, file_errors
+from onestem.batch.workplace import Workplace, file_errors, sync_folder
 from onestem.errors import JobError
 
 __all__ = ["UNKNOWN", "Journal", "ResultCounts", "result_line"]
@@ -163,6 +163,7 @@ class Journal:
             target.flush()
             os.fsync(target.fileno())
         os.replace(draft, self.path)
+        sync_folder(self.path.parent)  # else what is appended now may be lost in a power cut
         os.close(self._file)
         self._file = self._open()
         sizes = self._size[kept]

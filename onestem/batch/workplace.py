@@ -33,7 +33,7 @@ from onestem.errors import JobError
 from onestem.files import check_place
 from onestem.seeds import SAMPLER_VERSION
 
-__all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors"]
+__all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "sync_folder"]
 
 FORMAT = 1
 
