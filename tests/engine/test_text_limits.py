@@ -83,6 +83,21 @@ def test_only_panics_are_turned() -> None:
         raise panic("over\nnote: run with a backtrace")
 
 
+def test_a_panic_while_ids_are_decoded() -> None:
+    panic = type("PanicException", (BaseException,), {})
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: None
+
+        def decode(self, *_: Any, **__: Any) -> str:
+            raise panic("over")
+
+    library: Any = Library()
+    with pytest.raises(RequestError, match=r"^2 tokens cannot be turned into text: .*\(over\)$"):
+        backend_module.Backend(library).decode([1, 2])
+
+
 # --- lengths -----------------------------------------------------------------------------------
 
 

@@ -66,8 +66,11 @@ class Backend:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids of the vocabulary."""
-        with native(f"{len(token_ids)} tokens cannot be turned into text", RequestError):
+        try:  # first, as all tokens of a vocabulary are decoded for a grammar
             text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException:
+            with native(f"{len(token_ids)} tokens cannot be turned into text", RequestError):
+                raise
         return text
 
 
