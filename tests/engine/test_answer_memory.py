@@ -77,6 +77,27 @@ def test_requests_wait_for_it(tiny, jobs):
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("jobs", [False, True])
+def test_those_that_need_none_pass(tiny, jobs):
+    """Whoever waits for host memory holds up no request that needs none, and keeps its turn."""
+    need = {"max_tokens": 40, "n": 2, "logprobs": 1}
+    most = 2 * 40 * (TOKEN_BYTES + 2 * ENTRY_BYTES)
+    engine = make_engine(tiny("llama"), answer_memory=most)
+    smaller = request("smaller", max_tokens=3, logprobs=1)
+    asked = [request("first", **need), request("second", **need), smaller]
+    asked += [request(f"plain {i}", max_tokens=3) for i in range(3)]
+    if jobs:
+        engine.add_job("job", asked)
+    else:
+        for one in asked:
+            engine.add_request(one)
+    ended = []
+    while engine.has_unfinished():
+        ended += [output.request_id for output in engine.step()]
+    assert ended == ["plain 0", "plain 1", "plain 2", "first", "second", "smaller"]
+    assert_idle(engine)
+
+
 def test_an_abort_gives_it_back(tiny):
     most = 2 * 50 * (TOKEN_BYTES + 2 * ENTRY_BYTES)
     engine = make_engine(tiny("llama"), answer_memory=most)

@@ -7,7 +7,9 @@ have ended are kept until the last one has.
 
 from __future__ import annotations
 
-from onestem.engine.sequence import RequestState
+from collections.abc import Iterable
+
+from onestem.engine.sequence import RequestState, Sequence
 from onestem.errors import RequestError
 from onestem.options import parse_memory
 from onestem.request import Request
@@ -81,15 +83,27 @@ class AnswerMemory:
         self._max_model_len = max_model_len
         self._of: dict[RequestState, int] = {}
 
-    def has_room(self, state: RequestState) -> bool:
-        """Whether a request may begin, or go on, beside those that have begun."""
-        if self.most is None or not self.taken or state in self._of:
-            return True
-        return self.taken + answer_bytes(state.request, self._max_model_len) <= self.most
+    def needed(self, request: Request) -> int:
+        """Bytes that a request's answers may take (`answer_bytes`)."""
+        return answer_bytes(request, self._max_model_len)
+
+    def first_with_room(self, waiting: Iterable[Sequence]) -> Sequence | None:
+        """The first whose request may begin, or go on. Those that need memory begin in their order,
+        and others pass them."""
+        is_full = False
+        for sequence in waiting:
+            state = sequence.state
+            if self.most is None or not self.taken or state in self._of:
+                return sequence
+            size = self.needed(state.request)
+            if not size or (not is_full and self.taken + size <= self.most):
+                return sequence
+            is_full = True
+        return None
 
     def take(self, state: RequestState) -> None:
         """A request begins."""
-        size = answer_bytes(state.request, self._max_model_len)
+        size = self.needed(state.request)
         if size and state not in self._of:
             self._of[state] = size
             self.taken += size

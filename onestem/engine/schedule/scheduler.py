@@ -25,6 +25,8 @@ RESERVED_STEPS = 16
 # Steps in which jobs run beside interactive requests, and in which they pause.
 MIXED_STEPS = 16
 REFERENCE_STEPS = 6
+# Sequences that wait for host memory while requests after them are looked for that need none.
+MOST_PARKED = 256
 
 
 class CommitFirst(Exception):
@@ -501,12 +503,10 @@ class Scheduler:
 
     def _head(self) -> Sequence | Request | None:
         """The sequence or request that would be admitted next."""
-        first = self._peek()
-        if self.waiting and (
-            first is None or first.priority == "job" or not self.waiting[0].is_job
-        ):
-            return self.waiting[0]
-        return first
+        first, waiting = self._peek(), self._first()
+        if waiting is not None and (first is None or first.priority == "job" or not waiting.is_job):
+            return waiting
+        return first if first is not None and self._passes(first) else None
 
     def _waits(self, *, jobs: bool) -> bool:
         """Whether the next to be admitted is of the class."""
@@ -680,12 +680,25 @@ class Scheduler:
         """The first that waits, if it is of the class (jobs do not pass interactive requests)."""
         if self._only is not None:
             return next((s for s in self.waiting if s in self._only and s.is_job is jobs), None)
-        if not self.waiting or (self.waiting[0].is_job and not jobs):
+        first = self._first()
+        if first is None or (first.is_job and not jobs):
             request = self._peek()
-            if request is not None and (request.priority == "job") is jobs:
+            if (
+                request is not None
+                and (request.priority == "job") is jobs
+                and self._passes(request)
+            ):
                 self._open(request)
-        first = self.waiting[0] if self.waiting else None
+                first = self._first()
         return first if first is not None and first.is_job is jobs else None
+
+    def _first(self) -> Sequence | None:
+        """The first that waits for KV memory; who waits for host memory holds up no others."""
+        return self.answers.first_with_room(self.waiting)
+
+    def _passes(self, request: Request) -> bool:
+        """Whether a request may be opened while others wait for host memory."""
+        return len(self.waiting) < MOST_PARKED or not self.answers.needed(request)
 
     def _open(self, request: Request) -> None:
         if request.priority != "job":
@@ -707,9 +720,7 @@ class Scheduler:
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Whether a sequence, with those that fork from it, may run beside the others; jobs are
-        preempted for interactive ones. Host memory for answers is its request's until that ends."""
-        if not self.answers.has_room(sequence.state):
-            return False
+        preempted for interactive ones."""
         while self.max_num_seqs is not None and self.running:
             if self._coming is None:
                 self._coming = sum(prompt.num_forks for prompt in self.prompts)
