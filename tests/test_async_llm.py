@@ -496,6 +496,8 @@ def test_closing_behind_its_event_loop_ends_the_engine(model):
     process = served._client._link.process
     asyncio.run(served.close())
     assert process.wait(20) is not None
+    del served
+    gc.collect()  # the warning is of this test
 
 
 def test_nothing_of_an_answer_outlives_its_reader(model):
