@@ -136,7 +136,7 @@ class _Process:
         return self._channel.recv_bytes()
 
     def end(self, patience: float = 0.0) -> int:
-        """End it, unless it does so itself in so many seconds. Returns its exit status: what it
+        """End it, unless it ends by itself within these seconds. Returns its exit status: what it
         died of, if it was dead."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
