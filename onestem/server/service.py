@@ -105,7 +105,9 @@ class Service:
         self.metrics = Metrics(self.client)
         self.history = History(self._token_text)
         self.rerendered = RerenderedLog(self._text)
-        self.jobs = Jobs(self.store, self.client, self.schemas, self._job_model, self.check)
+        self.jobs = Jobs(
+            self.store, self.client, self.schemas, self._job_model, self.check, self.keys.named
+        )
         self.snapshots = SnapshotCache(self)
         self.stopping = asyncio.Event()
         self.started_at = int(time.time())

@@ -91,3 +91,11 @@ def test_links_to_files_are_read(model: Path, tmp_path: Path) -> None:
         (model / name).symlink_to(tmp_path / name)
     assert Tokenizer.from_directory(model) is not None
     checked_config(model)
+
+
+def test_what_no_library_reads_may_be_anything(model: Path) -> None:
+    """Results of an evaluation, say: of any size, or in a folder."""
+    with open(model / "eval_results.json", "wb") as file:
+        file.truncate(LARGEST_TEXT + 1)
+    (model / "runs.json").mkdir()
+    assert Tokenizer.from_directory(model) is not None

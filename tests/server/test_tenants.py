@@ -204,3 +204,9 @@ def test_memory_is_shown_under_its_owners_names(keyed):
         bob.post(f"/v1/batches/{job}/cancel")
         alice.delete("/v1/prefixes/maps")
     assert seen - {"cache", "requests"} == wanted
+
+
+def test_batches_have_the_weight_of_their_key(keyed):
+    """Their grammars take turns as the key's requests do; a key that is gone has the usual one."""
+    jobs = keyed.service.jobs
+    assert [jobs._tenant(name).weight for name in ("alice", "bob", "gone", "")] == [1, 2, 1, 1]

@@ -17,8 +17,13 @@ from onestem.models.fields import is_integer, read_json
 
 __all__ = ["check_files"]
 
-# Those that transformers may read with a tokenizer; `config.json` is one of them.
-_SUFFIXES = (".jinja", ".json", ".model", ".tiktoken", ".txt")
+# Those that transformers may read with a tokenizer; `config.json` is one of them. Others in the
+# directory may be anything.
+_SUFFIXES = (".jinja", ".model", ".tiktoken")
+_NAMES = (
+    "added_tokens", "chat_template", "config.", "generation_config.", "merges.", "preprocessor",
+    "processor", "special_tokens", "tekken.", "tokenizer", "vocab.",
+)  # fmt: skip
 _FOLDERS = (".", "additional_chat_templates")
 
 # The library makes a table of all ids up to the highest.
@@ -48,7 +53,8 @@ def check_files(directory: Path) -> None:
         if not folder.is_dir():
             continue
         for file in sorted(folder.iterdir()):
-            if file.suffix in _SUFFIXES and file.exists():
+            is_read = file.suffix in _SUFFIXES or file.name.startswith(_NAMES)
+            if is_read and file.exists():
                 check_regular(file, ConfigError)
     if (directory / "vocab.json").exists():
         vocabulary = read_json(directory / "vocab.json")

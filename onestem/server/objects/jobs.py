@@ -74,6 +74,7 @@ class Jobs:
 
     Args:
         check: raises `RequestError` for a request that can never be answered.
+        tenant: the holder of a name.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Jobs:
         schemas: Schemas,
         model: Callable[[], JobModel],
         check: Callable[[Request], object],
+        tenant: Callable[[str], Tenant],
     ) -> None:
+        self._tenant = tenant
         self._store = store
         self._client = client
         self._schemas = schemas
@@ -230,7 +233,7 @@ class Jobs:
 
     async def _attempt(self, owner: str, batch_id: str, deaths: dict[str, int]) -> None:
         self._last_owner = owner
-        run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), Tenant(owner))
+        run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), self._tenant(owner))
         self._active = (batch_id, run)  # a cancel from now on stops the attempt
         reading = Reading(self._place(batch_id).with_name(READING))
         try:

@@ -65,6 +65,11 @@ class Keys:
     def needed(self) -> bool:
         return bool(self._keys)
 
+    def named(self, name: str) -> Tenant:
+        """The holder of a name, also where its key is not accepted any more."""
+        found = (key.tenant for key in self._keys if key.tenant.name == name)
+        return next(found, Tenant(name))
+
     def tenant(self, authorization: str | None) -> Tenant:
         """The holder of the bearer's key in an `Authorization` header; raises a 401 if there is
         none."""
