@@ -127,7 +127,7 @@ async def _start(settings: Settings, signals: _Signals) -> None:
         launcher = EngineProcess(engine)
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
         if tokenizer is not None and tokenizer.has_chat_template:
-            templates.start()
+            templates.isolate()
         service = Service(settings, path, tokenizer, launcher)
         say_loading(settings, path)
         await service.start()

@@ -40,7 +40,22 @@ LARGE = {
 def limit(monkeypatch: pytest.MonkeyPatch, memory_bytes: int) -> None:
     limits = Limits(cpu_seconds=0.5, wall_seconds=60, memory_bytes=memory_bytes)
     child = Child("onestem.engine.text.template_process", limits)
-    monkeypatch.setattr(templates, "_child", child)
+    monkeypatch.setattr(templates, "_answer", child.ask)
+
+
+@pytest.fixture
+def isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server has it."""
+    monkeypatch.setattr(templates, "_answer", None)
+    templates.isolate()
+
+
+@pytest.fixture(params=[False, True])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, and in one of its own."""
+    monkeypatch.setattr(templates, "_answer", None)
+    if request.param:
+        templates.isolate()
 
 
 @pytest.fixture
@@ -85,6 +100,7 @@ def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     assert is_well()
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(templates, "MOST_CHARACTERS", 1000)
     with pytest.raises(RequestError, match="the rendered chat has 1001 characters, limit is 1000"):
@@ -92,11 +108,13 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert chat(tmp_path / "less", "{{ 'x' * 1000 }}") == "x" * 1000
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_range_that_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="refuses the messages: OverflowError: Range too big"):
         chat(tmp_path, "{% for i in range(10 ** 9) %}{% endfor %}")
 
 
+@pytest.mark.usefixtures("isolated")
 def test_the_process_is_kept(tmp_path: Path) -> None:
     """And a forked process has its own: two that share one would take each other's answers."""
     ask = "{{ messages[0].content }}!"
@@ -114,6 +132,7 @@ def test_the_process_is_kept(tmp_path: Path) -> None:
     assert templates._child._process is process
 
 
+@pytest.mark.usefixtures("isolated")
 def test_the_process_imports_little() -> None:
     """It starts in a fraction of a second."""
     assert is_well()
@@ -124,6 +143,7 @@ def test_the_process_imports_little() -> None:
     assert "tokenizers" not in mapped
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_variables_that_are_no_json() -> None:
     seen = "{{ one }} {{ two[0] }} {{ three }}"
     assert templates.render(seen, USER, one=object(), two=(1, 2), three=None) == "<object> 1 None"
@@ -132,6 +152,7 @@ def test_variables_that_are_no_json() -> None:
     assert is_well()
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("name", ["template", "longest"])
 def test_variables_of_any_name(tmp_path: Path, name: str) -> None:
     path = make_byte_level_tokenizer(tmp_path, template=f"{{{{ {name} }}}}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from onestem.children import serve
 
-__all__: list[str] = []
+__all__ = ["answering"]
 
 MODULE = "transformers.utils.chat_template_utils"
 
@@ -44,8 +44,8 @@ def _stand_in(name: str, found: Any) -> None:
     sys.modules[name] = package
 
 
-def _prepare() -> Callable[[bytes], bytes]:
-    render = _renderer()
+def answering(render: Callable[..., Any]) -> Callable[[bytes], bytes]:
+    """What answers questions of `onestem.engine.text.templates`, by transformers' function."""
     from jinja2 import TemplateError
 
     def answer(question: bytes) -> bytes:
@@ -68,4 +68,4 @@ def _prepare() -> Callable[[bytes], bytes]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:], _prepare)
+    serve(sys.argv[1:], lambda: answering(_renderer()))
