@@ -7,7 +7,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
 from onestem.engine.schedule.admission import check_request
-from onestem.engine.schedule.answers import answer_memory_bytes
+from onestem.engine.schedule.answers import answer_memory_bytes, check_together
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
@@ -213,6 +213,13 @@ class Service:
             max_num_seqs=facts.options.max_num_seqs,
             answer_memory=most if request.stream else most // WHOLE_SHARE,
         )
+
+    def check_together(self, requests: Collection[Request]) -> None:
+        """Raise `RequestError` where answers that are written whole may take too much in all."""
+        facts = self.client.facts
+        assert facts is not None
+        most = answer_memory_bytes(facts.options.answer_memory) // WHOLE_SHARE
+        check_together(requests, facts.max_model_len, most)
 
     @cached_property
     def bounded_tokenizer(self) -> BoundedTokenizer | None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from onestem.engine.schedule.answers import ENTRY_BYTES
 from onestem.server.api import completions
 from tests.server.harness import running
 from tests.server.test_batches import create, ended
@@ -73,6 +74,22 @@ def test_choices_of_many_prompts_are_bounded_together(embedded):
         assert answer.status_code == 400
         assert "limit is 4096 sequences in all" in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "choices"
+
+
+def test_answers_that_are_written_whole_are_bounded_together(tmp_path, tiny_model):
+    """A stream is read as it comes, and the engine bounds what runs at once."""
+    body = {"prompt": ["a"] * 4, "max_tokens": 20, "logprobs": 4}
+    one = 20 * 5 * ENTRY_BYTES
+    with running(tmp_path, model=tiny_model, engine={"answer_memory": 8 * 3 * one}) as server:
+        with server.http() as http:
+            answer = ask(http, "completions", **body)
+            assert answer.status_code == 400
+            told = "4 prompts ask for answers of up to 35.2 KiB in memory, limit is 26.4 KiB"
+            assert f"{told}: send fewer at once, or stream" in answer.text
+            fewer = ask(http, "completions", **body | {"prompt": ["a"] * 3})
+            assert fewer.status_code == 200, fewer.text
+            assert ask(http, "completions", **body, stream=True).status_code == 200
+        server.check()
 
 
 def test_an_error_shows_the_start_of_what_is_wrong(embedded):

@@ -7,7 +7,7 @@ have ended are kept until the last one has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.errors import RequestError
@@ -15,7 +15,13 @@ from onestem.options import parse_memory
 from onestem.request import Request
 from onestem.threads import ram_bytes
 
-__all__ = ["AnswerMemory", "answer_bytes", "answer_memory_bytes", "check_answer"]
+__all__ = [
+    "AnswerMemory",
+    "answer_bytes",
+    "answer_memory_bytes",
+    "check_answer",
+    "check_together",
+]
 
 # Measured, as Python's objects: an entry of a token's log-probabilities (85 of 100 alternatives, 60
 # of 5), and a token of one of n answers, in its list.
@@ -60,6 +66,16 @@ def check_answer(request: Request, max_model_len: int, most: int) -> None:
         f"{names} ask for answers of up to {_size(size)} in memory, limit is {_size(most)}: "
         "lower one of them, or raise answer_memory"
     )
+
+
+def check_together(requests: Collection[Request], max_model_len: int, most: int) -> None:
+    """Raise `RequestError` for requests whose answers may take more than `most` bytes in all."""
+    size = sum(answer_bytes(request, max_model_len) for request in requests)
+    if size > most:
+        raise RequestError(
+            f"{len(requests)} prompts ask for answers of up to {_size(size)} in memory, limit is "
+            f"{_size(most)}: send fewer at once, or stream"
+        )
 
 
 def _size(count: int) -> str:

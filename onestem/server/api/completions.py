@@ -191,6 +191,8 @@ def _requests(
         )
         service.check(request)
         requests.append(request)
+    if len(requests) > 1 and not asked.stream:
+        service.check_together(requests)
     return requests
 
 
