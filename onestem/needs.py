@@ -95,7 +95,7 @@ def needs_of(options: EngineOptions) -> Needs:
             config, stored = checked_config(path)
             formats |= stored
             refuse_rounding_twice(path, config, options.quantization)
-            ends = _ends(path)
+            ends = _ends(path, config.vocab_size)
         except (WeightsError, ConfigError) as error:
             problem = str(error)
     device = pick_device(options.device)
@@ -137,11 +137,11 @@ def needs_of(options: EngineOptions) -> Needs:
     )
 
 
-def _ends(path: Path) -> dict[int, str]:
+def _ends(path: Path, vocab_size: int) -> dict[int, str]:
     tokenizer, defaults = Tokenizer.from_directory(path), GenerationDefaults.from_directory(path)
     if tokenizer is None:
         return dict.fromkeys(defaults.eos_token_ids, "")
-    ids = defaults.ends(tokenizer.end_ids)
+    ids = defaults.ends(tokenizer.end_ids, vocab_size)
     return {token: tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids}
 
 

@@ -154,7 +154,8 @@ class Engine:
         self._sampler = Sampler(
             decoder.config.vocab_size, defaults, decoder.device, logprobs_mode=logprobs_mode
         )
-        eos = defaults.ends(() if tokenizer is None else tokenizer.end_ids)
+        named = () if tokenizer is None else tokenizer.end_ids
+        eos = defaults.ends(named, decoder.config.vocab_size)
         if decoder.device.type == "cuda":
             self._sampler.warm_up()
         self._grammars = (

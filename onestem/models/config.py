@@ -141,9 +141,11 @@ class GenerationDefaults:
         defaults.check(generation.source)
         return defaults
 
-    def ends(self, tokenizer_ids: Iterable[int]) -> tuple[int, ...]:
-        """Ids that end an answer: these, and the tokenizer's (`Tokenizer.end_ids`)."""
-        return tuple(dict.fromkeys((*self.eos_token_ids, *tokenizer_ids)))
+    def ends(self, tokenizer_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+        """Ids that end an answer: these, and the tokenizer's (`Tokenizer.end_ids`) that the model
+        has."""
+        of_model = (token for token in tokenizer_ids if token < vocab_size)
+        return tuple(dict.fromkeys((*self.eos_token_ids, *of_model)))
 
     def check(self, source: Path | str) -> None:
         """Raise `ConfigError` for values that a request could not have either."""

@@ -101,7 +101,8 @@ class Replicas:
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
             size = self.config.vocab_size
-            eos = GenerationDefaults.from_directory(self.path).ends(self.tokenizer.end_ids)
+            defaults = GenerationDefaults.from_directory(self.path)
+            eos = defaults.ends(self.tokenizer.end_ids, size)
             self._grammars = GrammarCompiler(self.tokenizer, size, eos or None)
 
     @property

@@ -304,7 +304,7 @@ def test_ends_are_those_of_both_configurations(tmp_path: Path) -> None:
     assert (read.bos_token_id, read.eos_token_ids) == (5, (7, 8, 9, 2))
     defaults = GenerationDefaults.from_directory(tmp_path)
     assert defaults.eos_token_ids == (7, 8, 9, 2)
-    assert defaults.ends([2, 4]) == (7, 8, 9, 2, 4)
+    assert defaults.ends([2, 4, 10], 10) == (7, 8, 9, 2, 4)
 
 
 def test_ends_that_are_no_tokens_are_told(tmp_path: Path, caplog) -> None:
