@@ -53,6 +53,10 @@ class Outages:
     def is_on(self) -> bool:
         return bool(self.spans) and self.spans[-1][2] == float("inf")
 
+    def was_on(self, since: float) -> bool:
+        """Whether one of them ended then or later, or is on."""
+        return any(since <= end for _, _, end in self.spans)
+
     def excuses(self, outcome: str, began: float) -> bool:
         """Whether what began then and ends now so badly was cut by one of them. Without its engine
         a server still answers, with the error that says so; nothing excuses what hangs or is wrong.

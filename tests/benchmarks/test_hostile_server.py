@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from tokenizers import Tokenizer as HuggingFace
 
@@ -19,7 +20,9 @@ from benchmarks.serve.hostile_bodies import RUN_LENGTH
 from benchmarks.serve.hostile_hand import Hand, Site, Tally
 from benchmarks.serve.hostile_memory import family, growth, is_alive, is_flat
 from benchmarks.serve.hostile_model import make_model
+from benchmarks.serve.hostile_pool import Case
 from benchmarks.serve.hostile_probes import PHASES, Windows, fits
+from benchmarks.serve.hostile_requests import _expect_deleted, _use_and_delete
 from benchmarks.serve.hostile_schemas import small_schema
 from benchmarks.serve.hostile_server import ENGINE, KINDS, Outages, Restarts, Server
 from benchmarks.serve.hostile_setting import Setting
@@ -129,6 +132,45 @@ def test_what_is_cut(kind, excused):
     site.outages.spans[0] = (name, begin - 60, end - 60)
     hand_of(site, tally, began - 60).note("engine down")
     assert tally.count("engine down") == 2
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_what_an_outage_has_deleted_is_cut(is_near):
+    """An object that is gone after an outage, however long after."""
+    site, tally = Site("", {}, {}, 1), Tally()
+    site.outages.spans.append(("SIGKILL", time.monotonic() - 100, time.monotonic() - 50))
+    hand = hand_of(site, tally, time.monotonic() - (60 if is_near else 40))
+    _expect_deleted(hand, httpx2.Response(404))
+    _expect_deleted(hand, httpx2.Response(200))
+    assert tally.counts == {"ask": {"cut" if is_near else "error": 1, "200": 1}}
+
+
+def test_a_question_ends_with_its_action():
+    """Where the deletion of what it uses fails, a question is not left alone."""
+    ended = asyncio.run(ask_of_a_server_that_ends())
+    assert ended == ["asked"]
+
+
+async def ask_of_a_server_that_ends() -> list[str]:
+    ended = []
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.method == "DELETE":
+            raise httpx2.ConnectError("gone")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append("asked")
+
+    async with httpx2.AsyncClient(
+        base_url="http://server", transport=httpx2.MockTransport(answer)
+    ) as http:
+        hand = hand_of(Site("", {}, {"alice": http}, 1), Tally(), time.monotonic())
+        case = Case(number=0, kind="short", names=(), path="/v1/completions", body={})
+        with pytest.raises(httpx2.ConnectError):
+            await _use_and_delete(hand, case, {}, "/v1/schemas/s")
+        assert len(asyncio.all_tasks()) == 1
+    return ended
 
 
 # ----------------------------------------------------------------------------- memory
