@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import threading
 import weakref
@@ -17,7 +19,16 @@ from multiprocessing.connection import Connection, Pipe
 
 from onestem.processes import python_module
 
-__all__ = ["Child", "Limits", "TooCostlyError", "serve"]
+__all__ = [
+    "Child",
+    "Limits",
+    "TooCostlyError",
+    "bound_memory",
+    "bound_time",
+    "heed_limits",
+    "serve",
+    "start",
+]
 
 Answer = Callable[[bytes], bytes]
 
@@ -32,11 +43,18 @@ class Limits:
         cpu_seconds: of the process.
         wall_seconds: where the machine is busy with other work.
         memory_bytes: beyond what the process has at its start.
+        start_seconds: for the process to start, and for what is sent either way.
     """
 
     cpu_seconds: float
     wall_seconds: float
     memory_bytes: int
+    start_seconds: float = 60.0
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long an answer is waited for: the kernel ends a process that runs sooner."""
+        return self.start_seconds + self.wall_seconds
 
 
 class TooCostlyError(Exception):
@@ -68,6 +86,11 @@ class Child:
             process = self._running()
             try:
                 answer = process.ask(question)
+            except BlockingIOError:  # it is stopped, or cannot be loaded
+                self._process = None
+                process.end()
+                seconds = self._limits.patience_seconds
+                raise TooCostlyError(f"has no answer within {seconds:g} s") from None
             except (EOFError, OSError):
                 self._process = None
                 raise TooCostlyError(self._reason(process.end(EXIT_SECONDS))) from None
@@ -115,14 +138,9 @@ class _Process:
     def __init__(self, module: str, limits: Limits) -> None:
         self._owner = os.getpid()
         self._channel, other = Pipe()
+        _bound_waits(self._channel, limits.patience_seconds)
         told = (limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes)
-        self._process = subprocess.Popen(
-            python_module(module, str(other.fileno()), *map(str, told)),
-            pass_fds=[other.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # libraries write lines for people there
-        )
+        self._process = start(module, other.fileno(), *map(str, told))
         other.close()
         self._end = weakref.finalize(self, _end, self._process, self._channel, self._owner)
 
@@ -151,6 +169,27 @@ def _end(process: subprocess.Popen[bytes], channel: Connection, owner: int) -> N
         process.wait()
 
 
+def start(module: str, descriptor: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a module as a process with one thread; its first argument is the file descriptor, which
+    it gets too."""
+    return subprocess.Popen(
+        python_module(module, str(descriptor), *arguments),
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # libraries write lines for people there
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _bound_waits(channel: Connection, seconds: float) -> None:
+    """Reads and writes raise `BlockingIOError` after so long."""
+    most = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+    with socket.socket(fileno=os.dup(channel.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, most)
+
+
 # ----------------------------------------------------------------------------- the process itself
 
 
@@ -161,33 +200,40 @@ def serve(arguments: list[str], prepare: Callable[[], Answer]) -> None:
         arguments: of the command, as `Child` gives them.
         prepare: imports what it needs, and returns what answers.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for who asks
-    for deadline in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(deadline, signal.SIG_DFL)  # the kernel ends the process
+    heed_limits()
     descriptor, memory = int(arguments[0]), int(arguments[3])
     cpu, wall = map(float, arguments[1:3])
     channel = Connection(descriptor)
     answer = prepare()
-    _bound_memory(memory)
+    bound_memory(memory)
     with suppress(EOFError, OSError):
         while True:
             question = channel.recv_bytes()
-            _bound_time(cpu, wall)
+            bound_time(cpu, wall)
             try:
                 given = b"\0" + answer(question)
             except MemoryError:
                 given = b""
-            _bound_time(0, 0)
+            bound_time(0, 0)
             channel.send_bytes(given)
 
 
-def _bound_memory(more: int) -> None:
+def heed_limits() -> None:
+    """Leave signals of limits to the kernel, and a terminal's Ctrl-C to who asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for deadline in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(deadline, signal.SIG_DFL)
+
+
+def bound_memory(more: int) -> None:
+    """End this process where it takes more bytes than it has and these."""
     with suppress(OSError), open("/proc/self/statm") as statm:  # elsewhere there is no such limit
         limit = int(statm.read().split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _bound_time(cpu: float, wall: float) -> None:
+def bound_time(cpu: float, wall: float) -> None:
+    """End this process after these seconds; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, cpu)
     signal.setitimer(signal.ITIMER_REAL, wall)

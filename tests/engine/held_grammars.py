@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from onestem.engine.grammar.compiler import GrammarCompiler
-from onestem.engine.grammar.trial import Compilable, TooSlowError, Trial, Trials
+from onestem.engine.grammar.trial import Compilable, SlowGrammarError, Trial, Trials
 
 
 class HeldTrials(Trials):
@@ -43,7 +43,7 @@ class TooSlow(Trial):
         pass
 
     def answer(self) -> Compilable:
-        raise TooSlowError("too slow")
+        raise SlowGrammarError("too slow")
 
 
 class Held(Trial):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,14 +24,20 @@ import torch
 
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import GrammarState
-from onestem.engine.grammar.trial import Compilable, Limits, TooCostlyError, Trial, Trials
+from onestem.engine.grammar.trial import (
+    Compilable,
+    CostlyGrammarError,
+    GrammarLimits,
+    Trial,
+    Trials,
+)
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
 
-LIMITS = Limits(cpu_seconds=0.4)
+LIMITS = GrammarLimits(cpu_seconds=0.4)
 LONG = "[^x]?" * 200
 LARGE = "(.{1,900}){1,900}"
 AMBIGUOUS = 'root ::= a a a a a a\na ::= b b b b b b | ""\nb ::= c c c c c c | ""\nc ::= [^x] | ""'
@@ -146,27 +153,27 @@ def test_what_costs_too_much_is_refused(
     [
         (
             grammar(AMBIGUOUS),  # compiled quickly
-            Limits(mask_seconds=0.01),
+            GrammarLimits(mask_seconds=0.01),
             r"^grammar takes 0.* s for the mask of a token, limit is 0\.01 s: simplify it",
         ),
         (
             regex(LARGE),
-            Limits(memory_bytes=16 << 20),
+            GrammarLimits(memory_bytes=16 << 20),
             r"^regex takes more than 16 MiB of memory to compile: simplify it",
         ),
         (
             schema({"type": "string", "maxLength": 9}),
-            Limits(kept_bytes=512),
+            GrammarLimits(kept_bytes=512),
             r"schema takes .* MiB when compiled, limit is 0\.000488 MiB: simplify it",
         ),
     ],
     ids=["masks", "memory", "kept"],
 )
 def test_other_limits(
-    tokenizer: Tokenizer, response_format: dict[str, Any], limits: Limits, message: str
+    tokenizer: Tokenizer, response_format: dict[str, Any], limits: GrammarLimits, message: str
 ) -> None:
     compiler = GrammarCompiler(tokenizer, limits=limits)
-    with pytest.raises(TooCostlyError, match=message):
+    with pytest.raises(CostlyGrammarError, match=message):
         compiler.compile(response_format)
     compiler.close()
 
@@ -174,10 +181,10 @@ def test_other_limits(
 def test_a_refusal_is_remembered(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(TooCostlyError):
+    with pytest.raises(CostlyGrammarError):
         compiler.compile(regex(LONG))
     monkeypatch.setattr(Trials, "start", Mock(side_effect=AssertionError("tried again")))
-    with pytest.raises(TooCostlyError, match="to compile"):
+    with pytest.raises(CostlyGrammarError, match="to compile"):
         compiler.compile(regex(LONG))
 
 
@@ -221,7 +228,7 @@ def test_what_died_with_its_parent_is_tried_again(
 
 
 def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=300))
+    compiler = GrammarCompiler(tokenizer, limits=GrammarLimits(cpu_seconds=300, wall_seconds=300))
     slow = [compiler.prepare(regex("[^x]?" * n)) for n in (600, 601)]
     quick = compiler.prepare(regex("a+"))
     assert quick is not None
@@ -232,15 +239,15 @@ def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
 
 def test_a_known_failure_keeps_nothing_of_who_hears_it(compiler: GrammarCompiler) -> None:
     for _ in range(3):
-        with pytest.raises(TooCostlyError):
+        with pytest.raises(CostlyGrammarError):
             compiler.compile(regex(LONG))
     (known,) = compiler._kept._failures.values()
     assert known.__traceback__ is None
 
 
 def test_what_a_busy_machine_had_no_time_for_is_tried_again(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=0.2))
-    with pytest.raises(TooCostlyError, match=r"takes more than 0\.2 s to compile"):
+    compiler = GrammarCompiler(tokenizer, limits=GrammarLimits(cpu_seconds=300, wall_seconds=0.2))
+    with pytest.raises(CostlyGrammarError, match=r"takes more than 0\.2 s to compile"):
         compiler.compile(regex("[^x]?" * 600))
     assert not compiler._kept._failures
     compiler.close()
@@ -254,6 +261,49 @@ def test_where_no_process_can_be_started(
         with pytest.raises(UnsupportedError, match=r"cannot be compiled now: .*none is left"):
             compiler.compile(regex("a+"))
     state_of(compiler, regex("a+"))
+
+
+def stopped(tokenizer: Tokenizer, limits: GrammarLimits) -> Trials:
+    """Whose process does not go on to load the compiler."""
+    trials, _ = GrammarCompiler(tokenizer, limits=limits)._load()
+    os.kill(trials._running()._process.pid, signal.SIGSTOP)
+    return trials
+
+
+def test_a_process_that_does_not_start(tokenizer: Tokenizer) -> None:
+    trials = stopped(tokenizer, GrammarLimits(start_seconds=0.2))
+    process = trials._running()
+    with pytest.raises(
+        UnsupportedError,
+        match=r"regex cannot be compiled now: its process does not answer within 0\.2 s$",
+    ):
+        trials.start(b"{}", "regex", quick=True)
+    assert process.has_ended
+    assert trials._running() is not process
+    trials.close()
+
+
+def test_a_process_that_does_not_start_holds_up_no_close(tokenizer: Tokenizer) -> None:
+    trials = stopped(tokenizer, GrammarLimits(start_seconds=1e6))
+    with ThreadPoolExecutor(1) as pool:
+        trial = pool.submit(trials.start, b"{}", "regex", quick=True)
+        process = trials._running()
+        while not process._lock.locked():
+            time.sleep(0.01)  # it begins to wait
+        trials.close()
+        with pytest.raises(UnsupportedError, match="the engine is closed"):
+            trial.result(60)
+
+
+def test_a_process_that_does_not_answer(compiler: GrammarCompiler) -> None:
+    state_of(compiler, regex("a+"))
+    trials, _ = compiler._loaded()
+    trials._limits = GrammarLimits(wall_seconds=0.1, start_seconds=0.1)
+    process = trials._running()
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EOFError):
+        trials.start(b"{}", "regex", quick=True).answer()
+    assert process.has_ended
 
 
 def test_where_many_files_are_open(
@@ -292,7 +342,7 @@ def children_of(process: subprocess.Popen[bytes]) -> list[int]:
 def test_what_nobody_waits_for_any_more_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=300))
+    compiler = GrammarCompiler(tokenizer, limits=GrammarLimits(cpu_seconds=300, wall_seconds=300))
     state_of(compiler, regex("a+"))
     begun, answer = threading.Event(), Trial.answer
 
@@ -325,7 +375,7 @@ def test_what_took_long_comes_compiled(
 ) -> None:
     given = schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 40}}})
     again = state_of(compiler, given)
-    sent = GrammarCompiler(tokenizer, limits=Limits(again_seconds=0))
+    sent = GrammarCompiler(tokenizer, limits=GrammarLimits(again_seconds=0))
     monkeypatch.setattr(xgrammar, "GrammarCompiler", Mock(side_effect=AssertionError("compiled")))
     other = state_of(sent, given)
     for token in tokenizer.encode('{"a":"the the"}', add_special_tokens=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,15 @@ def test_what_a_process_ended_with() -> None:
     )
     with pytest.raises(TooCostlyError, match=r"ends its process \(status 1\)"):
         child.ask(b"")
+
+
+def test_a_process_that_does_not_answer() -> None:
+    limits = Limits(cpu_seconds=1, wall_seconds=0.1, memory_bytes=0, start_seconds=0.1)
+    child = Child("onestem.engine.text.template_process", limits)
+    child.start()
+    process = child._process
+    assert process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)
+    with pytest.raises(TooCostlyError, match=r"has no answer within 0\.2 s$"):
+        child.ask(b"")
+    assert process.has_ended

@@ -29,9 +29,9 @@ from onestem.engine.grammar.state import Grammar, GrammarState, packed
 from onestem.engine.grammar.tags import check_tags, is_simple, named_tokens, tags_of, with_token_ids
 from onestem.engine.grammar.trial import (
     Compilable,
-    Limits,
-    TooCostlyError,
-    TooSlowError,
+    CostlyGrammarError,
+    GrammarLimits,
+    SlowGrammarError,
     Trial,
     Trials,
 )
@@ -139,10 +139,10 @@ class GrammarCompiler:
         tokenizer: Tokenizer,
         vocab_size: int | None = None,
         stop_token_ids: Iterable[int] | None = None,
-        limits: Limits | None = None,
+        limits: GrammarLimits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits or Limits()
+        self._limits = limits or GrammarLimits()
         self.vocab_size = vocab_size or tokenizer.vocab_size
         eos = tokenizer.eos_token_id
         named = (() if eos is None else (eos,)) if stop_token_ids is None else stop_token_ids
@@ -305,7 +305,7 @@ class GrammarCompiler:
             result = error
         with self._lock:
             task.begun, task.trial = False, None
-            if quick and isinstance(result, TooSlowError):
+            if quick and isinstance(result, SlowGrammarError):
                 task.lane = self._slow
                 for key, weight in task.waiting.values():
                     task.lane.push(task, key, weight)
@@ -315,7 +315,7 @@ class GrammarCompiler:
             del self._tasks[task.key]
             if isinstance(result, Grammar):
                 self._kept.add(task.key, result)
-            elif isinstance(result, TooCostlyError) and result.lasts:
+            elif isinstance(result, CostlyGrammarError) and result.lasts:
                 self._kept.add_failure(task.key, copy(result))
             waiting = list(task.waiting)
         for grammar in waiting:
@@ -361,7 +361,8 @@ class GrammarCompiler:
             except (EOFError, OSError):
                 if attempt == 2 or not task.waiting:
                     raise UnsupportedError(
-                        f"{task.wanted.name} cannot be compiled: the process that does so ends"
+                        f"{task.wanted.name} cannot be compiled: the process that does so ends, or "
+                        "does not answer"
                     ) from None
         raise AssertionError
 

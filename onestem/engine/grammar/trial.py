@@ -14,35 +14,39 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
+from onestem import children
 from onestem.engine.grammar.schema import unusable
 from onestem.engine.grammar.trial_process import END, HEAD, QUICK, SLOW
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 
-__all__ = ["Compilable", "Limits", "TooCostlyError", "TooSlowError", "Trial", "Trials"]
+__all__ = [
+    "Compilable",
+    "CostlyGrammarError",
+    "GrammarLimits",
+    "SlowGrammarError",
+    "Trial",
+    "Trials",
+]
 
-_PROGRAM = Path(__file__).with_name("trial_process.py")
+_PROGRAM = "onestem.engine.grammar.trial_process"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one grammar may take.
+class GrammarLimits(children.Limits):
+    """What one grammar may take to compile, and to write some tokens under it if it may be costly;
+    and:
 
     Attributes:
-        cpu_seconds: to compile it, and to write some tokens under it if it may be costly.
-        quick_seconds: the same at the first try; then it queues with slow ones.
-        wall_seconds: the same in wall-clock time, where the machine is busy with other work.
+        quick_seconds: of the processor at the first try; then it queues with slow ones.
         mask_seconds: for a token's mask, which all others in its step wait for.
-        memory_bytes: to compile it, beyond what the process has without grammars.
         again_seconds: of processor time, up to which what was compiled is compiled once more where
             it is used, because that is quicker than to send it there.
         kept_bytes: compiled, which is kept for the next request.
@@ -50,16 +54,16 @@ class Limits:
     """
 
     cpu_seconds: float = 5.0
-    quick_seconds: float = 0.25
     wall_seconds: float = 60.0
-    mask_seconds: float = 0.1
     memory_bytes: int = 2 << 30
+    quick_seconds: float = 0.25
+    mask_seconds: float = 0.1
     again_seconds: float = 1.5
     kept_bytes: int = 64 << 20
     all_kept_bytes: int = 512 << 20
 
 
-class TooCostlyError(RequestError):
+class CostlyGrammarError(RequestError):
     """A grammar that takes more than it may.
 
     Attributes:
@@ -69,7 +73,7 @@ class TooCostlyError(RequestError):
     lasts = True
 
 
-class TooSlowError(TooCostlyError):
+class SlowGrammarError(CostlyGrammarError):
     """A grammar that takes more time to compile than it may."""
 
 
@@ -95,7 +99,7 @@ class Trials:
         limits: of each grammar.
     """
 
-    def __init__(self, setup: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, setup: Mapping[str, Any], limits: GrammarLimits) -> None:
         self._setup = json.dumps({**setup, **asdict(limits)}).encode()
         self._limits = limits
         self._lock = threading.Lock()
@@ -114,24 +118,24 @@ class Trials:
             UnsupportedError: this version of xgrammar cannot be used, or there is no process.
         """
         command = QUICK if quick else SLOW
+        try:
+            try:
+                return Trial(self._running(), command, task, name, self._limits)
+            except ConnectionError:  # it ended just now
+                return Trial(self._running(), command, task, name, self._limits)
+        except OSError as error:  # the system has no more processes, say
+            raise UnsupportedError(f"{name} cannot be compiled now: {error}") from error
+
+    def _running(self) -> _Process:
         with self._lock:
             if self._closed:
                 raise UnsupportedError("the engine is closed, and compiles no response_format")
-            try:
-                try:
-                    return Trial(self._running(), command, task, name, self._limits)
-                except ConnectionError:  # it ended just now
-                    return Trial(self._running(anew=True), command, task, name, self._limits)
-            except OSError as error:  # the system has no more processes, say
-                raise UnsupportedError(f"{name} cannot be compiled now: {error}") from error
-
-    def _running(self, *, anew: bool = False) -> _Process:
-        if self._process is not None and (anew or self._process.has_ended):
-            process, self._process = self._process, None
-            process.end()
-        if self._process is None:
-            self._process = _Process(self._setup)
-        return self._process
+            if self._process is not None and self._process.has_ended:
+                process, self._process = self._process, None
+                process.end()
+            if self._process is None:
+                self._process = _Process(self._setup, self._limits.start_seconds)
+            return self._process
 
     def close(self) -> None:
         """End all, whatever they do."""
@@ -145,7 +149,7 @@ class Trial:
     """A grammar that is being compiled, in a process of its own."""
 
     def __init__(
-        self, process: _Process, command: int, task: bytes, name: str, limits: Limits
+        self, process: _Process, command: int, task: bytes, name: str, limits: GrammarLimits
     ) -> None:
         self._process = process
         self._quick = command == QUICK
@@ -163,11 +167,14 @@ class Trial:
         """What may be compiled, or is compiled; waits for it.
 
         Raises:
-            TooCostlyError: it takes more time or memory than it may.
+            CostlyGrammarError: it takes more time or memory than it may.
             RequestError: xgrammar refuses it.
-            EOFError: the process that all are forked from has ended.
+            EOFError: the process that all are forked from has ended, or does not answer.
         """
         with self._answers:
+            if not self._answers.poll(self._limits.patience_seconds):
+                self._process.end()
+                raise EOFError
             kind, _, rest = self._answers.recv_bytes().partition(b" ")
         text = rest.decode()
         if kind == b"again":
@@ -196,7 +203,7 @@ class Trial:
         cpu = limits.quick_seconds if self._quick else limits.cpu_seconds
         seconds = {signal.SIGPROF: cpu, signal.SIGALRM: limits.wall_seconds}
         if number in seconds:
-            slow = TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
+            slow = SlowGrammarError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
             slow.lasts = number == signal.SIGPROF
             return slow
         if number in (signal.SIGABRT, signal.SIGKILL):
@@ -205,39 +212,32 @@ class Trial:
             return error
         return _costly(name, f"makes the compiler crash ({number.name})")
 
-    def _out_of_memory(self) -> TooCostlyError:
+    def _out_of_memory(self) -> CostlyGrammarError:
         mebibytes = self._limits.memory_bytes >> 20
         return _costly(self._name, f"takes more than {mebibytes} MiB of memory to compile")
 
 
 class _Process:
-    """The process that all others are forked from, and the way to it. Starting it waits until it
-    has loaded the compiler; raises `UnsupportedError` if it cannot."""
+    """The process that all others are forked from, and the way to it.
 
-    def __init__(self, setup: bytes) -> None:
+    Args:
+        setup: JSON of what it reads first.
+        seconds: that it may take to load the compiler, and later to read a task.
+    """
+
+    def __init__(self, setup: bytes, seconds: float) -> None:
+        self._setup: bytes | None = setup  # None: it has loaded the compiler
+        self._seconds = seconds
         self._commands, other = socket.socketpair()
-        one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # forks want no threads
+        self._commands.settimeout(seconds)
         with ExitStack() as failed, other:
             failed.callback(self._commands.close)
-            self._process = subprocess.Popen(
-                [sys.executable, str(_PROGRAM), str(other.fileno())],
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # the compiler writes lines for people there
-                env=os.environ | one,
-            )
+            self._process = children.start(_PROGRAM, other.fileno())
             failed.pop_all()
+        self._owner = os.getpid()
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of what is written
-        self._end = weakref.finalize(self, _end, self._process, self._commands)
-        ready = b""
-        with suppress(OSError):
-            self._commands.sendall(struct.pack("!Q", len(setup)) + setup)
-            ready = self._commands.recv(1)
-        if not ready:
-            self.end()
-            raise _of_version()
+        self._end = weakref.finalize(self, _end, self._process, self._commands, self._owner)
 
     @property
     def pid(self) -> int:
@@ -245,31 +245,66 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, so not because of a grammar."""
-        return self._process.poll() is not None
+        """Whether it has ended, so not because of a grammar; after a fork it is another
+        process's."""
+        return self._owner != os.getpid() or self._process.poll() is not None
 
     def run(self, command: int, task: bytes, answers: Connection) -> int:
-        """Have a task done; its answer goes to `answers`. Returns its number; raises `OSError` if
-        the process has ended."""
-        with self._lock:
+        """Have a task done; its answer goes to `answers`. Returns its number.
+
+        Raises:
+            OSError: the process has ended, now if it does not read.
+            UnsupportedError: it cannot load the compiler.
+        """
+        with self._lock, self._or_end():
+            if self._setup is not None:
+                self._load(self._setup)
+                self._setup = None
             number = next(self._numbers)
             head = HEAD.pack(command, number, len(task))
             socket.send_fds(self._commands, [head], [answers.fileno()])
             self._commands.sendall(task)
             return number
 
+    def _load(self, setup: bytes) -> None:
+        ready = b""
+        with suppress(ConnectionError):
+            self._commands.sendall(struct.pack("!Q", len(setup)) + setup)
+            ready = self._commands.recv(1)
+        if not ready:
+            raise _of_version()
+
     def stop(self, number: int) -> None:
         """End a task's process, if it runs."""
-        with self._lock, suppress(OSError):
+        with self._lock, suppress(OSError), self._or_end():
             self._commands.sendall(HEAD.pack(END, number, 0))
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """End it where a message went halfway."""
+        try:
+            yield
+        except BaseException as error:
+            was_ended = not self._end.alive
+            self.end()
+            if was_ended:
+                raise ConnectionError("its process was ended") from error
+            if isinstance(error, TimeoutError):
+                late = f"its process does not answer within {self._seconds:g} s"
+                raise TimeoutError(late) from None
+            raise
 
     def end(self) -> None:
         """End it and all that were forked from it."""
         self._end()
 
 
-def _end(process: subprocess.Popen[bytes], commands: socket.socket) -> None:
-    commands.close()  # it ends the others then, and itself
+def _end(process: subprocess.Popen[bytes], commands: socket.socket, owner: int) -> None:
+    if owner != os.getpid():
+        return
+    with suppress(OSError):
+        commands.shutdown(socket.SHUT_RDWR)  # it ends the others then, and itself
+    commands.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(1)
     process.kill()
@@ -282,8 +317,8 @@ def _of_version() -> UnsupportedError:
     )
 
 
-def _costly(name: str, why: str) -> TooCostlyError:
-    return TooCostlyError(_why(name, why))
+def _costly(name: str, why: str) -> CostlyGrammarError:
+    return CostlyGrammarError(_why(name, why))
 
 
 def _why(name: str, why: str) -> str:

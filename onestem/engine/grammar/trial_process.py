@@ -1,6 +1,6 @@
 """A process that compiles grammars; `onestem.engine.grammar.trial` starts it.
 
-It is run as a file and imports no torch, so it starts in a third of a second. It loads the compiler
+It imports no torch, so it starts in a third of a second. It loads the compiler
 and the vocabulary once, and forks for each grammar: a fork takes milliseconds, and can be ended at
 any time, by the engine or by the kernel at its limits, whatever its native code does then.
 
@@ -27,8 +27,10 @@ import time
 import types
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from onestem.children import bound_memory, bound_time, heed_limits
+from onestem.engine.grammar import ebnf
 
 __all__: list[str] = []
 
@@ -57,19 +59,6 @@ def _resident() -> int:
     return 0
 
 
-def _bound_memory(more: int) -> None:
-    with suppress(OSError), open("/proc/self/statm") as statm:  # elsewhere there is no such limit
-        limit = int(statm.read().split()[0]) * resource.getpagesize() + more
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _bound_time(cpu: float, wall: float) -> None:
-    """The signals have no handlers: the kernel ends the process."""
-    signal.setitimer(signal.ITIMER_PROF, cpu)
-    signal.setitimer(signal.ITIMER_REAL, wall)
-
-
 class _Compiler:
     """xgrammar with a vocabulary, and the limits."""
 
@@ -77,7 +66,6 @@ class _Compiler:
         self.limits = setup
         self._native = _native()
         self._numpy: Any = importlib.import_module("numpy")
-        self._ebnf: Any = importlib.import_module("onestem.engine.grammar.ebnf")
         info = self._native.TokenizerInfo.deserialize_json(setup["tokenizer"])
         self._compiler = self._native.GrammarCompiler(info, 1, False, -1)
 
@@ -89,7 +77,7 @@ class _Compiler:
             return self._tried(task)
         except MemoryError:
             return b"memory "
-        except self._ebnf.Refused as error:
+        except ebnf.Refused as error:
             return self._refusal(error.name, error.reason)
         except Exception as error:  # it raises many kinds for a bad tag
             return self._refusal(task["name"], str(error))
@@ -97,8 +85,8 @@ class _Compiler:
     def _tried(self, task: dict[str, Any]) -> bytes:
         limits = self.limits
         before = _resident()
-        ebnf, tag = self._written(task)
-        grammar = self._compiled(ebnf, tag)
+        text, tag = self._written(task)
+        grammar = self._compiled(text, tag)
         size = max(_resident() - before, grammar.memory_size_bytes())
         if size > limits["kept_bytes"]:
             return b"large %d" % size
@@ -106,14 +94,13 @@ class _Compiler:
         if slow:
             return f"slow {slow}".encode()
         if time.process_time() <= limits["again_seconds"]:
-            return b"again " + json.dumps({"ebnf": ebnf, "tag": tag, "size": size}).encode()
-        text = str(grammar.serialize_json()).encode()
-        size = len(text)
-        return b"grammar " + text if size <= limits["kept_bytes"] else b"large %d" % size
+            return b"again " + json.dumps({"ebnf": text, "tag": tag, "size": size}).encode()
+        compiled = str(grammar.serialize_json()).encode()
+        size = len(compiled)
+        return b"grammar " + compiled if size <= limits["kept_bytes"] else b"large %d" % size
 
     def _written(self, task: dict[str, Any]) -> tuple[str | None, str | None]:
         """What xgrammar compiles: a grammar, or a structural tag."""
-        ebnf = self._ebnf
         if task["schema"] is None:
             tag = ebnf.with_grammars(self._native, task["tags"], self.limits["short_in_tags"])
             return None, json.dumps({"type": "structural_tag", "format": tag})
@@ -126,10 +113,10 @@ class _Compiler:
         )
         return grammar, None
 
-    def _compiled(self, ebnf: str | None, tag: str | None) -> Any:
-        if ebnf is None:
+    def _compiled(self, text: str | None, tag: str | None) -> Any:
+        if text is None:
             return self._compiler.compile_structural_tag(tag)
-        grammar = self._native.Grammar.from_ebnf(ebnf, "root")
+        grammar = self._native.Grammar.from_ebnf(text, "root")
         return self._compiler.compile_grammar_ebnf(grammar)
 
     @staticmethod
@@ -187,11 +174,11 @@ class _Forks:
             other.close()
         os.nice(_NICE[command])
         limits = self._compiler.limits
-        _bound_memory(limits["memory_bytes"])
+        bound_memory(limits["memory_bytes"])
         cpu = limits["quick_seconds" if command == QUICK else "cpu_seconds"]
-        _bound_time(cpu, limits["wall_seconds"])
+        bound_time(cpu, limits["wall_seconds"])
         answer = self._compiler.answer(json.loads(task))
-        _bound_time(0, 0)
+        bound_time(0, 0)
         answers.send_bytes(answer)
         os._exit(0)
 
@@ -259,9 +246,7 @@ def _serve(commands: socket.socket) -> None:
 
 
 def main(descriptor: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's
-    for deadline in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(deadline, signal.SIG_DFL)
+    heed_limits()
     low = os.dup(descriptor)  # `select` takes none from 1024 on, which an engine may have
     os.close(descriptor)
     with suppress(EOFError, OSError):  # the engine is gone
@@ -269,5 +254,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[3])  # of this package, instead of this folder
     main(int(sys.argv[1]))
