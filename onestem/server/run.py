@@ -15,7 +15,7 @@ import uvicorn
 from onestem.engine.text import templates
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
-from onestem.garbage import collecting_less
+from onestem.garbage import collecting_less, give_freed_memory_back
 from onestem.models.find import find_model
 from onestem.server.api.app import make_app
 from onestem.server.api.http import HalfOpenProtocol, hosts_of
@@ -104,6 +104,7 @@ async def serve(settings: Settings) -> None:
         ConfigError, RequestError: what is wrong with the options.
         KeyboardInterrupt: SIGINT came before requests were taken.
     """
+    give_freed_memory_back()
     task = asyncio.current_task()
     assert task is not None
     signals = _Signals(task.cancel)

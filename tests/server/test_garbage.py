@@ -1,5 +1,5 @@
 """What is there when a server or a run begins is left alone until it ends; freed memory is used
-again."""
+again, or leaves a server's process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,9 +76,71 @@ def page_faults(what: str, **environment: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc"
+)
+
+
+@needs_glibc
 def test_freed_memory_is_used_again():
     """The third round of blocks touches no new page, unless the user has set it otherwise."""
     assert page_faults("leave") > 1000
     assert page_faults("keep") < 100
     assert page_faults("keep", MALLOC_TRIM_THRESHOLD_="1000000") > 1000
+
+
+HOLES = """
+import ctypes, os, sys, threading
+from onestem.garbage import give_freed_memory_back
+from onestem.threads import resident_bytes
+
+if sys.argv[1] == "give":
+    give_freed_memory_back()
+done = threading.Barrier(5)
+
+def answer():
+    bodies = [(b"x" * (6 << 20), b"y" * 1000) for _ in range(6)]
+    kept = [small for _, small in bodies]
+    del bodies
+    done.wait()
+    done.wait()
+
+large = b"x" * (24 << 20)
+del large
+before = resident_bytes(os.getpid())
+threads = [threading.Thread(target=answer) for _ in range(4)]
+for thread in threads:
+    thread.start()
+done.wait()
+grown = resident_bytes(os.getpid()) - before
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+done.wait()
+print(grown, open(sys.argv[2]).read().count("<heap "))
+"""
+
+
+def holes(what: str, path: Path, **environment: str) -> tuple[int, int]:
+    """Bytes that are left of what four threads have freed, and how many heaps there are."""
+    command = [sys.executable, "-c", HOLES, what, str(path)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, check=True)
+    grown, heaps = map(int, done.stdout.split())
+    return grown, heaps
+
+
+@needs_glibc
+def test_a_servers_freed_memory_is_given_back(tmp_path):
+    """Of 144 MiB that threads have freed between small blocks that stay, nothing is left. What the
+    user has set stays."""
+    grown, heaps = holes("leave", tmp_path / "heaps")
+    assert grown > 64 << 20
+    assert heaps > 4
+    grown, heaps = holes("give", tmp_path / "heaps")
+    assert grown < 16 << 20
+    assert heaps == 3
+    grown, heaps = holes("give", tmp_path / "heaps", MALLOC_ARENA_MAX="1")
+    assert grown < 16 << 20
+    assert heaps == 1
