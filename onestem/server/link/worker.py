@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError, RankError
-from onestem.garbage import collecting_less
+from onestem.garbage import collecting_less, share_heaps
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestOutput
 from onestem.server.link.messages import (
@@ -557,6 +557,7 @@ def _end_with_rank(channel: Channel, line: str) -> None:
 
 def main() -> None:
     """`python -m onestem.server.link.worker FD`: the channel is that file descriptor."""
+    share_heaps()
     # The server says when to end, even if a signal goes to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
