@@ -218,9 +218,9 @@ class Engine:
     def prepare(
         self, request: Request, key: str = "", weight: float = 1.0
     ) -> Future[Grammar] | None:
-        """`validate`, but without waiting for the grammar: what goes wrong there is the future's
-        exception; see `GrammarCompiler.prepare`. None: the request has no grammar. May be called
-        from any thread."""
+        """`validate`, but without waiting for the grammar: what is wrong with the format is the
+        future's exception; see `GrammarCompiler.prepare`. None: the request has no grammar. May be
+        called from any thread."""
         self._check(request)
         if self._grammars is None:
             return None
@@ -240,8 +240,6 @@ class Engine:
             answer_memory=self.scheduler.answers.most,
         )
         self._sampler.settings_of(request.params)
-        if self._grammars is not None:
-            check_format(self._grammars.check, request)
         pool = self.cache.pool
         check_pml(
             request,
@@ -469,6 +467,8 @@ class Engine:
         self.residence.check_ready()
         self._check_id(request)
         self._check(request)
+        if self._grammars is not None:
+            check_format(self._grammars.check, request)
         self._prefetch(request)
         self._factory.arrivals[request.request_id] = time.monotonic()
 

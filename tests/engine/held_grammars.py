@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from onestem.engine.grammar.compiler import GrammarCompiler
-from onestem.engine.grammar.trial import Compilable, SlowGrammarError, Trial, Trials
+from onestem.engine.grammar.trial import Compilable, Pace, SlowGrammarError, Trial, Trials
 
 
 class HeldTrials(Trials):
-    """A compiler's processes, where a format with `word` in it fails its quick try, and its slow
+    """A compiler's processes, where a format with `word` in it fails its first try, and its second
     one goes on until `let` is set. Nothing is tried in the main thread."""
 
     def __init__(self, compiler: GrammarCompiler, word: str) -> None:
         self._inner, self._info = compiler._loaded()
         self._compiler = compiler
-        self._word = word.encode()
+        self._word = word
         self.let = threading.Event()
         self.begun = threading.Event()
         self.names: list[str] = []  # of those that were held
         compiler._loaded_once = self, self._info
 
-    def start(self, task: bytes, name: str, *, quick: bool) -> Trial:
+    def start(self, task: Mapping[str, Any], name: str, pace: Pace) -> Trial:
         assert threading.current_thread() is not threading.main_thread()
-        if self._word not in task:
-            return self._inner.start(task, name, quick=quick)
-        return TooSlow() if quick else Held(self, self._inner.start(task, name, quick=False))
+        if self._word not in json.dumps(task):
+            return self._inner.start(task, name, pace)
+        is_first = pace in self._compiler._limits.paces[0]
+        return TooSlow() if is_first else Held(self, self._inner.start(task, name, pace))
 
     def restore(self) -> None:
         self.let.set()

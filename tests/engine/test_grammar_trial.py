@@ -28,6 +28,7 @@ from onestem.engine.grammar.trial import (
     Compilable,
     CostlyGrammarError,
     GrammarLimits,
+    SlowGrammarError,
     Trial,
     Trials,
 )
@@ -38,6 +39,7 @@ from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 xgrammar = pytest.importorskip("xgrammar")
 
 LIMITS = GrammarLimits(cpu_seconds=0.4)
+PACE = LIMITS.paces[0][0]
 LONG = "[^x]?" * 200
 LARGE = "(.{1,900}){1,900}"
 AMBIGUOUS = 'root ::= a a a a a a\na ::= b b b b b b | ""\nb ::= c c c c c c | ""\nc ::= [^x] | ""'
@@ -237,6 +239,61 @@ def test_quick_grammars_do_not_wait_for_slow_ones(tokenizer: Tokenizer) -> None:
     compiler.close()
 
 
+def test_a_schema_is_checked_where_it_is_compiled(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of a large one takes time that steps would wait for."""
+    monkeypatch.setattr(
+        "onestem.engine.grammar.compiler.check_schema", Mock(side_effect=AssertionError)
+    )
+    bad = compiler.prepare(schema({"type": "objekt"}))
+    unenforced = compiler.prepare(schema({"not": {"type": "object"}}))
+    good = compiler.prepare(schema({"enum": ["a"]}))
+    assert bad is not None
+    assert unenforced is not None
+    assert good is not None
+    with pytest.raises(RequestError, match="'objekt'"):
+        bad.result(60)
+    with pytest.raises(UnsupportedError, match="'not'"):
+        unenforced.result(60)
+    good.result(60)
+    compiler.check(schema({"enum": ["a"]}))  # it is known
+
+
+def test_without_idle_time_a_grammar_is_tried_all_the_same(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose cores all have work, an idle process does not run."""
+    tried, answer = [], Trial.answer
+
+    def starved(trial: Trial) -> Compilable:
+        tried.append(trial._pace)
+        if len(tried) == 1:
+            trial.end()
+            raise SlowGrammarError("too slow for the first try")
+        if trial._pace.nice is None:
+            trial.end()
+            slow = SlowGrammarError("there was no time")
+            slow.lasts = False
+            raise slow
+        return answer(trial)
+
+    monkeypatch.setattr(Trial, "answer", starved)
+    state_of(compiler, regex("a+"))
+    first, second = compiler._limits.paces[:2]
+    assert tried == [*first, *second]
+
+
+def test_tries_take_longer_and_longer() -> None:
+    paces = GrammarLimits().paces
+    assert [one[-1].cpu_seconds for one in paces] == [0.05, 0.5, 5.0]
+    assert [[pace.nice is None for pace in one] for one in paces] == [
+        [False],
+        [True, False],
+        [True, False],
+    ]
+
+
 def test_a_known_failure_keeps_nothing_of_who_hears_it(compiler: GrammarCompiler) -> None:
     for _ in range(3):
         with pytest.raises(CostlyGrammarError):
@@ -277,7 +334,7 @@ def test_a_process_that_does_not_start(tokenizer: Tokenizer) -> None:
         UnsupportedError,
         match=r"regex cannot be compiled now: its process does not answer within 0\.2 s$",
     ):
-        trials.start(b"{}", "regex", quick=True)
+        trials.start({}, "regex", PACE)
     assert process.has_ended
     assert trials._running() is not process
     trials.close()
@@ -286,7 +343,7 @@ def test_a_process_that_does_not_start(tokenizer: Tokenizer) -> None:
 def test_a_process_that_does_not_start_holds_up_no_close(tokenizer: Tokenizer) -> None:
     trials = stopped(tokenizer, GrammarLimits(start_seconds=1e6))
     with ThreadPoolExecutor(1) as pool:
-        trial = pool.submit(trials.start, b"{}", "regex", quick=True)
+        trial = pool.submit(trials.start, {}, "regex", PACE)
         process = trials._running()
         while not process._lock.locked():
             time.sleep(0.01)  # it begins to wait
@@ -302,7 +359,7 @@ def test_a_process_that_does_not_answer(compiler: GrammarCompiler) -> None:
     process = trials._running()
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(EOFError):
-        trials.start(b"{}", "regex", quick=True).answer()
+        trials.start({}, "regex", PACE).answer()
     assert process.has_ended
 
 
@@ -347,7 +404,7 @@ def test_what_nobody_waits_for_any_more_ends(
     begun, answer = threading.Event(), Trial.answer
 
     def noted(trial: Trial) -> Compilable:
-        if not trial._quick:
+        if trial._pace.nice is None and trial._pace.cpu_seconds > 1:
             begun.set()
         return answer(trial)
 

@@ -26,11 +26,19 @@ from onestem.engine.grammar.kept import Kept
 from onestem.engine.grammar.lanes import Lane
 from onestem.engine.grammar.schema import SCHEMA, check_schema
 from onestem.engine.grammar.state import Grammar, GrammarState, packed
-from onestem.engine.grammar.tags import check_tags, is_simple, named_tokens, tags_of, with_token_ids
+from onestem.engine.grammar.tags import (
+    check_depth,
+    check_tags,
+    is_simple,
+    named_tokens,
+    tags_of,
+    with_token_ids,
+)
 from onestem.engine.grammar.trial import (
     Compilable,
     CostlyGrammarError,
     GrammarLimits,
+    Pace,
     SlowGrammarError,
     Trial,
     Trials,
@@ -99,30 +107,30 @@ class _Task:
 
     Attributes:
         waiting: futures of those who wait for it, each with a key and its weight.
-        lane: where it waits.
+        place: of the try that it waits for.
         begun: whether it is being compiled; trial: the process that does so.
     """
 
-    def __init__(self, key: str, wanted: _Wanted, lane: Lane[_Task]) -> None:
+    def __init__(self, key: str, wanted: _Wanted) -> None:
         self.key = key
         self.wanted = wanted
-        self.lane = lane
+        self.place = 0
         self.waiting: dict[Future[Grammar], tuple[str, float]] = {}
         self.begun = False
         self.trial: Trial | None = None
 
 
-def _weakly(method: weakref.WeakMethod[Callable[..., None]], task: _Task, *, quick: bool) -> None:
+def _weakly(method: weakref.WeakMethod[Callable[..., None]], place: int, task: _Task) -> None:
     """Call a method of a compiler, if it is there: threads that wait keep none."""
     call = method()
     if call is not None:
-        call(task, quick=quick)
+        call(task, place)
 
 
 class GrammarCompiler:
     """Compiles response formats for one tokenizer. Safe to use from several threads: a format is
-    compiled once. Each gets a short try first; what takes longer waits for its turn among the slow
-    ones. Keys take turns in both. A format that nobody waits for any more is not compiled on.
+    compiled once. Each gets a short try first; what takes longer waits for its turn among those
+    that do. Keys take turns among all. A format that nobody waits for any more is not compiled on.
 
     Args:
         tokenizer: the model's.
@@ -153,19 +161,18 @@ class GrammarCompiler:
         self._kept = Kept(self._limits.all_kept_bytes)
         self._tasks: dict[str, _Task] = {}
         self._checked: OrderedDict[str, None] = OrderedDict()
-        self._quick: Lane[_Task] = Lane(
-            "quick grammars",
-            1,
-            partial(_weakly, weakref.WeakMethod(self._try), quick=True),
-            advance=self._limits.quick_seconds,
-        )
         num_slow = 1 if (os.cpu_count() or 1) < _MANY_CORES else 2
-        self._slow: Lane[_Task] = Lane(
-            "slow grammars",
-            num_slow,
-            partial(_weakly, weakref.WeakMethod(self._try), quick=False),
-        )
-        for lane in (self._quick, self._slow):
+        short = self._limits.short_tries
+        self._lanes: list[Lane[_Task]] = [
+            Lane(
+                f"grammars {place}",
+                1 if place < len(short) else num_slow,
+                partial(_weakly, weakref.WeakMethod(self._try), place),
+                advance=short[0] if place == 0 else 0.0,
+            )
+            for place in range(len(short) + 1)
+        ]
+        for lane in self._lanes:
             weakref.finalize(self, lane.close)
 
     def compile(
@@ -200,43 +207,39 @@ class GrammarCompiler:
             RequestError: the schema is not valid.
             UnsupportedError: it uses what cannot be enforced, or is too large.
         """
-        self._check(response_format)
-
-    def _check(self, response_format: Mapping[str, Any] | None) -> tuple[str, _Wanted] | None:
-        """What a format asks for, and its key: all schemas come in here. None where any text will
-        do."""
         wanted = _wanted(response_format)
-        if wanted is None:
-            return None
-        key = wanted.key
-        with self._lock:
-            known = key in self._checked
-        if not known:
+        if wanted is not None and not self._is_checked(key := wanted.key):
             wanted.check()
-            with self._lock:
-                self._checked[key] = None
-                while len(self._checked) > _MOST_CHECKED:
-                    self._checked.popitem(last=False)
-        return key, wanted
+            self._add_checked(key)
+
+    def _is_checked(self, key: str) -> bool:
+        with self._lock:
+            return key in self._checked
+
+    def _add_checked(self, key: str) -> None:
+        with self._lock:
+            self._checked[key] = None
+            while len(self._checked) > _MOST_CHECKED:
+                self._checked.popitem(last=False)
 
     def prepare(
         self, response_format: Mapping[str, Any] | None, key: str = "", weight: float = 1.0
     ) -> Future[Grammar] | None:
         """A future with the grammar, or the error that `compile` raises. None where the format is
         text. Who cancels it does not wait for the grammar any more; if nobody else does, compiling
-        ends.
+        ends. Checking a large schema takes 10 ms, so that is done where it is compiled.
 
         Args:
             key: who asks; keys take turns.
             weight: the key's share.
 
         Raises:
-            RequestError, UnsupportedError: as `check`.
+            RequestError: the format is not JSON.
         """
-        checked = self._check(response_format)
-        if checked is None:
+        wanted = _wanted(response_format)
+        if wanted is None:
             return None
-        name, wanted = checked
+        name = wanted.key
         grammar: Future[Grammar] = Future()
         with self._lock:
             known = self._kept.get(name)
@@ -254,7 +257,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the threads and the processes; what is being compiled is not waited for."""
-        for lane in (self._quick, self._slow):
+        for lane in self._lanes:
             lane.close()
         with self._lock:
             waiting = [grammar for task in self._tasks.values() for grammar in task.waiting]
@@ -271,10 +274,10 @@ class GrammarCompiler:
         """Have a format compiled for somebody, who gets it by `grammar`."""
         task = self._tasks.get(name)
         if task is None:
-            task = self._tasks[name] = _Task(name, wanted, self._quick)
+            task = self._tasks[name] = _Task(name, wanted)
         task.waiting[grammar] = key, weight
         if not task.begun:
-            task.lane.push(task, key, weight)
+            self._lanes[task.place].push(task, key, weight)
         grammar.add_done_callback(lambda done: self._leave(task, done))
 
     def _leave(self, task: _Task, grammar: Future[Grammar]) -> None:
@@ -284,31 +287,30 @@ class GrammarCompiler:
             if task.waiting or self._tasks.get(task.key) is not task:
                 return
             del self._tasks[task.key]
-            task.lane.discard(task)
+            self._lanes[task.place].discard(task)
             if task.trial is not None:
                 task.trial.end()
 
-    def _try(self, task: _Task, *, quick: bool) -> None:
+    def _try(self, task: _Task, place: int) -> None:
         """Compile a task, and tell those who wait for it."""
         with self._lock:
-            here = task.lane is (self._quick if quick else self._slow)
             # Somebody may have queued it again just when it was taken.
-            if task.begun or not here or self._tasks.get(task.key) is not task:
+            if task.begun or task.place != place or self._tasks.get(task.key) is not task:
                 return
             task.begun = True
         result: Grammar | BaseException
         try:
-            result = self._compiled(task, quick=quick)
+            result = self._compiled(task)
         except OnestemError as error:
             result = error.with_traceback(None)  # whose frames have the whole format
         except BaseException as error:
             result = error
         with self._lock:
             task.begun, task.trial = False, None
-            if quick and isinstance(result, SlowGrammarError):
-                task.lane = self._slow
+            if isinstance(result, SlowGrammarError) and place + 1 < len(self._lanes):
+                task.place += 1
                 for key, weight in task.waiting.values():
-                    task.lane.push(task, key, weight)
+                    self._lanes[task.place].push(task, key, weight)
                 return
             if self._tasks.get(task.key) is not task:
                 return
@@ -326,16 +328,29 @@ class GrammarCompiler:
             else:
                 grammar.set_exception(result)
 
-    def _compiled(self, task: _Task, *, quick: bool) -> Grammar:
+    def _compiled(self, task: _Task) -> Grammar:
         trials, info = self._loaded()
         wanted = task.wanted
+        if wanted.tags is not None:
+            check_depth(wanted.tags)
         tag = wanted.tags and with_token_ids(wanted.tags, self._tokenizer.control_token)
         asked = {
             **wanted._asdict(),
             "tags": tag,
             "is_costly": wanted.tags is not None and not is_simple(wanted.tags),
+            "unchecked": not self._is_checked(task.key),
         }
-        found = self._answer(trials, task, json.dumps(asked).encode(), quick=quick)
+        *idle, last = self._limits.paces[task.place]
+        for pace in idle:
+            try:
+                found = self._answer(trials, task, asked, pace)
+                break
+            except SlowGrammarError as error:
+                if error.lasts:
+                    raise
+        else:
+            found = self._answer(trials, task, asked, last)
+        self._add_checked(task.key)
         if found.serialised is not None:
             compiled = _xgrammar().CompiledGrammar.deserialize_json(found.serialised, info)
         else:
@@ -347,11 +362,13 @@ class GrammarCompiler:
                 compiled = compiler.compile_structural_tag(found.tag)
         return Grammar(compiled, self._allowed(named_tokens(tag)), found.size)
 
-    def _answer(self, trials: Trials, task: _Task, asked: bytes, *, quick: bool) -> Compilable:
+    def _answer(
+        self, trials: Trials, task: _Task, asked: Mapping[str, Any], pace: Pace
+    ) -> Compilable:
         """What the process of a task answers. One that died with the process that it was forked
         from is tried again."""
         for attempt in (1, 2):
-            trial = trials.start(asked, task.wanted.name, quick=quick)
+            trial = trials.start(asked, task.wanted.name, pace)
             with self._lock:
                 task.trial = trial
                 if not task.waiting:

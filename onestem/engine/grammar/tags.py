@@ -16,7 +16,15 @@ from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import MAX_DEPTH, is_deep
 
-__all__ = ["FIELDS", "check_tags", "is_simple", "named_tokens", "tags_of", "with_token_ids"]
+__all__ = [
+    "FIELDS",
+    "check_depth",
+    "check_tags",
+    "is_simple",
+    "named_tokens",
+    "tags_of",
+    "with_token_ids",
+]
 
 Format = Mapping[str, Any]
 
@@ -91,6 +99,12 @@ def _text(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 
 
+def check_depth(tags: Format) -> None:
+    """Refuse a tag (`RequestError`) that others could not walk through."""
+    if is_deep(tags):
+        raise RequestError(f"response_format nests too deeply, limit is {MAX_DEPTH} levels")
+
+
 def check_tags(tags: Format) -> None:
     """Refuse a tag that is not valid, or that would not be enforced.
 
@@ -98,8 +112,7 @@ def check_tags(tags: Format) -> None:
         RequestError: a type or a field of it is unknown, or a schema in it is not valid.
         UnsupportedError: something in it is not enforced, or it is too large.
     """
-    if is_deep(tags):
-        raise RequestError(f"response_format nests too deeply, limit is {MAX_DEPTH} levels")
+    check_depth(tags)
     size = len(json.dumps(tags))
     if size > 2 * MOST_CHARACTERS:
         raise UnsupportedError(

@@ -20,23 +20,36 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, NamedTuple
 
 from onestem import children
 from onestem.engine.grammar.schema import unusable
-from onestem.engine.grammar.trial_process import END, HEAD, QUICK, SLOW
+from onestem.engine.grammar.trial_process import COMPILE, END, HEAD
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 
 __all__ = [
     "Compilable",
     "CostlyGrammarError",
     "GrammarLimits",
+    "Pace",
     "SlowGrammarError",
     "Trial",
     "Trials",
 ]
 
 _PROGRAM = "onestem.engine.grammar.trial_process"
+_NICE, _NICER = 5, 15  # the engine's steps come first
+# Times its processor seconds: one that had less than this part of a core is tried at a nice value.
+_IDLE_WAIT = 2
+
+
+class Pace(NamedTuple):
+    """How a grammar is tried: seconds that it gets, and how nice its process is (as `nice`); None:
+    it runs only where a core has nothing else to do."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    nice: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +58,7 @@ class GrammarLimits(children.Limits):
     and:
 
     Attributes:
-        quick_seconds: of the processor at the first try; then it queues with slow ones.
+        short_tries: processor seconds of the tries before; what takes longer queues for the next.
         mask_seconds: for a token's mask, which all others in its step wait for.
         again_seconds: of processor time, up to which what was compiled is compiled once more where
             it is used, because that is quicker than to send it there.
@@ -56,11 +69,24 @@ class GrammarLimits(children.Limits):
     cpu_seconds: float = 5.0
     wall_seconds: float = 60.0
     memory_bytes: int = 2 << 30
-    quick_seconds: float = 0.25
+    short_tries: tuple[float, ...] = (0.05, 0.5)
     mask_seconds: float = 0.1
     again_seconds: float = 1.5
     kept_bytes: int = 64 << 20
     all_kept_bytes: int = 512 << 20
+
+    @property
+    def paces(self) -> list[list[Pace]]:
+        """Of the tries, in order: what takes too much of the processor goes on to the next, behind
+        others that did. All but the first run in idle time; one that has little of that is tried
+        once more."""
+        *short, cpu = *self.short_tries, self.cpu_seconds
+        tries = [*zip(short, itertools.repeat(_NICE), strict=False), (cpu, _NICER)]
+        return [
+            [Pace(cpu, min(_IDLE_WAIT * cpu, self.wall_seconds), None)] * (place > 0)
+            + [Pace(cpu, self.wall_seconds, nice)]
+            for place, (cpu, nice) in enumerate(tries)
+        ]
 
 
 class CostlyGrammarError(RequestError):
@@ -106,23 +132,22 @@ class Trials:
         self._process: _Process | None = None
         self._closed = False
 
-    def start(self, task: bytes, name: str, *, quick: bool) -> Trial:
+    def start(self, task: Mapping[str, Any], name: str, pace: Pace) -> Trial:
         """Begin to compile.
 
         Args:
-            task: JSON of what `trial_process` reads.
+            task: what `trial_process` reads, but for the pace.
             name: what errors call it.
-            quick: end it after `quick_seconds`.
 
         Raises:
             UnsupportedError: this version of xgrammar cannot be used, or there is no process.
         """
-        command = QUICK if quick else SLOW
+        asked = json.dumps({**task, **pace._asdict()}).encode()
         try:
             try:
-                return Trial(self._running(), command, task, name, self._limits)
+                return Trial(self._running(), asked, name, pace, self._limits)
             except ConnectionError:  # it ended just now
-                return Trial(self._running(), command, task, name, self._limits)
+                return Trial(self._running(), asked, name, pace, self._limits)
         except OSError as error:  # the system has no more processes, say
             raise UnsupportedError(f"{name} cannot be compiled now: {error}") from error
 
@@ -149,15 +174,15 @@ class Trial:
     """A grammar that is being compiled, in a process of its own."""
 
     def __init__(
-        self, process: _Process, command: int, task: bytes, name: str, limits: GrammarLimits
+        self, process: _Process, task: bytes, name: str, pace: Pace, limits: GrammarLimits
     ) -> None:
         self._process = process
-        self._quick = command == QUICK
+        self._pace = pace
         self._name = name
         self._limits = limits
         self._answers, other = Pipe(duplex=False)
         with other:
-            self._number = process.run(command, task, other)
+            self._number = process.run(task, other)
 
     def end(self) -> None:
         """End it now, if it has not ended; `answer` then raises some error."""
@@ -168,7 +193,8 @@ class Trial:
 
         Raises:
             CostlyGrammarError: it takes more time or memory than it may.
-            RequestError: xgrammar refuses it.
+            RequestError: it is not valid, or xgrammar refuses it.
+            UnsupportedError: it has what is not enforced.
             EOFError: the process that all are forked from has ended, or does not answer.
         """
         with self._answers:
@@ -184,6 +210,9 @@ class Trial:
         name, limits = self._name, self._limits
         if kind == b"refused":
             raise unusable(*json.loads(text))
+        if kind == b"invalid":
+            error, why = json.loads(text)
+            raise (RequestError if error == RequestError.__name__ else UnsupportedError)(why)
         if kind == b"memory":
             raise self._out_of_memory()
         if kind == b"large":
@@ -196,12 +225,11 @@ class Trial:
 
     def _ended(self, status: int) -> OnestemError:
         """An error for a process that ended instead of answering."""
-        name, limits = self._name, self._limits
+        name, pace = self._name, self._pace
         if status >= 0:
             return _of_version()
         number = signal.Signals(-status)
-        cpu = limits.quick_seconds if self._quick else limits.cpu_seconds
-        seconds = {signal.SIGPROF: cpu, signal.SIGALRM: limits.wall_seconds}
+        seconds = {signal.SIGPROF: pace.cpu_seconds, signal.SIGALRM: pace.wall_seconds}
         if number in seconds:
             slow = SlowGrammarError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
             slow.lasts = number == signal.SIGPROF
@@ -249,7 +277,7 @@ class _Process:
         process's."""
         return self._owner != os.getpid() or self._process.poll() is not None
 
-    def run(self, command: int, task: bytes, answers: Connection) -> int:
+    def run(self, task: bytes, answers: Connection) -> int:
         """Have a task done; its answer goes to `answers`. Returns its number.
 
         Raises:
@@ -261,7 +289,7 @@ class _Process:
                 self._load(self._setup)
                 self._setup = None
             number = next(self._numbers)
-            head = HEAD.pack(command, number, len(task))
+            head = HEAD.pack(COMPILE, number, len(task))
             socket.send_fds(self._commands, [head], [answers.fileno()])
             self._commands.sendall(task)
             return number

@@ -31,12 +31,15 @@ from typing import Any
 
 from onestem.children import bound_memory, bound_time, heed_limits
 from onestem.engine.grammar import ebnf
+from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.tags import check_tags
+from onestem.errors import OnestemError
 
 __all__: list[str] = []
 
 HEAD = struct.Struct("!BQQ")  # a command, an attempt's number, bytes that follow
-QUICK, SLOW, END = range(3)
-_NICE = {QUICK: 5, SLOW: 15}  # the engine's steps come first
+COMPILE, END = range(2)
+_NICEST = 19
 _WALK_TOKENS = 64  # an ambiguous grammar takes longer with each token
 
 
@@ -72,15 +75,26 @@ class _Compiler:
     def answer(self, task: dict[str, Any]) -> bytes:
         """An answer's kind, and after a space: "again" and what to compile; "grammar" and it,
         serialised; "large" and its size; "slow" and the seconds of a mask; "refused" and the name
-        and the reason; or "memory"."""
+        and the reason; "invalid" and an error's kind and text; or "memory"."""
         try:
+            if task["unchecked"]:
+                self._check(task)
             return self._tried(task)
         except MemoryError:
             return b"memory "
+        except OnestemError as error:
+            return b"invalid " + json.dumps([type(error).__name__, str(error)]).encode()
         except ebnf.Refused as error:
             return self._refusal(error.name, error.reason)
         except Exception as error:  # it raises many kinds for a bad tag
             return self._refusal(task["name"], str(error))
+
+    @staticmethod
+    def _check(task: dict[str, Any]) -> None:
+        if task["schema"] is None:
+            check_tags(task["tags"])
+        else:
+            check_schema(task["schema"], task["strict"])
 
     def _tried(self, task: dict[str, Any]) -> bytes:
         limits = self.limits
@@ -145,6 +159,18 @@ class _Compiler:
         return ""
 
 
+def _yield_to_others(nice: int | None) -> None:
+    """Let the engine's steps go first; None: run only where a core has nothing else to do.
+
+    Being nice is not enough. Linux keeps the threads of a step on one core while a process runs on
+    the other, however nice it is: they wait for each other there, and a step takes five times as
+    long. A core with an idle process counts as free.
+    """
+    os.nice(_NICEST if nice is None else nice)
+    if nice is None and sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 class _Forks:
     """The processes that compile, each with the number that the engine gave its grammar."""
 
@@ -155,16 +181,16 @@ class _Forks:
         # Ends with this process, whatever ends it. Loaded before there is a fork to do it in.
         self._control = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    def start(self, command: int, number: int, task: bytes, descriptor: int) -> None:
+    def start(self, number: int, task: bytes, descriptor: int) -> None:
         child = os.fork()
         if child == 0:
             try:
-                self._compile(command, task, Connection(descriptor, readable=False))
+                self._compile(json.loads(task), Connection(descriptor, readable=False))
             finally:
                 os._exit(1)
         self._running[child] = number, Connection(descriptor, readable=False)
 
-    def _compile(self, command: int, task: bytes, answers: Connection) -> None:
+    def _compile(self, task: dict[str, Any], answers: Connection) -> None:
         """The work of a fork, which does not return."""
         if self._control is not None:
             self._control.prctl(1, signal.SIGKILL)
@@ -172,12 +198,10 @@ class _Forks:
         self._commands.close()
         for _, other in self._running.values():
             other.close()
-        os.nice(_NICE[command])
-        limits = self._compiler.limits
-        bound_memory(limits["memory_bytes"])
-        cpu = limits["quick_seconds" if command == QUICK else "cpu_seconds"]
-        bound_time(cpu, limits["wall_seconds"])
-        answer = self._compiler.answer(json.loads(task))
+        _yield_to_others(task["nice"])
+        bound_memory(self._compiler.limits["memory_bytes"])
+        bound_time(task["cpu_seconds"], task["wall_seconds"])
+        answer = self._compiler.answer(task)
         bound_time(0, 0)
         answers.send_bytes(answer)
         os._exit(0)
@@ -240,7 +264,7 @@ def _serve(commands: socket.socket) -> None:
                 if command == END:
                     forks.end(number)
                 else:
-                    forks.start(command, number, task, descriptors[0])
+                    forks.start(number, task, descriptors[0])
     finally:
         forks.end_all()
 
