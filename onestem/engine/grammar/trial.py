@@ -77,7 +77,7 @@ class GrammarLimits(children.Limits):
 
     @property
     def paces(self) -> list[list[Pace]]:
-        """Of the tries, in order: what takes too much of the processor goes on to the next, behind
+        """Of the tries, in order: what takes too much of the processor goes on to the next, after
         others that did. All but the first run in idle time; one that has little of that is tried
         once more."""
         *short, cpu = *self.short_tries, self.cpu_seconds

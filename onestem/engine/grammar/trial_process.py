@@ -74,8 +74,9 @@ class _Compiler:
 
     def answer(self, task: dict[str, Any]) -> bytes:
         """An answer's kind, and after a space: "again" and what to compile; "grammar" and it,
-        serialised; "large" and its size; "slow" and the seconds of a mask; "refused" and the name
-        and the reason; "invalid" and an error's kind and text; or "memory"."""
+        serialised; "large" and its size; or "slow" and the seconds of a mask. Where there is no
+        grammar: "refused", the name and the reason; "invalid", an error's kind and text; or
+        "memory"."""
         try:
             if task["unchecked"]:
                 self._check(task)
