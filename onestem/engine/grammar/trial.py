@@ -39,8 +39,7 @@ __all__ = [
 
 _PROGRAM = "onestem.engine.grammar.trial_process"
 _NICE, _NICER = 5, 15  # the engine's steps come first
-# Times its processor seconds: one that had less than this part of a core is tried at a nice value.
-_IDLE_WAIT = 2
+_IDLE_WAIT = 8  # times the processor seconds, for what runs in idle time
 
 
 class Pace(NamedTuple):
@@ -78,14 +77,15 @@ class GrammarLimits(children.Limits):
     @property
     def paces(self) -> list[list[Pace]]:
         """Of the tries, in order: what takes too much of the processor goes on to the next, after
-        others that did. All but the first run in idle time; one that has little of that is tried
-        once more."""
+        others that did. Each runs in idle time, and once more where there is none."""
         *short, cpu = *self.short_tries, self.cpu_seconds
         tries = [*zip(short, itertools.repeat(_NICE), strict=False), (cpu, _NICER)]
         return [
-            [Pace(cpu, min(_IDLE_WAIT * cpu, self.wall_seconds), None)] * (place > 0)
-            + [Pace(cpu, self.wall_seconds, nice)]
-            for place, (cpu, nice) in enumerate(tries)
+            [
+                Pace(cpu, min(_IDLE_WAIT * cpu, self.wall_seconds), None),
+                Pace(cpu, self.wall_seconds, nice),
+            ]
+            for cpu, nice in tries
         ]
 
 

@@ -40,6 +40,8 @@ __all__: list[str] = []
 HEAD = struct.Struct("!BQQ")  # a command, an attempt's number, bytes that follow
 COMPILE, END = range(2)
 _NICEST = 19
+# So long after its start, an idle process must have had this part of it: else no core is idle.
+_IDLE_SECONDS, _IDLE_PART = 0.1, 0.1
 _WALK_TOKENS = 64  # an ambiguous grammar takes longer with each token
 
 
@@ -179,17 +181,36 @@ class _Forks:
         self._commands = commands
         self._compiler = compiler
         self._running: dict[int, tuple[int, Connection]] = {}  # by process id
+        self._idle: dict[int, float] = {}  # when those began whose first part is not over
         # Ends with this process, whatever ends it. Loaded before there is a fork to do it in.
         self._control = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    def start(self, number: int, task: bytes, descriptor: int) -> None:
+    @property
+    def wait_seconds(self) -> float | None:
+        """Until `end_starved` is to be called; None: there is no need to."""
+        return _IDLE_SECONDS if self._idle else None
+
+    def start(self, number: int, raw: bytes, descriptor: int) -> None:
+        task = json.loads(raw)
         child = os.fork()
         if child == 0:
             try:
-                self._compile(json.loads(task), Connection(descriptor, readable=False))
+                self._compile(task, Connection(descriptor, readable=False))
             finally:
                 os._exit(1)
         self._running[child] = number, Connection(descriptor, readable=False)
+        if task["nice"] is None and sys.platform == "linux":
+            self._idle[child] = time.monotonic()
+
+    def end_starved(self) -> None:
+        """End those that had no time, as if it were over."""
+        until = time.monotonic() - _IDLE_SECONDS
+        for child in [child for child, began in self._idle.items() if began <= until]:
+            del self._idle[child]
+            # The processor clock of another process, as `clock_getcpuclockid` numbers it.
+            if time.clock_gettime(~child << 3 | 2) < _IDLE_PART * _IDLE_SECONDS:
+                os.kill(child, signal.SIGALRM)
+                os.kill(child, signal.SIGCONT)  # one that is stopped would not hear it
 
     def _compile(self, task: dict[str, Any], answers: Connection) -> None:
         """The work of a fork, which does not return."""
@@ -222,6 +243,7 @@ class _Forks:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 break
+            self._idle.pop(child, None)
             _, answers = self._running.pop(child)
             with suppress(OSError):
                 answers.send_bytes(b"ended %d" % os.waitstatus_to_exitcode(status))
@@ -251,7 +273,8 @@ def _serve(commands: socket.socket) -> None:
     commands.sendall(b"r")  # ready
     try:
         while True:
-            ready, _, _ = select.select([commands, ended], [], [])
+            ready, _, _ = select.select([commands, ended], [], [], forks.wait_seconds)
+            forks.end_starved()
             if ended in ready:
                 ended.recv(4096)
                 forks.bury()
