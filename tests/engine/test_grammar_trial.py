@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.compiler import MOST_TRIES, GrammarCompiler
 from onestem.engine.grammar.state import GrammarState
 from onestem.engine.grammar.trial import Compilable, Limits, TooCostlyError, Trial, Trials
 from onestem.engine.text.tokenizer import Tokenizer
@@ -240,8 +240,13 @@ def test_a_known_failure_keeps_nothing_of_who_hears_it(compiler: GrammarCompiler
 
 def test_what_a_busy_machine_had_no_time_for_is_tried_again(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, limits=Limits(cpu_seconds=300, wall_seconds=0.2))
-    with pytest.raises(TooCostlyError, match=r"takes more than 0\.2 s to compile"):
+    trials, _ = compiler._loaded()
+    start = Mock(side_effect=trials.start)
+    trials.start = start
+    with pytest.raises(TooCostlyError, match=r"not compiled within 0\.2 s, because .* busy: ask a"):
         compiler.compile(regex("[^x]?" * 600))
+    assert sum(not call.kwargs["quick"] for call in start.call_args_list) >= MOST_TRIES - 1
+    assert start.call_count <= MOST_TRIES + 1
     assert not compiler._kept._failures
     compiler.close()
 
@@ -337,7 +342,7 @@ def test_what_took_long_comes_compiled(
 
 ENGINE = """
 import sys
-from onestem.engine.grammar.compiler import GrammarCompiler
+from onestem.engine.grammar.compiler import MOST_TRIES, GrammarCompiler
 from onestem.engine.text.tokenizer import Tokenizer
 compiler = GrammarCompiler(Tokenizer.from_directory(sys.argv[1]))
 compiler.compile({"type": "regex", "regex": "a+"})

@@ -46,6 +46,8 @@ __all__ = ["GrammarCompiler"]
 _MOST_CHECKED = 1_000
 # Slow grammars are compiled one at a time, or two where steps have cores enough beside them.
 _MANY_CORES = 8
+# Of a grammar that the machine has no time or memory for.
+MOST_TRIES = 3
 # Stands before a control token's name in its bytes. No UTF-8 has it, so no text and no character
 # class admits the token, only a structural tag that names it.
 _CONTROL = b"\xff"
@@ -101,6 +103,7 @@ class _Task:
         waiting: futures of those who wait for it, each with a key and its weight.
         lane: where it waits.
         begun: whether it is being compiled; trial: the process that does so.
+        tries: how often the machine had too little time or memory for it.
     """
 
     def __init__(self, key: str, wanted: _Wanted, lane: Lane[_Task]) -> None:
@@ -110,6 +113,7 @@ class _Task:
         self.waiting: dict[Future[Grammar], tuple[str, float]] = {}
         self.begun = False
         self.trial: Trial | None = None
+        self.tries = 0
 
 
 def _weakly(method: weakref.WeakMethod[Callable[..., None]], task: _Task, *, quick: bool) -> None:
@@ -305,7 +309,7 @@ class GrammarCompiler:
             result = error
         with self._lock:
             task.begun, task.trial = False, None
-            if quick and isinstance(result, TooSlowError):
+            if self._is_tried_again(task, result, quick=quick):
                 task.lane = self._slow
                 for key, weight in task.waiting.values():
                     task.lane.push(task, key, weight)
@@ -325,6 +329,16 @@ class GrammarCompiler:
                 grammar.set_result(result)
             else:
                 grammar.set_exception(result)
+
+    def _is_tried_again(self, task: _Task, result: object, *, quick: bool) -> bool:
+        """Whether a task goes back to the line of slow ones: it may take longer there, or the
+        machine was busy with other work."""
+        if not isinstance(result, TooCostlyError):
+            return False
+        if result.lasts:
+            return quick and isinstance(result, TooSlowError)
+        task.tries += 1
+        return task.tries < MOST_TRIES
 
     def _compiled(self, task: _Task, *, quick: bool) -> Grammar:
         trials, info = self._loaded()

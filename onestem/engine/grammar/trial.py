@@ -30,6 +30,7 @@ from onestem.errors import OnestemError, RequestError, UnsupportedError
 
 __all__ = ["Compilable", "Limits", "TooCostlyError", "TooSlowError", "Trial", "Trials"]
 
+LATER = "ask again later, or simplify it"
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 
 
@@ -193,16 +194,17 @@ class Trial:
         if status >= 0:
             return _of_version()
         number = signal.Signals(-status)
-        cpu = limits.quick_seconds if self._quick else limits.cpu_seconds
-        seconds = {signal.SIGPROF: cpu, signal.SIGALRM: limits.wall_seconds}
-        if number in seconds:
-            slow = TooSlowError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
-            slow.lasts = number == signal.SIGPROF
-            return slow
-        if number in (signal.SIGABRT, signal.SIGKILL):
-            error = self._out_of_memory()
-            error.lasts = number == signal.SIGABRT  # the other is for what the machine has left
-            return error
+        if number == signal.SIGALRM:
+            why = f"within {limits.wall_seconds:g} s, because the machine is busy"
+            return _passing(TooSlowError(f"{name} was not compiled {why}: {LATER}"))
+        if number == signal.SIGKILL:
+            why = "because the machine has too little memory left"
+            return _passing(TooCostlyError(f"{name} was not compiled, {why}: {LATER}"))
+        if number == signal.SIGPROF:
+            cpu = limits.quick_seconds if self._quick else limits.cpu_seconds
+            return TooSlowError(_why(name, f"takes more than {cpu:g} s to compile"))
+        if number == signal.SIGABRT:
+            return self._out_of_memory()
         return _costly(name, f"makes the compiler crash ({number.name})")
 
     def _out_of_memory(self) -> TooCostlyError:
@@ -284,6 +286,12 @@ def _of_version() -> UnsupportedError:
 
 def _costly(name: str, why: str) -> TooCostlyError:
     return TooCostlyError(_why(name, why))
+
+
+def _passing(error: TooCostlyError) -> TooCostlyError:
+    """An error of the machine's, which another try may not have."""
+    error.lasts = False
+    return error
 
 
 def _why(name: str, why: str) -> str:

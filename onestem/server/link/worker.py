@@ -23,6 +23,7 @@ from dataclasses import asdict
 from functools import partial, singledispatchmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from onestem.engine.grammar.trial import TooCostlyError
 from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError, RankError
 from onestem.garbage import collecting_less
@@ -288,7 +289,8 @@ class Worker:
         self._waited_for.pop(token, None)
         answer = Answered(token)
         if isinstance(error, OnestemError):
-            answer = Answered(token, error=str(error))
+            lasts = not isinstance(error, TooCostlyError) or error.lasts
+            answer = Answered(token, error=str(error), lasts=lasts)
         elif error is not None:  # without an answer the asker would wait for ever
             why = f"the request cannot be checked: {type(error).__name__}: {error}"
             answer = Answered(token, error=why, fault=False)
