@@ -55,6 +55,7 @@ from onestem.batch.lengths import OpenEnded
 from onestem.batch.planned import PlannedLines
 from onestem.batch.results import answer_line, error_line, split_result_id
 from onestem.batch.spool import (
+    CHUNK_LINES,
     CompilePml,
     DamagedSpoolError,
     Spool,
@@ -93,6 +94,7 @@ def run_job(
     compile_pml: CompilePml | None = None,
     force: bool = False,
     keep_going: bool = False,
+    line_by_line: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
     on_warning: Callable[[str], object] = log.warning,
@@ -123,7 +125,8 @@ def run_job(
         force: delete an output, or unfinished work on it, of another job. This job's own work is
             always continued.
         keep_going: continue even if none of the first 256 lines can be answered.
-        on_progress: called for each chunk read and each line written.
+        line_by_line: read so in the first pass, not in chunks: progress says which line.
+        on_progress: called before and after each chunk read, and for each line written.
         on_first_error: called in the first pass, at most once, with the first line that cannot be
             answered and the reason, in one line.
         on_warning: called with what was found damaged and is mended, in one line.
@@ -156,6 +159,7 @@ def run_job(
         token_bytes=token_bytes, compile_pml=compile_pml,
         tell=on_progress or (lambda progress: None), warn=on_warning,
         first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
+        line_by_line=line_by_line,
         on_open_ended=on_open_ended,
     )  # fmt: skip
     with place.locked():
@@ -198,6 +202,7 @@ class _Job:
         tell: Callable[[Progress], object],
         warn: Callable[[str], object],
         first_lines: FirstLines,
+        line_by_line: bool,
         on_open_ended: Callable[[OpenEnded], object] | None,
     ) -> None:
         self._source, self._place = source, place
@@ -209,6 +214,7 @@ class _Job:
         self._token_bytes, self._tell, self._warn = token_bytes, tell, warn
         self._compile_pml = compile_pml
         self._first_lines, self._on_open_ended = first_lines, on_open_ended
+        self._chunk_lines = 1 if line_by_line else CHUNK_LINES
         self._summary = JobSummary(output=place.output, total=survey.num_lines)
         self._counts = ResultCounts()
         self._num_written = 0  # results of this run
@@ -269,6 +275,7 @@ class _Job:
                 tokenizer=self._tokenizer,
                 validate=self._validate,
                 on_chunk=self._tell_read,
+                chunk_lines=self._chunk_lines,
                 first_lines=self._first_lines,
                 max_model_len=self._max_model_len,
                 model_names=self._model_names,

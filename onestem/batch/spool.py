@@ -48,6 +48,7 @@ from onestem.request import Request, SamplingParams
 from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
+    "CHUNK_LINES",
     "COLUMNS",
     "CompilePml",
     "DamagedSpoolError",
@@ -312,6 +313,7 @@ def write_spool(
     validate: Validate,
     on_chunk: Callable[[int, int], object],
     first_lines: FirstLines,
+    chunk_lines: int = CHUNK_LINES,
     max_model_len: int | None = None,
     model_names: Collection[str] | None = None,
     compile_pml: CompilePml | None = None,
@@ -321,7 +323,8 @@ def write_spool(
     Args:
         tokenizer: None: only prompts of token ids are accepted.
         validate: raises `RequestError` for a request that can never be answered.
-        on_chunk: called after each chunk with the numbers of lines and bytes read so far.
+        on_chunk: called before and after each chunk with the numbers of lines and bytes read.
+        chunk_lines: at most, of a chunk.
         first_lines: sees all lines; it may refuse the job.
         max_model_len: at which answers end, whatever `max_tokens` says.
         model_names: of models that lines may name; None: any.
@@ -344,7 +347,8 @@ def write_spool(
     ):
         writer = _Writer(ids, requests, table, max_model_len)
         first_pass = _FirstPass(job, tokenizer, validate, compile_pml, model_names)
-        for chunk in _chunks(source.read(see)):
+        on_chunk(0, 0)
+        for chunk in _chunks(source.read(see), chunk_lines):
             lines = first_pass.read(chunk)
             first_lines.see([(line.number, line.error) for line in lines])
             writer.write(lines)
@@ -373,14 +377,14 @@ def _crc32(path: Path) -> int:
 
 
 def _chunks(
-    lines: Iterator[tuple[int, bytes | LineError]],
+    lines: Iterator[tuple[int, bytes | LineError]], most: int
 ) -> Iterator[list[tuple[int, bytes | LineError]]]:
     chunk: list[tuple[int, bytes | LineError]] = []
     num_bytes = 0
     for number, raw in lines:
         chunk.append((number, raw))
         num_bytes += len(raw) if isinstance(raw, bytes) else 0
-        if len(chunk) == CHUNK_LINES or num_bytes >= CHUNK_BYTES:
+        if len(chunk) == most or num_bytes >= CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
     if chunk:

@@ -33,7 +33,7 @@ from onestem.errors import JobError
 from onestem.files import check_place
 from onestem.seeds import SAMPLER_VERSION
 
-__all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "sync_folder"]
+__all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "is_full", "sync_folder"]
 
 FORMAT = 1
 
@@ -46,6 +46,11 @@ class DiskFullError(JobError):
     """A job's disk is full; nothing is wrong with the job."""
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a disk, or somebody's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextlib.contextmanager
 def file_errors(path: Path) -> Iterator[None]:
     """Turn errors of the file system (disk full, no permission) into one line with the file."""
@@ -54,7 +59,7 @@ def file_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         name = error.filename if isinstance(error.filename, str) else path
         reason = error.strerror or str(error)
-        kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else JobError
+        kind = DiskFullError if is_full(error) else JobError
         raise kind(f"{name}: {reason}: mend that and give the same command again") from error
 
 
@@ -187,7 +192,7 @@ class Workplace:
 
     def read_manifest(self) -> dict[str, Any] | None:
         """The manifest; None: no first pass has been completed, or it is damaged."""
-        return _unsealed(self.manifest)
+        return _unsealed(_read_json(self.manifest))
 
     def write_manifest(self, record: Mapping[str, Any]) -> None:
         """Write the manifest, whole or not at all. Its files must be on the disk already."""
@@ -196,8 +201,10 @@ class Workplace:
     def read_suspects(self) -> frozenset[int]:
         """Line numbers that an engine had when it died. None are known where the file is damaged:
         lines are tried alone after the next death then."""
-        record = _unsealed(self.suspects) or {}
-        return frozenset(record.get("line_numbers", ()))
+        found = _read_json(self.suspects)
+        if not isinstance(found, list):  # which earlier versions wrote
+            found = (_unsealed(found) or {}).get("line_numbers", ())
+        return frozenset(number for number in found if isinstance(number, int))
 
     def write_suspects(self, line_numbers: frozenset[int]) -> None:
         self._write_sealed(self.suspects, {"line_numbers": sorted(line_numbers)})
@@ -225,10 +232,12 @@ class Workplace:
         self.discard_spool()
 
     def discard_spool(self) -> None:
-        """Remove all but the answers and the lock."""
-        kept = (self.ids, self.lines, self.requests, self.sums, self.journal)
+        """Remove all but the lock, the answers, and what is known of them and of their job's
+        lines."""
+        known = () if self.partial.exists() else (self.sums, self.suspects)
+        spool = (self.ids, self.lines, self.requests, self.journal)
         drafts = (self.suspects.with_suffix(".draft"), self.manifest.with_suffix(".draft"))
-        for path in (self.final, self.suspects, *kept, *drafts, self.manifest):
+        for path in (self.final, *known, *spool, *drafts, self.manifest):
             path.unlink(missing_ok=True)
 
 
@@ -239,13 +248,17 @@ def _checksum(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(dict(record), sort_keys=True).encode())
 
 
-def _unsealed(path: Path) -> dict[str, Any] | None:
-    """A record; None: it is damaged, or there is none. Earlier versions wrote manifests
-    without a checksum."""
+def _read_json(path: Path) -> Any:
+    """What is in a file; None: no JSON, or there is no file."""
     try:
-        record = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
         return None
+
+
+def _unsealed(record: Any) -> dict[str, Any] | None:
+    """A record; None: it is damaged, or there is none. Earlier versions wrote manifests
+    without a checksum."""
     if not isinstance(record, dict):
         return None
     seal = record.pop(SEAL, None)

@@ -27,7 +27,7 @@ from onestem.engine.schedule.admission import (
     check_request,
     model_len,
 )
-from onestem.engine.schedule.answers import AnswerMemory
+from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
 from onestem.engine.schedule.memory import (
     PREFIXES,
     PinnedPrefixes,
@@ -174,6 +174,11 @@ class Engine:
             seed=seed,
             stats=self.stats,
         )
+        answers = AnswerLimit(
+            most=answer_memory,
+            max_model_len=self.max_model_len,
+            kv_tokens=num_pages * page_size,
+        )
         self.scheduler = Scheduler(
             self.cache,
             self._queue,
@@ -183,7 +188,7 @@ class Engine:
             max_step_seconds=max_step_seconds,
             max_num_seqs=max_num_seqs,
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
-            answers=AnswerMemory(answer_memory, self.max_model_len),
+            answers=AnswerMemory(answers),
         )
         slots = Slots(self._sampler, eos)
         self.order = Order(self.cache, slots, windows=runner.windows, share=share != "storage")
@@ -237,7 +242,7 @@ class Engine:
             vocab_size=self.decoder.config.vocab_size,
             tokenizer=self.tokenizer,
             max_num_seqs=self.scheduler.max_num_seqs,
-            answer_memory=self.scheduler.answers.most,
+            answers=self.scheduler.answers.limit,
         )
         self._sampler.settings_of(request.params)
         pool = self.cache.pool

@@ -14,6 +14,7 @@ from onestem.openai.read import JsonError
 __all__ = [
     "TOO_LATE",
     "ApiError",
+    "BusyError",
     "EngineDownError",
     "NoAnswerError",
     "as_api_error",
@@ -105,6 +106,13 @@ class NoAnswerError(ApiError):
         message = f"the engine has not answered within {seconds:.3g} s: try again later"
         super().__init__(503, message, code="engine_slow", headers={"Retry-After": "2"})
         self.seconds = seconds
+
+
+class BusyError(ApiError):
+    """The machine has no time or memory left for what a request needs."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="machine_busy", headers={"Retry-After": "10"})
 
 
 def too_late(seconds: float) -> ApiError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onestem.batch.identity import model_identity
 from onestem.engine.schedule.admission import check_request
-from onestem.engine.schedule.answers import answer_memory_bytes, check_together
+from onestem.engine.schedule.answers import AnswerLimit, answer_memory_bytes
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
@@ -204,22 +204,27 @@ class Service:
         the engine process.)"""
         facts = self.client.facts
         assert facts is not None
-        most = answer_memory_bytes(facts.options.answer_memory)
         check_request(
             request,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             tokenizer=self.tokenizer,
             max_num_seqs=facts.options.max_num_seqs,
-            answer_memory=most if request.stream else most // WHOLE_SHARE,
+            answers=self._answers(1 if request.stream else WHOLE_SHARE),
         )
 
     def check_together(self, requests: Collection[Request]) -> None:
         """Raise `RequestError` where answers that are written whole may take too much in all."""
+        self._answers(WHOLE_SHARE).check_together(requests)
+
+    def _answers(self, share: int) -> AnswerLimit:
         facts = self.client.facts
         assert facts is not None
-        most = answer_memory_bytes(facts.options.answer_memory) // WHOLE_SHARE
-        check_together(requests, facts.max_model_len, most)
+        return AnswerLimit(
+            most=answer_memory_bytes(facts.options.answer_memory) // share,
+            max_model_len=facts.max_model_len,
+            kv_tokens=facts.kv_tokens,
+        )
 
     @cached_property
     def bounded_tokenizer(self) -> BoundedTokenizer | None:

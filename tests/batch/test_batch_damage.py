@@ -140,6 +140,23 @@ def test_a_spool_of_an_earlier_version_is_made_anew(source, expected, place):
 # ----------------------------------------------------------------------------- manifest
 
 
+def test_what_is_known_of_answers_is_kept_with_them(source, expected, place):
+    """Also where the spool, which is made anew, is not finished."""
+
+    class Interrupted(FakeTokenizer):
+        def encode_batch(self, texts, **how):
+            raise KeyboardInterrupt
+
+    place.manifest.write_bytes(b"")
+    place.write_suspects(frozenset({3}))
+    sums = place.sums.read_bytes()
+    with pytest.raises(JobInterrupted):
+        goes_on(source, place, tokenizer=Interrupted())
+    assert (place.sums.read_bytes(), place.read_suspects()) == (sums, {3})
+    goes_on(source, place)
+    assert place.output.read_bytes() == expected
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", None])
 def test_a_damaged_manifest_is_made_from_the_answers(source, expected, place, content):
     before = len(answers(place))
@@ -276,7 +293,7 @@ def test_damaged_checksums_cost_an_answer_at_most(source, expected, place, damag
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"5", b"[1, 2]", b'{"line_numbers": [1], "crc32": 1}']
+    "content", [b"", b"{", b"5", b'["1", [2]]', b'{"line_numbers": [1], "crc32": 1}']
 )
 def test_damaged_suspects_are_nobody(source, expected, place, content):
     class Dying(FakeEngine):
@@ -288,6 +305,8 @@ def test_damaged_suspects_are_nobody(source, expected, place, content):
     assert len(place.read_suspects()) == 5
     place.suspects.write_bytes(content)
     assert place.read_suspects() == frozenset()
+    place.suspects.write_bytes(b"[4, 7]")  # as an earlier version wrote it
+    assert place.read_suspects() == {4, 7}
     goes_on(source, place)
     assert place.output.read_bytes() == expected
     assert len(results(place.output)) == 66

@@ -99,8 +99,8 @@ def test_the_first_bad_line_is_told_once_and_before_all_else(tmp_path):
         on_progress=lambda progress: events.append(progress.stage),
     )
     told = f"{source}, line 301: unknown field in body: 'wonder'"
-    assert events[:4] == ["read", told, "read", "read"]
-    assert set(events[4:]) == {"run", "write"}
+    assert events[:5] == ["read", "read", told, "read", "read"]
+    assert set(events[5:]) == {"run", "write"}
 
 
 def test_a_good_job_tells_nothing(tmp_path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.engine.schedule.answers import ENTRY_BYTES, TOKEN_BYTES, answer_bytes
+from onestem.engine.schedule import scheduler
+from onestem.engine.schedule.answers import ENTRY_BYTES, TOKEN_BYTES, AnswerLimit
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import assert_idle, make_engine
 
 MODEL_LEN = 100
+KV_TOKENS = 400
+LIMIT = AnswerLimit(most=None, max_model_len=MODEL_LEN, kv_tokens=KV_TOKENS)
 
 
 def request(name: str, prompt: int = 10, **fields) -> Request:
@@ -28,13 +31,18 @@ def request(name: str, prompt: int = 10, **fields) -> Request:
         ({"max_tokens": 500, "logprobs": 0}, 90 * ENTRY_BYTES),
         ({"max_tokens": 50, "n": 3}, 3 * 50 * TOKEN_BYTES),
         ({"max_tokens": 50, "n": 3, "logprobs": 1}, 3 * 50 * (TOKEN_BYTES + 2 * ENTRY_BYTES)),
+        ({"max_tokens": None, "n": 1024}, KV_TOKENS * TOKEN_BYTES),
+        (
+            {"max_tokens": 50, "n": 9, "logprobs": 0},
+            9 * 50 * ENTRY_BYTES + KV_TOKENS * TOKEN_BYTES,
+        ),
         ({"max_tokens": 50, "prompt_logprobs": 2}, 10 * 3 * ENTRY_BYTES),
         ({"choices": ["ab", "c"], "logprobs": 1}, 3 * 2 * ENTRY_BYTES),
         ({"choices": ["ab", "c"]}, 0),
     ],
 )
 def test_what_a_request_may_keep(fields, expected):
-    assert answer_bytes(request("a", **fields), MODEL_LEN) == expected
+    assert LIMIT.bytes_of(request("a", **fields)) == expected
 
 
 def test_one_that_asks_for_more_than_there_is_is_refused(tiny):
@@ -50,6 +58,36 @@ def test_one_that_asks_for_more_than_there_is_is_refused(tiny):
         engine.validate(request("prompt", prompt=50, max_tokens=1, prompt_logprobs=20))
     with pytest.raises(RequestError, match="ask for answers of up to"):
         engine.validate(request("many", max_tokens=40, n=100))
+
+
+@pytest.mark.parametrize("most", [7, 14])
+def test_many_long_answers_count_as_they_end(tiny, most):
+    """They begin with what KV memory holds of them. Where they come to more than there is, the
+    request ends, and others go on."""
+    kv_tokens = 24 * 4
+    engine = make_engine(
+        tiny("llama"),
+        num_pages=24,
+        page_size=4,
+        max_model_len=80,
+        answer_memory=most * 40 * TOKEN_BYTES,
+    )
+    answers = engine.scheduler.answers
+    engine.add_request(request("many", prompt=4, max_tokens=40, n=14))
+    for i in range(3):
+        engine.add_request(request(f"{i}", prompt=5, max_tokens=30, n=2))
+    engine.step()
+    assert answers.taken >= kv_tokens * TOKEN_BYTES
+    ended = {}
+    while engine.has_unfinished():
+        ended |= {output.request_id: output.outputs for output in engine.step()}
+    reasons = [one.finish_reason for one in ended.pop("many")]
+    assert len(reasons) == 14
+    assert set(reasons) == ({"length"} if most == 14 else {"length", "error"})
+    assert all(len(one.token_ids) == 30 for outputs in ended.values() for one in outputs)
+    assert len(ended) == 3
+    assert answers.taken == 0
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("jobs", [False, True])
@@ -96,6 +134,33 @@ def test_those_that_need_none_pass(tiny, jobs):
         ended += [output.request_id for output in engine.step()]
     assert ended == ["plain 0", "plain 1", "plain 2", "first", "second", "smaller"]
     assert_idle(engine)
+
+
+def test_jobs_leave_room_for_who_comes_next(tiny, monkeypatch):
+    """Jobs have half at most. Whoever comes then begins in the next step, however many wait."""
+    monkeypatch.setattr(scheduler, "MOST_PARKED", 1)
+    fields = {"max_tokens": 40, "n": 2, "logprobs": 1}
+    one = LIMIT.bytes_of(request("a", **fields))
+    engine = make_engine(tiny("llama"), answer_memory=4 * one)
+    answers = engine.scheduler.answers
+    answers.most_of_jobs = 2 * one
+    engine.add_job("job", [request(f"{i}", **fields) for i in range(9)])
+    for _ in range(5):
+        engine.step()
+    assert answers.taken == answers.taken_by_jobs == 2 * one
+    assert [s.is_job for s in engine.scheduler.waiting] == [True]
+    for i in range(2):
+        engine.add_request(request(f"interactive {i}", **fields))
+    engine.step()
+    begun = {s.state.request.request_id for s in engine.scheduler.running}
+    assert begun == {"0", "1", "interactive 0", "interactive 1"}
+    assert answers.taken_by_jobs == 2 * one
+    ended = []
+    while engine.has_unfinished():
+        ended += [output.request_id for output in engine.step()]
+        assert answers.taken_by_jobs <= 2 * one
+    assert len(ended) == 11
+    assert answers.taken == answers.taken_by_jobs == 0
 
 
 def test_an_abort_gives_it_back(tiny):

@@ -11,10 +11,11 @@ import pytest
 
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
-from onestem.server.errors import ApiError, EngineDownError, NoAnswerError
+from onestem.server.errors import ApiError, BusyError, EngineDownError, NoAnswerError
 from onestem.server.objects import jobs
 from onestem.server.objects.files import keep_output
-from onestem.server.objects.jobs import JobAttempt
+from onestem.server.objects.jobs import JobAttempt, StoppedError
+from onestem.server.objects.reading import Reading
 from onestem.server.objects.store import Store
 from onestem.server.objects.tenants import Tenant
 from tests.server.test_batches import create, ended, output, three_of_thirty_answered
@@ -60,6 +61,25 @@ def test_a_job_that_fails_keeps_what_is_answered(tmp_path, tiny_model, monkeypat
         assert set(errors_of(http, batch)) == {"line-1", None}
 
 
+class Answers:
+    """An engine's client with some answers to give."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    async def ask(self, *what, **whose):
+        answer = self.answers.pop(0)
+        if answer is not None:
+            raise answer
+
+
+WITH_GRAMMAR = Request(
+    request_id="a",
+    prompt_token_ids=[1],
+    params=SamplingParams(response_format={"type": "json_object"}),
+)
+
+
 @pytest.fixture
 def loop():
     loop = asyncio.new_event_loop()
@@ -75,21 +95,41 @@ def loop():
     ("error", "raised"),
     [
         (NoAnswerError(60.0), RequestError),
+        (BusyError("regex was not compiled within 60 s"), RequestError),
         (ApiError(500, "the request cannot be checked: RecursionError"), RequestError),
         (RequestError("response_format is not good"), RequestError),
         (EngineDownError("the engine died"), EngineDownError),
     ],
 )
-def test_what_cannot_be_found_out_is_the_lines_error(loop, error, raised):
-    class Client:
-        async def ask(self, what, request, **whose):
-            raise error
+def test_what_cannot_be_found_out_is_the_lines_error(tmp_path, loop, monkeypatch, error, raised):
+    monkeypatch.setattr(jobs, "PAUSES", (0.0, 0.0))
+    client = Answers([error] * 3)
+    reading = Reading(tmp_path / "reading")
+    attempt = JobAttempt("batch_1", client, loop, Tenant("a"), reading)
+    with pytest.raises(raised, match=str(error)[:20]) as caught:
+        attempt.validate(lambda request: None, WITH_GRAMMAR)
+    is_busy = isinstance(error, (BusyError, NoAnswerError))
+    assert len(client.answers) == (0 if is_busy else 2)
+    assert str(caught.value).endswith(" (tried 3 times)") == is_busy
 
-    attempt = JobAttempt("batch_1", Client(), loop, Tenant("a"))
-    params = SamplingParams(response_format={"type": "json_object"})
-    request = Request(request_id="a", prompt_token_ids=[1], params=params)
-    with pytest.raises(raised, match=str(error)[:20]):
-        attempt.validate(lambda request: None, request)
+
+def test_what_a_busy_machine_had_no_time_for_is_asked_again(tmp_path, loop, monkeypatch):
+    monkeypatch.setattr(jobs, "PAUSES", (0.0, 0.0))
+    client = Answers([BusyError("it is busy"), NoAnswerError(60.0), None])
+    attempt = JobAttempt("batch_1", client, loop, Tenant("a"), Reading(tmp_path / "reading"))
+    attempt.validate(lambda request: None, WITH_GRAMMAR)
+    assert client.answers == []
+
+
+def test_a_job_that_waits_for_a_grammar_can_be_stopped(tmp_path, loop):
+    class Silent:
+        async def ask(self, *what, **whose):
+            attempt.stop(StoppedError("cancelled"))
+            await asyncio.Event().wait()
+
+    attempt = JobAttempt("batch_1", Silent(), loop, Tenant("a"), Reading(tmp_path / "reading"))
+    with pytest.raises(StoppedError):
+        attempt.validate(lambda request: None, WITH_GRAMMAR)
 
 
 def test_putting_an_output_away_twice_is_as_once(tmp_path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import sqlite3
+from contextlib import suppress
 
 import pytest
 
@@ -15,6 +17,7 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import JobError
 from onestem.server.objects import jobs
 from onestem.server.objects.reading import MOST_ENDS, Reading
+from tests.batch.fakes import completion, run_fake, write_lines
 from tests.server.harness import Held, running
 from tests.server.test_batches import create, ended, lines, output
 from tests.server.test_job_ends import errors_of, line
@@ -115,6 +118,21 @@ def test_a_full_disk_holds_a_batch_up_and_loses_nothing(server, http, monkeypatc
     assert waited == [0.5]
 
 
+def test_a_full_disk_at_the_end_of_a_batch_loses_nothing(server, http, monkeypatch):
+    expected = output(http, ended(http, create(http, lines(5))["id"]))
+    waited = []
+
+    async def woken(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(server.service.jobs, "_woken", woken)
+    fail_once(monkeypatch, "keep_output", OSError(errno.ENOSPC, "No space left on device"))
+    batch = ended(http, create(http, lines(5))["id"])
+    assert batch["status"] == "completed"
+    assert output(http, batch) == expected
+    assert waited == [0.5]
+
+
 def test_a_full_disk_is_told_from_other_errors(tmp_path):
     from onestem.batch.workplace import file_errors
 
@@ -165,6 +183,41 @@ def test_ends_at_other_places_blame_nobody(tmp_path):
     last.begin()
     last.note(Progress(stage="run", done=1, total=3))
     assert not file.exists()
+
+
+def test_ends_while_no_line_is_in_hand_blame_nobody(tmp_path):
+    """Before the first line, and while the engine has one, which another process reads."""
+    file = tmp_path / "reading.json"
+    for _ in range(2 * MOST_ENDS):
+        Reading(file).begin()
+        reading = Reading(file)
+        reading.begin()
+        reading.note(Progress(stage="read", done=0, total=100))
+        with suppress(ZeroDivisionError), reading.elsewhere():
+            before = file.read_bytes()
+            raise ZeroDivisionError
+        file.write_bytes(before)  # as if it had ended there
+    died(Reading(file), 0)
+    for _ in range(MOST_ENDS):
+        Reading(file).begin()
+
+
+def test_after_an_end_lines_are_read_one_by_one(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [completion(f"c{i}") for i in range(4)])
+    sizes = [len(raw) for raw in source.read_bytes().splitlines(keepends=True)]
+    file, done = tmp_path / "reading.json", []
+
+    def note(progress: Progress) -> None:
+        done[-1] += [progress.done] if progress.stage == "read" else []
+
+    for number in range(2):
+        reading = Reading(file)
+        reading.begin()
+        done.append([])
+        output = tmp_path / f"{number}.jsonl"
+        run_fake(source, output, line_by_line=reading.line_by_line, on_progress=note)
+        died(Reading(file), 0)
+    assert done == [[0, sum(sizes)], [0, *itertools.accumulate(sizes)]]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"at": null}'])

@@ -54,6 +54,8 @@ __all__ = ["GrammarCompiler"]
 _MOST_CHECKED = 1_000
 # Slow grammars are compiled one at a time, or two where steps have cores enough beside them.
 _MANY_CORES = 8
+# Of a grammar that the machine has no time or memory for.
+MOST_TRIES = 3
 # Stands before a control token's name in its bytes. No UTF-8 has it, so no text and no character
 # class admits the token, only a structural tag that names it.
 _CONTROL = b"\xff"
@@ -109,6 +111,7 @@ class _Task:
         waiting: futures of those who wait for it, each with a key and its weight.
         place: of the try that it waits for.
         begun: whether it is being compiled; trial: the process that does so.
+        tries: how often the machine had too little time or memory for it.
     """
 
     def __init__(self, key: str, wanted: _Wanted) -> None:
@@ -118,6 +121,7 @@ class _Task:
         self.waiting: dict[Future[Grammar], tuple[str, float]] = {}
         self.begun = False
         self.trial: Trial | None = None
+        self.tries = 0
 
 
 def _weakly(method: weakref.WeakMethod[Callable[..., None]], place: int, task: _Task) -> None:
@@ -307,8 +311,8 @@ class GrammarCompiler:
             result = error
         with self._lock:
             task.begun, task.trial = False, None
-            if isinstance(result, SlowGrammarError) and place + 1 < len(self._lanes):
-                task.place += 1
+            if self._is_tried_again(task, result):
+                task.place = min(place + 1, len(self._lanes) - 1)
                 for key, weight in task.waiting.values():
                     self._lanes[task.place].push(task, key, weight)
                 return
@@ -327,6 +331,16 @@ class GrammarCompiler:
                 grammar.set_result(result)
             else:
                 grammar.set_exception(result)
+
+    def _is_tried_again(self, task: _Task, result: object) -> bool:
+        """Whether a task queues anew: it may take longer at the next try, or the machine was busy
+        with other work."""
+        if not isinstance(result, CostlyGrammarError):
+            return False
+        if result.lasts:
+            return isinstance(result, SlowGrammarError) and task.place + 1 < len(self._lanes)
+        task.tries += 1
+        return task.tries < MOST_TRIES
 
     def _compiled(self, task: _Task) -> Grammar:
         trials, info = self._loaded()

@@ -37,6 +37,7 @@ __all__ = [
     "Trials",
 ]
 
+LATER = "ask again later, or simplify it"
 _PROGRAM = "onestem.engine.grammar.trial_process"
 _NICE, _NICER = 5, 15  # the engine's steps come first
 _IDLE_WAIT = 8  # times the processor seconds, for what runs in idle time
@@ -229,15 +230,17 @@ class Trial:
         if status >= 0:
             return _of_version()
         number = signal.Signals(-status)
-        seconds = {signal.SIGPROF: pace.cpu_seconds, signal.SIGALRM: pace.wall_seconds}
-        if number in seconds:
-            slow = SlowGrammarError(_why(name, f"takes more than {seconds[number]:g} s to compile"))
-            slow.lasts = number == signal.SIGPROF
-            return slow
-        if number in (signal.SIGABRT, signal.SIGKILL):
-            error = self._out_of_memory()
-            error.lasts = number == signal.SIGABRT  # the other is for what the machine has left
-            return error
+        if number == signal.SIGALRM:
+            why = f"within {pace.wall_seconds:g} s, because the machine is busy"
+            return _passing(SlowGrammarError(f"{name} was not compiled {why}: {LATER}"))
+        if number == signal.SIGKILL:
+            why = "because the machine has too little memory left"
+            return _passing(CostlyGrammarError(f"{name} was not compiled, {why}: {LATER}"))
+        if number == signal.SIGPROF:
+            seconds = pace.cpu_seconds
+            return SlowGrammarError(_why(name, f"takes more than {seconds:g} s to compile"))
+        if number == signal.SIGABRT:
+            return self._out_of_memory()
         return _costly(name, f"makes the compiler crash ({number.name})")
 
     def _out_of_memory(self) -> CostlyGrammarError:
@@ -347,6 +350,12 @@ def _of_version() -> UnsupportedError:
 
 def _costly(name: str, why: str) -> CostlyGrammarError:
     return CostlyGrammarError(_why(name, why))
+
+
+def _passing(error: CostlyGrammarError) -> CostlyGrammarError:
+    """An error of the machine's, which another try may not have."""
+    error.lasts = False
+    return error
 
 
 def _why(name: str, why: str) -> str:

@@ -19,7 +19,7 @@ from onestem.engine.grammar.rules import TokenRules, spelled
 from onestem.engine.grammar.state import Grammar, GrammarState
 from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import BROKEN, EngineStats, refused_output
-from onestem.engine.schedule.answers import check_answer
+from onestem.engine.schedule.answers import AnswerLimit
 from onestem.engine.schedule.queue import Gate
 from onestem.engine.sequence import RequestState, Scoring, Sequence
 from onestem.engine.text.detokenize import IncrementalDetokenizer
@@ -75,7 +75,7 @@ def check_request(
     vocab_size: int,
     tokenizer: Tokenizer | None,
     max_num_seqs: int | None = None,
-    answer_memory: int | None = None,
+    answers: AnswerLimit | None = None,
 ) -> None:
     """Raise `RequestError` for a request that can never be answered; `response_format` is left to
     the grammar compiler."""
@@ -85,8 +85,8 @@ def check_request(
             f"n is {request.params.n}, and at most {max_num_seqs} sequences run at once: "
             "lower n or raise max_num_seqs"
         )
-    if answer_memory is not None:
-        check_answer(request, max_model_len, answer_memory)
+    if answers is not None:
+        answers.check(request)
     if request.pml is not None and (
         request.score_from is not None or request.params.prompt_logprobs is not None
     ):

@@ -9,7 +9,7 @@ from collections.abc import Container
 from typing import Any, Protocol
 
 from onestem.cache import ModuleRun, PrefixCache, Run
-from onestem.engine.schedule.answers import AnswerMemory
+from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
 from onestem.engine.schedule.memory import PinnedPrefixes, PlannedGroups, explain
 from onestem.engine.schedule.queue import RequestQueue
 from onestem.engine.schedule.room import ReservedPages
@@ -145,7 +145,8 @@ class Scheduler:
         free_rows: int = 0,
     ) -> None:
         self.max_num_seqs = max_num_seqs
-        self.answers = answers or AnswerMemory(None, 1)
+        no_limit = AnswerLimit(most=None, max_model_len=1, kv_tokens=1)
+        self.answers = answers or AnswerMemory(no_limit)
         self.cache = cache
         self.queue = queue
         self.budget = StepBudget(most=max_step_tokens, seconds=max_step_seconds)
@@ -212,6 +213,7 @@ class Scheduler:
             if sequence.modules is not None:
                 sequence.modules.release_placeholders()
         try:
+            self._end_outgrown()
             self._choose(rows)
             while not self._has_rows(rows) and self._make_progress_possible():
                 self._fill()
@@ -658,6 +660,19 @@ class Scheduler:
         self._edits.unfit.append((sequence, reason))
         return True
 
+    def _end_outgrown(self) -> None:
+        """End a request whose answers have no room in host memory any more."""
+        found = self.answers.outgrown()
+        if found is None:
+            return
+        if not self._may_preempt:
+            raise CommitFirst
+        state, reason = found
+        for sequence in state.sequences:
+            if sequence.finish_reason is None:
+                self.finish(sequence)
+                self._edits.unfit.append((sequence, reason))
+
     def _num_own_runs(self, sequence: Sequence) -> int:
         """Runs of its path that nothing else keeps (pinned prefixes are kept)."""
         return sum(run.pins == 1 for run in sequence.path(self.version))
@@ -697,8 +712,12 @@ class Scheduler:
         return self.answers.first_with_room(self.waiting)
 
     def _passes(self, request: Request) -> bool:
-        """Whether a request may be opened while others wait for host memory."""
-        return len(self.waiting) < MOST_PARKED or not self.answers.needed(request)
+        """Whether a request may be opened while others wait for host memory: jobs, which wait
+        after the interactive ones, keep none of these out."""
+        parked = len(self.waiting) >= MOST_PARKED
+        if parked and request.priority != "job":
+            parked = not self.waiting[MOST_PARKED - 1].is_job
+        return not parked or not self.answers.needed(request)
 
     def _open(self, request: Request) -> None:
         if request.priority != "job":
@@ -799,6 +818,8 @@ class Scheduler:
         self.groups.finished(sequence.state)
         if sequence.state.finished:
             self.answers.release(sequence.state)
+        else:
+            self.answers.keep(sequence.state)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's memory; its sampled tokens stay, and it is computed again.
@@ -812,6 +833,7 @@ class Scheduler:
         self._forget(sequence)
         self.num_preempted += 1
         sequence.state.metrics.num_preempted += 1
+        self.answers.keep(sequence.state)
         self._wait(sequence)
 
     def preempt_all(self) -> None:

@@ -44,6 +44,7 @@ from onestem.server.api.http import (
     piece_writer,
 )
 from onestem.server.errors import ApiError, NoAnswerError, field_of, too_late
+from onestem.server.link.client import ANSWER_SECONDS
 from onestem.server.objects.prefixes import Prefix, messages_of
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
@@ -153,7 +154,11 @@ async def _validate(
     left = max(0.0, arrived + seconds - time.monotonic())
     try:
         await service.client.ask(
-            "validate", request, seconds=left, key=tenant.name, weight=tenant.weight
+            "validate",
+            request,
+            seconds=min(left, ANSWER_SECONDS),
+            key=tenant.name,
+            weight=tenant.weight,
         )
     except NoAnswerError as error:
         if error.seconds >= left:

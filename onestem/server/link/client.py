@@ -18,7 +18,13 @@ from typing import Any, Literal, Protocol
 from onestem.errors import ConfigError, RequestError
 from onestem.pml import EncodedSegment
 from onestem.request import Request, RequestOutput
-from onestem.server.errors import ApiError, EngineDownError, NoAnswerError, as_api_error
+from onestem.server.errors import (
+    ApiError,
+    BusyError,
+    EngineDownError,
+    NoAnswerError,
+    as_api_error,
+)
 from onestem.server.link.messages import (
     Abort,
     Add,
@@ -176,6 +182,7 @@ class PendingCalls:
 
         Raises:
             NoAnswerError: none within `seconds`.
+            BusyError: the machine has no time or memory left for it.
             RequestError: the engine refuses; ApiError: it failed to find out, or is gone.
         """
         token = next(self._tokens)
@@ -193,6 +200,8 @@ class PendingCalls:
                 self._send(Unask(token))
         if answer.error is None:
             return answer.value
+        if not answer.lasts:
+            raise BusyError(answer.error)
         if answer.fault:
             raise RequestError(answer.error)
         raise ApiError(500, answer.error, code="engine_error")
@@ -651,10 +660,11 @@ class EngineClient:
         Raises:
             EngineDownError: it is not there.
             NoAnswerError: it does not answer within `seconds`.
+            BusyError: the machine has no time or memory left for it.
             RequestError: it refuses; ApiError: it failed to find out.
         """
         self.check_up()
-        return await self._questions.ask(what, value, min(seconds, ANSWER_SECONDS), key, weight)
+        return await self._questions.ask(what, value, seconds, key, weight)
 
     async def control(self, what: str, value: Any = None) -> Any:
         """Have the engine do something between two steps, however long that takes (see

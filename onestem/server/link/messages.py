@@ -246,12 +246,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer; `error`: why there is none; `fault`: whether a caller's mistake is the reason."""
+    """An answer; `error`: why there is none; `fault`: whether a caller's mistake is the reason;
+    `lasts`: whether there would be none later either."""
 
     token: int
     value: Any = None
     error: str | None = None
     fault: bool = True
+    lasts: bool = True
 
 
 # ----------------------------------------------------------------------------- wire

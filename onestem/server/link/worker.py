@@ -23,6 +23,7 @@ from dataclasses import asdict
 from functools import partial, singledispatchmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from onestem.engine.grammar.trial import CostlyGrammarError
 from onestem.engine.sequence import RequestState
 from onestem.errors import CacheError, OnestemError, RankError
 from onestem.garbage import collecting_less, share_heaps
@@ -64,16 +65,22 @@ CHECKING = 4  # requests at once, beside the steps
 # themselves for a short while get shorter steps, because the next request may come any moment.
 CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
 RECENT_SECONDS, SHORT_STEP = 10.0, 1 / 3
+JOBS_SHARE = 2  # of host memory for answers; the rest is for whoever comes next
 
 
 def load(options: EngineOptions) -> LLM:
-    """The model and its engine; steps are bounded unless `max_step_ms` is 0."""
+    """The model and its engine; steps are bounded unless `max_step_ms` is 0, and jobs leave memory
+    for answers to others."""
     from onestem.llm import LLM, pick_device
 
     if options.max_step_ms is None:
         on_gpu = pick_device(options.device).type == "cuda"
         options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
-    return LLM.from_options(options)
+    llm = LLM.from_options(options)
+    answers = llm.engine.scheduler.answers
+    if answers.limit.most is not None:
+        answers.most_of_jobs = answers.limit.most // JOBS_SHARE
+    return llm
 
 
 def load_with_ranks(options: EngineOptions) -> LLM:
@@ -282,7 +289,8 @@ class Worker:
         self._waited_for.pop(token, None)
         answer = Answered(token)
         if isinstance(error, OnestemError):
-            answer = Answered(token, error=str(error))
+            lasts = not isinstance(error, CostlyGrammarError) or error.lasts
+            answer = Answered(token, error=str(error), lasts=lasts)
         elif error is not None:  # without an answer the asker would wait for ever
             why = f"the request cannot be checked: {type(error).__name__}: {error}"
             answer = Answered(token, error=why, fault=False)

@@ -12,23 +12,24 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onestem.batch import EngineDiedError, JobSummary, Planner, Progress, run_job
-from onestem.batch.format import KIND_OF_URL, url_of
+from onestem.batch import EngineDiedError, JobInput, JobSummary, Planner, Progress, run_job
+from onestem.batch.format import KIND_OF_URL, LineError, url_of
 from onestem.batch.guard import ENDS, guarded, in_one_line
-from onestem.batch.workplace import DiskFullError
+from onestem.batch.workplace import DiskFullError, is_full
 from onestem.checked import check, show, without_nulls
 from onestem.errors import JobError, OnestemError, RequestError
 from onestem.jobs import schema_options
 from onestem.openai.read import JsonError, read_object
 from onestem.openai.schema import BatchBody
 from onestem.request import Request, RequestOutput
-from onestem.server.errors import ApiError, EngineDownError
+from onestem.server.errors import ApiError, BusyError, EngineDownError, NoAnswerError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
 from onestem.server.objects.files import count_lines, counts_in, keep_output
@@ -213,6 +214,8 @@ class Jobs:
         except (DiskFullError, sqlite3.Error):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and is_full(error):
+                raise
             log.exception("job_failed", error, job=record["id"])
             await self._failed(owner, record["id"], "internal", in_one_line(error))
 
@@ -233,9 +236,10 @@ class Jobs:
 
     async def _attempt(self, owner: str, batch_id: str, deaths: dict[str, int]) -> None:
         self._last_owner = owner
-        run = JobAttempt(batch_id, self._client, asyncio.get_running_loop(), self._tenant(owner))
-        self._active = (batch_id, run)  # a cancel from now on stops the attempt
         reading = Reading(self._place(batch_id).with_name(READING))
+        loop = asyncio.get_running_loop()
+        run = JobAttempt(batch_id, self._client, loop, self._tenant(owner), reading)
+        self._active = (batch_id, run)  # a cancel from now on stops the attempt
         try:
             if self._stopping:
                 return
@@ -306,6 +310,7 @@ class Jobs:
             on_progress=told,
             on_warning=lambda what: log.warning("job_mended", job=record["id"], what=what),
             keep_going=True,
+            line_by_line=reading.line_by_line,
         )
 
     def _note_progress(self, owner: str, batch_id: str, progress: Progress) -> None:
@@ -382,15 +387,15 @@ class Jobs:
 
 def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
     """Check that all lines name the batch's endpoint. Other bad lines get their errors later."""
-    with open(source, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            run.check()
-            try:
-                url = url_of(read_object(raw))
-            except JsonError:
-                continue
-            if url in KIND_OF_URL and url != endpoint:
-                raise JobError(f"line {number}: url is {url}, the batch's endpoint is {endpoint}")
+    for number, raw in JobInput(source).read(lambda _: run.check()):
+        if isinstance(raw, LineError):
+            continue  # it is too long to be read
+        try:
+            url = url_of(read_object(raw))
+        except JsonError:
+            continue
+        if url in KIND_OF_URL and url != endpoint:
+            raise JobError(f"line {number}: url is {url}, the batch's endpoint is {endpoint}")
 
 
 # ----------------------------------------------------------------------------- batch records
@@ -450,6 +455,8 @@ def new_batch(body: Mapping[str, Any]) -> Row:
 
 WINDOW = 512  # requests of a job that the engine process holds and has not taken
 PROGRESS_SECONDS = 1.0
+PREPARE_SECONDS = 600.0  # for a line's grammar, behind those of others
+PAUSES = (10.0, 60.0)  # before each further try to have it compiled, where the machine is busy
 
 T = TypeVar("T")
 
@@ -478,12 +485,19 @@ class JobAttempt:
     """One attempt at a job, in its thread."""
 
     def __init__(
-        self, batch_id: str, client: EngineClient, loop: asyncio.AbstractEventLoop, owner: Tenant
+        self,
+        batch_id: str,
+        client: EngineClient,
+        loop: asyncio.AbstractEventLoop,
+        owner: Tenant,
+        reading: Reading,
     ) -> None:
         self._name = batch_id
         self._client = client
         self._loop = loop
         self._owner = owner
+        self._reading = reading
+        self._waits: Future[Any] | None = None
         self._sink = _Sink()
         self._stop: Exception | None = None
         self.num_answered = 0
@@ -491,6 +505,9 @@ class JobAttempt:
     def stop(self, reason: Exception) -> None:
         self._stop = reason
         self._sink.inbox.put(reason)
+        waits = self._waits
+        if waits is not None:
+            waits.cancel()
 
     def check(self) -> None:
         if self._stop is not None:
@@ -502,24 +519,51 @@ class JobAttempt:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
+    def _result(self, waited_for: Coroutine[Any, Any, T]) -> T:
+        """What the loop comes to, however long that takes; `stop` ends it."""
+        self._waits = asyncio.run_coroutine_threadsafe(waited_for, self._loop)
+        try:
+            self.check()
+            return self._waits.result()
+        except CancelledError:
+            self.check()
+            raise
+        finally:
+            self._waits.cancel()
+            self._waits = None
+
     def validate(self, check: Callable[[Request], object], request: Request) -> None:
         """Have the engine validate a request and compile its grammar. A failure to do so is the
-        line's error, unless the engine is gone.
+        line's error, unless the engine is gone. One of a busy machine is tried again.
 
         Raises:
             RequestError: the line cannot be answered; EngineDownError: the engine is not there.
         """
         self.check()
         guarded(check)(request)
-        if request.params.response_format is not None or request.pml is not None:
-            owner = self._owner
-            asked = self._client.ask("validate", request, key=owner.name, weight=owner.weight)
-            try:
-                asyncio.run_coroutine_threadsafe(asked, self._loop).result()
-            except EngineDownError:
-                raise
-            except ApiError as error:
-                raise RequestError(error.message) from error
+        if request.params.response_format is None and request.pml is None:
+            return
+        with self._reading.elsewhere():
+            for pause in (*PAUSES, None):
+                try:
+                    self._prepare(request)
+                    return
+                except (BusyError, NoAnswerError) as error:
+                    if pause is None:
+                        tries = len(PAUSES) + 1
+                        raise RequestError(f"{error.message} (tried {tries} times)") from error
+                    log.warning("line_waits", job=self._name, error=error.message, seconds=pause)
+                    self._result(asyncio.sleep(pause))
+
+    def _prepare(self, request: Request) -> None:
+        owner, most = self._owner, PREPARE_SECONDS
+        asked = self._client.ask("validate", request, most, key=owner.name, weight=owner.weight)
+        try:
+            self._result(asked)
+        except (EngineDownError, BusyError, NoAnswerError):
+            raise
+        except ApiError as error:
+            raise RequestError(error.message) from error
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Hand requests over as there is room for them, yield outputs as they come."""
