@@ -19,6 +19,8 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.commit import commit
+
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-m", "onestem", "bench", "batch"]
 
@@ -133,6 +135,7 @@ def machine() -> dict[str, object]:
         "bf16_instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         "torch": version("torch"),
         "onestem": version("onestem") if _installed() else "source",
+        "commit": commit(),
     }
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from onestem.errors import JobError, OnestemError
 
-__all__ = ["check_apart", "check_place", "check_regular", "read_regular", "write_whole"]
+__all__ = [
+    "check_apart",
+    "check_place",
+    "check_regular",
+    "read_regular",
+    "whole_file",
+    "write_whole",
+]
 
 LARGEST_TEXT = 256 << 20  # bytes of a file that is read as a whole; a tokenizer has 40 MB
 
@@ -80,17 +88,29 @@ def check_place(path: Path, choose: str) -> None:
         raise JobError(f"folder {path.parent} cannot be written: choose {choose}")
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, beside its place: it is moved there at the end of the block, so who reads
+    sees the old one or all of it. Where the block raises, or the disk does, the old one stays.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and move it there: who reads sees the old one or all of it.
+    """Write a `whole_file` at once.
 
     Raises:
         OSError: the file is as it was.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(content)

@@ -27,7 +27,8 @@ from onestem.batch import (
 )
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.guard import ENDS, guarded, in_one_line
-from onestem.batch.interface import Run
+from onestem.batch.interface import IntArray, Run
+from onestem.batch.ordered import OrderedLines
 from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import ConfigError, JobError, OnestemError, RankError
@@ -188,6 +189,8 @@ def plan_file(
     advises: bool = True,
     price: Price | None = None,
     html: Path | None = None,
+    write: Path | None = None,
+    force: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
     on_first_error: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
@@ -202,6 +205,9 @@ def plan_file(
             measured first, which takes some seconds.
         replicas: also what it will take on this number of engines of this kind.
         schemas: files of the PML schemas that lines may name.
+        write: where the job's lines go, byte for byte, in the order of the plan. Those that cannot
+            be answered and blank ones are the last.
+        force: replace what is at `write`.
         keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
     Returns:
@@ -211,10 +217,14 @@ def plan_file(
         `Forecast` for each of full, storage, off. `open_ended` are the requests without
         `max_tokens` (`OpenEnded`), of whose answers `assumed_tokens` are predicted.
         With `replicas`, `dealt` has a `ReplicasForecast` for each way to deal the job.
+        `written` is None, or has `path`, and `lines`: the number of lines in the file.
 
     Raises:
-        ConfigError: replicas are asked for, and nothing is to be predicted.
+        ConfigError: replicas are asked for, and nothing is to be predicted; or `force`, and nothing
+            is to be written.
     """
+    if force and write is None:
+        raise ConfigError("--force is for the file of --write: give both, or leave it out")
     for name, given in (("replicas", replicas), ("price_per_hour", price)):
         if given is not None and not predicts:
             raise ConfigError(f"{name} needs a prediction: leave --no-predict out")
@@ -228,6 +238,11 @@ def plan_file(
         source = JobInput(source)
     if html is not None:
         check_page(html, source.path)
+    ordered = None
+    if write is not None:
+        read = {f"schema {one}": one for one in schemas}
+        page = {} if html is None else {"the page of --html": html}
+        ordered = OrderedLines(source, write, force=force, others=read | page)
     path = find_model(options.model)
     config = ModelConfig.from_directory(path)
     target = Target.of(options, config, predicts=predicts)
@@ -267,6 +282,9 @@ def plan_file(
                     model=str(options.model),
                     price=price,
                 )
+            if ordered is not None:
+                lines = ordered.write(planned.line_numbers)
+                report["written"] = {"path": str(write), "lines": lines}
             return report
 
 
@@ -335,6 +353,7 @@ class _Planned:
             "advice": None if advice is None else advice.to_dict(),
             "forecast_reordered": None,
             "costs": None,
+            "written": None,
         }
         if replicas is not None:
             found["dealt"] = target.report_dealt(plan, prompts, outputs, replicas)
@@ -343,6 +362,11 @@ class _Planned:
         if price is not None and found["forecast"] is not None:
             found["costs"] = _costs(found, price)
         return found
+
+    @property
+    def line_numbers(self) -> IntArray:
+        """`[num_requests]` numbers of the good lines, in the plan's order."""
+        return self._spool.line_numbers[self._indices[self._plan.order]]
 
     def drawn(self, most: int) -> dict[str, DrawnTree]:
         """Trees of what is shared, now and in a better order, of at most `most` nodes."""

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commit import commit
 from benchmarks.peers.cases import Case
 from benchmarks.peers.floors import Floor, Rates
 from benchmarks.peers.runners.job import Job
@@ -84,6 +85,7 @@ def machine(threads: int) -> dict[str, Any]:
         "threads": threads,
         "instructions": [flag for flag in FLAGS if flag in flags],
         "architecture": platform.machine(),
+        "commit": commit(),
     }
 
 

@@ -54,18 +54,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--engines", default=",".join(ENGINES), help="of " + ", ".join(ENGINES))
-    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "peers")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "peers-work")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sweep", action="store_true", help="try each peer's settings first")
     parser.add_argument(
         "--best-from", type=Path, help="take the settings that an earlier result chose"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--scale", type=float, default=1.0, help="of all token counts")
-    parser.add_argument(
-        "--set", default="", metavar="NAME=N,...", help="sizes of the case, like groups=2,degree=4"
     )
     parser.add_argument(
         "--settings",
@@ -74,14 +65,14 @@ def parse() -> argparse.Namespace:
         metavar="ENGINE:JSON",
         help='settings of an engine, like vllm:{"eager":true}',
     )
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
     parser.add_argument(
         "--stay", action="store_true", help="engines stay loaded together, so that turns are close"
     )
     parser.add_argument("--resume", action="store_true", help="keep the runs of a stopped command")
     parser.add_argument("--plot", type=Path, help="draw all results there afterwards")
-    parser.add_argument("--suffix", default="", help="appended to the result file's name")
+    add_sizes(parser)
     options = parser.parse_args()
+    check_sizes(parser, options)
     for what, given, known in (
         ("case", options.cases, CASES),
         ("engine", options.engines.split(","), ENGINES),
@@ -89,13 +80,31 @@ def parse() -> argparse.Namespace:
         unknown = set(given) - set(known)
         if unknown:
             parser.error(f"{what} is {unknown.pop()!r}, expected some of: {', '.join(known)}")
+    options.settings = dict(_settings(parser, text) for text in options.settings)
+    options.earlier = {} if options.best_from is None else _earlier(parser, options.best_from)
+    return options
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Options of all that runs engines in turns: where, how often, and in which sizes."""
+    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "peers")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "peers-work")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scale", type=float, default=1.0, help="of all token counts")
+    parser.add_argument(
+        "--set", default="", metavar="NAME=N,...", help="sizes of the case, like groups=2,degree=4"
+    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
+    parser.add_argument("--suffix", default="", help="appended to the result file's name")
+
+
+def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for name, least in (("repeats", 1), ("threads", 1), ("scale", 0), ("timeout", 0)):
         value = getattr(options, name)
         if value < least or value == 0:
             parser.error(f"--{name} is {value}, expected {'at least 1' if least else 'above 0'}")
-    options.settings = dict(_settings(parser, text) for text in options.settings)
-    options.earlier = {} if options.best_from is None else _earlier(parser, options.best_from)
-    return options
 
 
 def _settings(parser: argparse.ArgumentParser, text: str) -> tuple[str, dict[str, Any]]:

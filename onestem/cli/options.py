@@ -60,7 +60,8 @@ def with_options(verb: Verb) -> Verb:
             made[name] = defaults.options(kind, said)[0]
         if defaults.file is not None:
             traces = [("trace", getattr(one, "trace", None)) for one in made.values()]
-            for option, path in (*traces, ("log", given.get("log"))):
+            written = [(option, given.get(option)) for option in ("log", "html", "write")]
+            for option, path in (*traces, *written):
                 check_apart(option, path, {"the file of options": defaults.file})
         rest = {name: value for name, value in given.items() if name in own}
         return verb(**rest, **made)

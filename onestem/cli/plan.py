@@ -83,6 +83,14 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Also write a report to look at (docs/plan-report.md)."),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write the job's lines, as they are, in the order of the plan.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --write.")] = False,
     price_per_hour: Annotated[
         str | None,
         typer.Option(metavar="PRICE", help="The device's, to show costs: 2.50, $2.50 or 2.50EUR."),
@@ -97,6 +105,9 @@ def plan(
     The largest groups are shown with the first words that they share. The first line that cannot
     be answered and its reason are shown at once. If none of the first 256 lines can be answered,
     the job is refused (see --keep-going).
+
+    The file of --write has each line of the input, byte for byte; lines that cannot be answered,
+    and blank ones, are the last. It is for engines that keep prefixes and take lines as they come.
 
     Exit code: 0 if every line can be answered, 1 if some cannot, 2 if the job could not be planned
     or was refused.
@@ -122,6 +133,8 @@ def plan(
             advises=advises,
             price=price,
             html=html,
+            write=write,
+            force=force,
             on_progress=bar,
             on_first_error=lambda error: print(f"onestem: {error}", file=sys.stderr),
         )
@@ -174,6 +187,8 @@ def _show(report: dict[str, Any], levels: str, price: Price | None, *, has_templ
         _show_dealt(report["dealt"], report["logical_prompt_tokens"])
     if report["advice"] is not None and report["advice"]["moved"]:
         _show_advice(report)
+    if report["written"] is not None:
+        typer.echo("{path}: {lines} lines, in the order of the plan".format(**report["written"]))
 
 
 def _show_advice(report: dict[str, Any]) -> None:
