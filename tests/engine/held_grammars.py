@@ -28,8 +28,10 @@ class HeldTrials(Trials):
         assert threading.current_thread() is not threading.main_thread()
         if self._word not in json.dumps(task):
             return self._inner.start(task, name, pace)
-        is_first = pace in self._compiler._limits.paces[0]
-        return TooSlow() if is_first else Held(self, self._inner.start(task, name, pace))
+        paces = self._compiler._limits.paces
+        if pace in paces[0]:
+            return TooSlow()
+        return Held(self, self._inner.start(task, name, paces[-1][-1]))  # held as long as any
 
     def restore(self) -> None:
         self.let.set()
