@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkout import busy_cores, machine, measured
+from benchmarks.checkout import busy_cores, in_turns, machine
 from onestem.llm import LLM
 from onestem.request import SamplingParams
 
@@ -48,18 +48,14 @@ def main() -> None:
     if options.child:
         print(json.dumps(measure(options)))
         return
-    sides: dict[str, Path | None] = {"now": None}
-    if options.against is not None:
-        sides["before"] = options.against
-    found: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+    found: dict[str, dict[str, list[float]]] = {}
     child = ["--child", "--device", options.device, "--shape", options.shape]
     child += ["--tokens", str(options.tokens), "--scale", str(options.scale)]
     child += ["--repeats", str(options.repeats), "--only", options.only]
     with busy_cores() if options.busy else nullcontext():
-        for turn in range(options.turns):
-            for side, folder in list(sides.items())[:: -1 if turn % 2 else 1]:
-                for name, rates in measured("benchmarks.calls", child, folder).items():
-                    found[side].setdefault(name, []).extend(rates)
+        for side, told in in_turns("benchmarks.calls", child, options.against, options.turns):
+            for name, rates in told.items():
+                found.setdefault(side, {}).setdefault(name, []).extend(rates)
     table = {}
     for name, rates in found["now"].items():
         row: dict[str, Any] = {"tokens_per_s": statistics.median(rates), "best": max(rates)}

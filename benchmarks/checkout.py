@@ -49,6 +49,19 @@ def measured(module: str, arguments: Sequence[str], folder: Path | None = None) 
     return json.loads(out.stdout.splitlines()[-1])
 
 
+def in_turns(
+    module: str, arguments: Sequence[str], against: Path | None, turns: int
+) -> Iterator[tuple[str, Any]]:
+    """`measured` of this version ("now") and of another, if there is one ("before"), in so many
+    turns, of which each other one begins with the other."""
+    sides: list[tuple[str, Path | None]] = [("now", None)]
+    if against is not None:
+        sides.append(("before", against))
+    for turn in range(turns):
+        for side, folder in sides[:: -1 if turn % 2 else 1]:
+            yield side, measured(module, arguments, folder)
+
+
 def machine(device: str) -> str:
     """What a measurement ran on: a GPU's name, or cores and what they have."""
     if device == "cuda":

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkout import machine, measured
+from benchmarks.checkout import in_turns, machine
 from onestem.llm import LLM
 from onestem.request import SamplingParams
 
@@ -48,17 +48,14 @@ def main() -> None:
     if options.child:
         print(json.dumps(measure(options)))
         return
-    sides: dict[str, Path | None] = {"now": None}
-    if options.against is not None:
-        sides["before"] = options.against
     each: dict[str, dict[str, list[Any]]] = {}
     for model in JOBS:
         child = ["--child", model, "--device", options.device, "--scale", str(options.scale)]
-        for turn in range(options.turns):
-            for side, folder in list(sides.items())[:: 1 if turn % 2 else -1]:
-                for name, figures in measured("benchmarks.short_memory", child, folder).items():
-                    each.setdefault(f"{model}, {name}", {}).setdefault(side, []).append(figures)
-                _write(options, each)
+        turns = in_turns("benchmarks.short_memory", child, options.against, options.turns)
+        for side, told in turns:
+            for name, figures in told.items():
+                each.setdefault(f"{model}, {name}", {}).setdefault(side, []).append(figures)
+            _write(options, each)
 
 
 def _write(options: argparse.Namespace, each: dict[str, dict[str, list[Any]]]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkout import machine, measured
+from benchmarks.checkout import in_turns, machine
 from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
@@ -45,10 +45,8 @@ def main() -> None:
         return
     turns: dict[str, list[dict[str, Any]]] = {"now": [], "before": []}
     child = ["--child", "--device", options.device, "--shape", options.shape]
-    for _ in range(options.repeats):
-        turns["now"].append(measured("benchmarks.step", child))
-        if options.against is not None:
-            turns["before"].append(measured("benchmarks.step", child, options.against))
+    for side, told in in_turns("benchmarks.step", child, options.against, options.repeats):
+        turns[side].append(told)
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
         "machine": machine(options.device),

@@ -205,6 +205,7 @@ class AsyncLLM(Beside):
             )
             await stream.until_ready(self._ready_for(stream.request))
             if not stream.answered.is_set():
+                self._check_awake()
                 stream.is_sent = True
                 self._client.submit(stream.request, "", 1.0, stream)
             while not stream.is_over:
@@ -220,6 +221,14 @@ class AsyncLLM(Beside):
             del self._streams[name]
             stream.answered.set()
             self._client.abort(name)
+
+    def _check_awake(self) -> None:
+        """An engine that sleeps refuses requests; while it is started again, nobody else does."""
+        if self._client.sleep_level and self._client.state != "running":
+            raise RequestError(
+                "the LLM is asleep, and its engine is being started again: call wake_up() before "
+                "requests"
+            )
 
     async def _ready_for(self, request: Request) -> None:
         """Wait until a request may be sent; one that cannot be answered raises an error."""

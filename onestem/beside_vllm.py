@@ -347,6 +347,8 @@ class Beside:
     if not TYPE_CHECKING:  # type checkers know what is there
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property, in which an attribute was missing
+                return object.__getattribute__(self, name)  # says which
             hint = way_out(name, METHODS)
             error = MissingMethodError if hint else AttributeError
             raise error(f"{type(self).__name__} has no attribute {name!r}{hint}")

@@ -13,7 +13,19 @@ __all__ = [
     "RequestError",
     "UnsupportedError",
     "WeightsError",
+    "first_line",
+    "in_one_line",
 ]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Kind and text of a failure that nobody expected."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says went wrong; its kind, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class OnestemError(Exception):

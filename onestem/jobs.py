@@ -26,12 +26,12 @@ from onestem.batch import (
     run_job,
 )
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.guard import ENDS, guarded, in_one_line
+from onestem.batch.guard import ENDS, guarded
 from onestem.batch.interface import IntArray, Run
 from onestem.batch.ordered import OrderedLines
 from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
 from onestem.batch.workplace import Workplace, file_errors
-from onestem.errors import ConfigError, JobError, OnestemError, RankError
+from onestem.errors import ConfigError, JobError, OnestemError, RankError, in_one_line
 from onestem.files import check_apart
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from onestem.errors import OnestemError
+from onestem.errors import OnestemError, first_line
 
 __all__ = ["is_panic", "native"]
 
@@ -32,5 +32,4 @@ def native(what: str, error: type[OnestemError]) -> Iterator[None]:
     except BaseException as raised:
         if not is_panic(raised):
             raise
-        reason = (str(raised).strip() or type(raised).__name__).splitlines()[0]
-        raise error(f"{what}: its library fails ({reason})") from raised
+        raise error(f"{what}: its library fails ({first_line(raised)})") from raised

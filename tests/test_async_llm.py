@@ -395,6 +395,9 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             running = asyncio.create_task(whole(stream))
             others = [] if state == "asleep" else [whole(served.generate([5], formed))]
             late = [asyncio.create_task(one) for one in others]
+            if state == "asleep":
+                with pytest.raises(RequestError, match="the LLM is asleep"):
+                    await whole(served.generate([5], SHORT))
             while served._client.state != "running":
                 await asyncio.sleep(0.001)
             if state == "asleep":

@@ -10,7 +10,16 @@ import sys
 import pytest
 
 from onestem import LLM, AsyncLLM
-from onestem.beside_vllm import ARGUMENTS, ENGINE, FIELDS, METHODS, ROUTES, SAMPLING, SERVE
+from onestem.beside_vllm import (
+    ARGUMENTS,
+    ENGINE,
+    FIELDS,
+    METHODS,
+    ROUTES,
+    SAMPLING,
+    SERVE,
+    Beside,
+)
 from onestem.cli.hints import VERBS
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.openai.read import read_body
@@ -152,6 +161,16 @@ def test_methods_of_vllm_are_refused(kind):
                 getattr(llm, name)
     with pytest.raises(AttributeError, match=f"^{kind.__name__} has no attribute 'wonder'$"):
         llm.wonder  # noqa: B018
+
+
+def test_an_attribute_that_a_property_misses_is_named():
+    class One(Beside):
+        @property
+        def engine(self):
+            return self.missing
+
+    with pytest.raises(AttributeError, match=r"^One has no attribute 'missing'$"):
+        _ = One().engine
 
 
 def test_fields_of_bodies_are_told_the_way_out():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from onestem.errors import OnestemError, RequestError
+from onestem.errors import OnestemError, RequestError, in_one_line
 
-__all__ = ["ENDS", "guarded", "in_one_line"]
+__all__ = ["ENDS", "guarded"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,8 +30,3 @@ def guarded(call: Callable[P, T]) -> Callable[P, T]:
             raise RequestError(f"the line cannot be read: {in_one_line(error)}") from error
 
     return guard
-
-
-def in_one_line(error: BaseException) -> str:
-    """Kind and text of a failure that nobody expected."""
-    return " ".join(f"{type(error).__name__}: {error}".split())

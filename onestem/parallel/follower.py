@@ -1,8 +1,7 @@
 """A rank other than the first: executes rank 0's messages, and knows no requests.
 
-`python -m onestem.parallel.follower FD RANK FOLDER`: the socket to rank 0 is that file descriptor,
-and ranks meet in that folder. When rank 0 ends, in whatever way, this process removes the folder
-and ends too, whatever it is doing.
+`python -m onestem.parallel.follower FD RANK`: the socket to rank 0 is that file descriptor. When
+rank 0 ends, in whatever way, this process ends too, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -11,24 +10,22 @@ import contextlib
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from onestem.engine.step.launch import make_runner
 from onestem.engine.step.runner import Runner
-from onestem.errors import OnestemError
+from onestem.errors import OnestemError, in_one_line
 from onestem.models.decoder import Decoder
 from onestem.models.ranks import Ranks
 from onestem.models.weights import load_decoder
 from onestem.ops import resolve
-from onestem.parallel.group import join
+from onestem.parallel.group import join, meeting_place
 from onestem.parallel.messages import Reader, ToldCall, ToldStep
 
 __all__ = ["Follower", "follow"]
@@ -44,11 +41,10 @@ class Follower:
     Args:
         rank: which one this is, from 1 on.
         end: this process's end of the socket.
-        folder: where ranks meet.
     """
 
-    def __init__(self, rank: int, end: Connection, folder: Path) -> None:
-        self.rank, self.folder = rank, folder
+    def __init__(self, rank: int, end: Connection) -> None:
+        self.rank = rank
         self._socket = end
         self._reader = Reader(())
         self._ranks: Ranks
@@ -58,7 +54,7 @@ class Follower:
 
     def run(self) -> None:
         """Execute messages until the socket closes."""
-        self._socket.send(("here", None))
+        self._socket.send(("here", meeting_place() if self.rank == 1 else None))
         while True:
             told = self._reader.read(self._socket.recv_bytes())
             if isinstance(told, ToldCall):
@@ -75,22 +71,22 @@ class Follower:
             for _ in blocks:  # each rank has a part of every logit
                 pass
 
-    def _join(self, size: int, device: str, threads: int) -> None:
-        """Meet the other ranks. `device`: rank 0's."""
+    def _join(self, place: str, size: int, device: str, threads: int) -> None:
+        """Meet the other ranks. `place`: rank 1's; `device`: rank 0's."""
         first = torch.device(device)
         self._device = first
         if first.type == "cuda":
             self._device = torch.device("cuda", (first.index or 0) + self.rank)
             torch.cuda.set_device(self._device)
         torch.set_num_threads(threads)
-        self._ranks = join(self.folder, self.rank, size, self._device)
+        self._ranks = join(place, self.rank, size, self._device)
         self._socket.send(("joined", None))
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         options = {**options, "device": self._device, "ranks": self._ranks}
         try:
             self._decoder = load_decoder(path, **options)
-        except OnestemError as error:  # a caller's mistake, as all ranks see it
+        except OnestemError as error:  # a caller's mistake, or of the files
             self._socket.send(("loaded", error))
             return
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
@@ -121,38 +117,36 @@ class Follower:
         self._runner.write_weights({name: tensor})
 
 
-def _leave_with(follower: Follower, descriptor: int, parent: int) -> None:
+def _leave_with(descriptor: int, parent: int) -> None:
     """End this process when rank 0 is gone. A process that rank 0 has forked may hold the socket
     open, so the parent process is checked as well."""
     poll = select.poll()
     poll.register(descriptor, 0)  # reports only that the other end closes
     while not poll.poll(1000 * LOOK_SECONDS) and os.getppid() == parent:
         pass
-    shutil.rmtree(follower.folder, ignore_errors=True)
     os._exit(0)
 
 
-def follow(end: Connection, rank: int, folder: Path) -> None:
+def follow(end: Connection, rank: int) -> None:
     """Run this rank until the socket closes; ends the process."""
     # Rank 0 says when to end, even if a signal goes to the whole group of processes.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    follower, parent = Follower(rank, end, folder), os.getppid()
     leave = threading.Thread(
-        target=_leave_with, args=(follower, end.fileno(), parent), name="leave", daemon=True
+        target=_leave_with, args=(end.fileno(), os.getppid()), name="leave", daemon=True
     )
     leave.start()
     try:
-        follower.run()
+        Follower(rank, end).run()
     except EOFError:
         pass
     except Exception as error:
         # Ends with rank 0, which first looks whether another rank has ended: then that is the cause
         log.debug("rank %d failed", rank, exc_info=error)
         with contextlib.suppress(OSError):
-            end.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
+            end.send(("failed", in_one_line(error)))
     leave.join()
 
 
 if __name__ == "__main__":
-    follow(Connection(int(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3]))
+    follow(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""How ranks on one machine find each other: through files in a folder that they alone may open."""
+"""How ranks on one machine find each other: through a file that is in no folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from onestem.parallel.mapped import MappedMemory
 if TYPE_CHECKING:
     from onestem.ops.triton.peers import PeerMemory
 
-__all__ = ["join"]
+__all__ = ["join", "meeting_place"]
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +39,20 @@ def _keep_groups() -> None:
 os.register_at_fork(after_in_child=_keep_groups)
 
 
-def join(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
+def meeting_place() -> str:
+    """An empty file for `join`. Processes of this user can open it by that name as long as this one
+    lives; then nothing is left of it."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('onestem-ranks')}"
+
+
+def join(place: str, rank: int, size: int, device: torch.device) -> Ranks:
     """Meet the others, which call this too. The caller's own default group of torch.distributed, if
     there is one, is not touched.
 
     Raises:
         RuntimeError: one of them does not come.
     """
-    store = FileStore(str(folder / "ranks"), size)
+    store = FileStore(place, size)
     store.set_timeout(timedelta(seconds=JOIN_SECONDS))
     group = ProcessGroup(store, rank, size)
     _groups.add(group)
@@ -112,7 +117,7 @@ def _nccl(store: FileStore, rank: int, size: int) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
-    # Its monitor would read the store for ever, whose files are gone when the ranks have met.
+    # Its monitor would read the store for ever, which goes with one of the ranks.
     quiet = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     before = {name: os.environ.get(name) for name in quiet}
     os.environ.update(quiet)

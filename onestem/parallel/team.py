@@ -7,29 +7,26 @@ stopped. When one rank is lost all are ended: a collective of the others would w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from onestem.engine.step.launch import make_runner
-from onestem.errors import ConfigError, OnestemError, RankError
+from onestem.errors import ConfigError, OnestemError, RankError, in_one_line
 from onestem.interrupts import uninterrupted
 from onestem.models.decoder import Decoder
 from onestem.models.ranks import Ranks
@@ -56,7 +53,9 @@ FORKED = "this process is a fork of the one whose ranks these are: make another 
 
 
 def check_size(size: int, device: torch.device) -> None:
-    """Raise `ConfigError` where there are fewer GPUs than ranks."""
+    """Raise `ConfigError` where there are fewer GPUs than ranks, or ranks cannot meet."""
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError(f"tensor_parallel_size is {size}, which needs Linux: leave it out")
     if device.type != "cuda":
         return
     first, there = device.index or 0, torch.cuda.device_count()
@@ -81,9 +80,8 @@ class _Crew:
     """What outlives a `Team` until its processes have ended; the watcher holds only this.
 
     Attributes:
-        folder: where ranks have met.
-        wake: closed to end the watcher.
-        reports: of each kind, what each rank has reported, by rank.
+        wake: shut down to end the watcher.
+        reports: of each kind, what each rank has reported, or the error that it met, by rank.
         death: why the team is of no use any more; None: it works.
         on_death: called with `death`, once, by the watcher.
         changed: notified of changes of `reports` and `death`.
@@ -92,7 +90,6 @@ class _Crew:
     """
 
     size: int
-    folder: Path
     members: list[_Member] = field(default_factory=list)
     wake: socket.socket = field(init=False)
     sleeper: socket.socket = field(init=False)
@@ -108,6 +105,12 @@ class _Crew:
     def __post_init__(self) -> None:
         self.wake, self.sleeper = socket.socketpair()
 
+    def report(self, rank: int, kind: str, value: Any) -> None:
+        """Note what a rank says."""
+        with self.changed:
+            self.reports.setdefault(kind, {})[rank] = value
+            self.changed.notify_all()
+
     def note_death(self, line: str) -> None:
         """Note why the team ends, and end all ranks: some may wait for one that is gone."""
         with self.changed:
@@ -120,7 +123,7 @@ class _Crew:
         abort = self.leave()
         self.on_death(line)
         for member in self.members:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 member.process.wait(END_SECONDS)
         abort.join(END_SECONDS)
 
@@ -136,7 +139,7 @@ class _Crew:
         def abort() -> None:
             if self.ranks is None or self.ranks.group is None:
                 return
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 self.ranks.group.abort()
 
         if self.ranks is not None and self.ranks.peers is not None:
@@ -165,20 +168,17 @@ class Team:
 
     def __init__(self, size: int, device: torch.device) -> None:
         check_size(size, device)
-        self._crew = crew = _Crew(size, Path(tempfile.mkdtemp(prefix="onestem-ranks-")))
+        self._crew = crew = _Crew(size)
         self._end = weakref.finalize(self, _end, crew)
         self.free_bytes: int | None = None
         try:
             for rank in range(1, size):
-                crew.members.append(_start(rank, crew.folder))
+                crew.members.append(_start(rank))
             crew.watcher = threading.Thread(target=_watch, args=(crew,), daemon=True)
             crew.watcher.start()
-            self._wait("here")
-            self.tell(call("join", size, str(device), torch.get_num_threads()))
-            self.ranks = self._meanwhile(lambda: join(crew.folder, 0, size, device))
-            self._wait("joined")
-            # All have met. A process that is killed later would leave these files behind.
-            shutil.rmtree(crew.folder, ignore_errors=True)
+            place = self._wait("here")[1]
+            self.tell(call("join", place, size, str(device), torch.get_num_threads()))
+            self.ranks = self._meanwhile("joined", lambda: join(place, 0, size, device))[0]
             crew.ranks = self.ranks if device.type == "cuda" else None
         except BaseException:
             self.close()
@@ -187,43 +187,33 @@ class Team:
     # ----------------------------------------------------------------------------- the model
 
     def load_decoder(self, path: str | Path, **options: Any) -> Decoder:
-        """`onestem.models.weights.load_decoder`, on each rank for its part, at the same time."""
+        """`onestem.models.weights.load_decoder`, on each rank for its part, at the same time. An
+        error of any ends all: others may wait in a collective for that one."""
         self.tell(call("load", str(path), {**options, "device": None}))  # each has its own
         try:
-            decoder: Decoder = self._meanwhile(
-                lambda: load_decoder(path, ranks=self.ranks, **options)
+            told = self._meanwhile(
+                "loaded", lambda: load_decoder(path, ranks=self.ranks, **options)
             )
         except OnestemError:
-            self._wait("loaded")
+            self.close()
             raise
-        told = self._wait("loaded").values()
-        for error in told:
-            if isinstance(error, OnestemError):
-                raise error
-        self.free_bytes = None if None in told else min(told)
+        decoder: Decoder = told.pop(0)
+        self.free_bytes = None if None in told.values() else min(told.values())
         return decoder
 
-    def _meanwhile(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, which may take minutes; given up when a rank ends."""
-        crew, future = self._crew, Future[Any]()
+    def _meanwhile(self, kind: str, work: Callable[[], Any]) -> dict[int, Any]:
+        """What all others report, and rank 0's result of `work`, which may take minutes; given up
+        when a rank ends or reports an error."""
 
         def run() -> None:
             try:
-                future.set_result(work())
+                value = work()
             except BaseException as error:
-                future.set_exception(error)
-            with crew.changed:
-                crew.changed.notify_all()
+                value = error
+            self._crew.report(0, kind, value)
 
         threading.Thread(target=run, name="onestem-load", daemon=True).start()
-        with crew.changed:
-            crew.changed.wait_for(lambda: future.done() or crew.death is not None)
-        if not future.done():
-            self.check()
-        error = future.exception()
-        if error is not None and not isinstance(error, OnestemError):
-            raise self.failed(error) from error
-        return future.result()
+        return self._wait(kind, self._crew.size)
 
     def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> LeadRunner:
         """`onestem.engine.step.launch.make_runner`, on each rank."""
@@ -253,7 +243,7 @@ class Team:
         except OSError as error:
             raise self.failed(error) from error
 
-    @contextlib.contextmanager
+    @contextmanager
     def together(self, message: bytes) -> Iterator[None]:
         """Tell all to do what the block does. Its collectives need every rank, so any error inside
         ends all."""
@@ -272,22 +262,37 @@ class Team:
         with crew.changed:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
         if crew.death is None:
-            told = " ".join(f"{type(error).__name__}: {error}".split())
+            told = in_one_line(error)
             crew.note_death(f"rank 0 of {crew.size} failed: {told}: start the engine again")
         assert crew.death is not None
         return RankError(crew.death)
 
-    def _wait(self, kind: str) -> dict[int, Any]:
-        """What all others report, by rank."""
+    def _wait(self, kind: str, count: int | None = None) -> dict[int, Any]:
+        """What ranks report, by rank: the others, or `count` of them.
+
+        Raises:
+            OnestemError: the first error that a rank reports, or `RankError`: one has ended.
+        """
         crew = self._crew
+        count = count or len(crew.members)
         with crew.changed:
+            told = crew.reports.setdefault(kind, {})
             crew.changed.wait_for(
                 lambda: (
-                    crew.death is not None or len(crew.reports.get(kind, ())) == len(crew.members)
+                    crew.death is not None
+                    or len(told) == count
+                    or any(map(_is_error, told.values()))
                 )
             )
-            self.check()
-            return crew.reports.pop(kind)
+            del crew.reports[kind]
+        errors = [*filter(_is_error, told.values())]
+        for error in errors:
+            if isinstance(error, OnestemError):
+                raise error
+        self.check()
+        for error in errors:
+            raise self.failed(error) from error
+        return told
 
     @property
     def process_ids(self) -> list[int]:
@@ -306,13 +311,15 @@ class Team:
         self._end()
 
 
-def _start(rank: int, folder: Path) -> _Member:
+def _is_error(told: object) -> TypeGuard[BaseException]:
+    return isinstance(told, BaseException)
+
+
+def _start(rank: int) -> _Member:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            python_module(
-                "onestem.parallel.follower", str(theirs.fileno()), str(rank), str(folder)
-            ),
+            python_module("onestem.parallel.follower", str(theirs.fileno()), str(rank)),
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],
@@ -333,10 +340,7 @@ def _watch(crew: _Crew) -> None:
             if report is None or report[0] == "failed":
                 crew.note_death(_verdict(crew, sockets[ready], report))
                 return
-            kind, value = report
-            with crew.changed:
-                crew.reports.setdefault(kind, {})[sockets[ready].rank] = value
-                crew.changed.notify_all()
+            crew.report(sockets[ready].rank, *report)
         for member in crew.members:
             looks[member] = looks[member] + 1 if is_stopped(member.process.pid) else 0
             if looks[member] == 1:
@@ -394,14 +398,18 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(crew: _Crew) -> None:
-    """End the processes: each ends when its socket closes."""
+    """End the processes: each ends when its socket is shut down. Closed alone it would stay open
+    in a process that was forked from this one."""
     if crew.owner != os.getpid():
         return  # a fork, whose parent goes on
+    crew.wake.shutdown(socket.SHUT_RDWR)
     crew.wake.close()
     if crew.watcher is not None and crew.watcher is not threading.current_thread():
         crew.watcher.join()
     crew.sleeper.close()
     for member in crew.members:
+        with socket.socket(fileno=os.dup(member.socket.fileno())) as same, suppress(OSError):
+            same.shutdown(socket.SHUT_RDWR)
         member.socket.close()
     for member in crew.members:
         try:
@@ -413,4 +421,3 @@ def _end(crew: _Crew) -> None:
         crew.leave().join(END_SECONDS)
     with crew.changed:
         crew.death = crew.death or "the ranks were ended: start the engine again"
-    shutil.rmtree(crew.folder, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from typing import Any
 from unittest.mock import Mock
@@ -45,6 +47,29 @@ def test_a_key_with_many_grammars_holds_back_no_other() -> None:
     lane.push("b0", "b", 1.0)
     lane.push("c0", "c", 1.0)
     assert hand.finish(lane, 3)[:3] == ["a0", "b0", "c0"]
+
+
+def test_a_fork_that_ends_waits_for_no_thread() -> None:
+    """A thread that it does not have holds the lock."""
+    lane: Lane[str] = Lane("test", 1, Hand())
+    held, let = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lane._changed:
+            held.set()
+            assert let.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        lane.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    let.set()
+    thread.join()
 
 
 def test_a_task_of_two_keys_is_done_once_and_in_the_first_turn() -> None:

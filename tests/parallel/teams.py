@@ -43,17 +43,17 @@ class Forked:
         return self._process.exitcode
 
 
-def _start(rank: int, folder: Path) -> teams._Member:
+def _start(rank: int) -> teams._Member:
     ours, theirs = _context.Pipe()
     with theirs, patch.dict(os.environ, ENVIRONMENT):
-        process = _context.Process(target=_follow, args=(theirs, rank, folder))
+        process = _context.Process(target=_follow, args=(theirs, rank))
         process.start()
     return teams._Member(rank, Forked(process), ours)
 
 
-def _follow(end: Connection, rank: int, folder: Path) -> None:
+def _follow(end: Connection, rank: int) -> None:
     torch.set_num_threads(1)
-    follow(end, rank, folder)
+    follow(end, rank)
 
 
 @contextmanager

@@ -146,8 +146,8 @@ def test_a_rank_that_is_stopped_while_they_meet(monkeypatch):
     monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
     start = teams._start
 
-    def started(number, folder):
-        member = start(number, folder)
+    def started(number):
+        member = start(number)
         os.kill(member.process.pid, signal.SIGSTOP)
         return member
 
@@ -198,12 +198,13 @@ def killed_while(team: Team, rank: int, patched: str, monkeypatch) -> None:
 
 
 def test_while_they_load(tiny, monkeypatch):
+    path = tiny("llama")
     team = Team(2, CPU)
     (pid,) = team.process_ids
     killed_while(team, 1, "load_decoder", monkeypatch)
     began = time.monotonic()
     with pytest.raises(RankError, match=line_of(1, 2, pid)):
-        engine_of(team, tiny("llama"))
+        engine_of(team, path)
     assert time.monotonic() - began < SECONDS
     team.close()
 
@@ -213,8 +214,8 @@ def test_while_they_meet(rank, monkeypatch):
     """Before it joins the others, or before it says anything."""
     start = teams._start
 
-    def started(number, folder):
-        member = start(number, folder)
+    def started(number):
+        member = start(number)
         if rank == number - 1:
             os.kill(member.process.pid, signal.SIGKILL)
         return member
@@ -338,11 +339,30 @@ def test_a_plain_script(tmp_path):
 def test_a_script_that_is_killed_while_its_ranks_start(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, **temporary_files(tmp_path), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, tmp_path / "script.py"], env=environment) as script:
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], env=environment, start_new_session=True
+    ) as script:
         wait_until(lambda: children_of(script.pid), IMPORTS)
-        assert [*tmp_path.glob("onestem-*")]
-        script.kill()
-    wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["script.py"], IMPORTS)
+        os.killpg(script.pid, signal.SIGKILL)  # so none can remove anything
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_fork_that_lives_on_holds_up_no_end():
+    """It has all sockets of the ranks open."""
+    llm = LLM(**OPTIONS)
+    (member,) = llm.team._crew.members
+    end, other_end = os.pipe()
+    fork = os.fork()
+    if not fork:
+        os.close(other_end)
+        signal.alarm(60)
+        os.read(end, 1)
+        os._exit(0)
+    llm.close()
+    assert member.process.wait() == 0
+    os.close(other_end)
+    os.close(end)
+    assert os.waitpid(fork, 0)[1] == 0
 
 
 def test_an_llm_that_is_forgotten():

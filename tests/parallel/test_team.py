@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import onestem.parallel.team as teams
 from onestem import LLM, SamplingParams
 from onestem.engine.engine import Engine
 from onestem.errors import ConfigError, RankError, WeightsError
@@ -136,10 +137,6 @@ def test_all_kinds_of_requests(llm, alone):
     llm.engine.check()
 
 
-def test_files_of_meeting_are_gone(two):
-    assert not two._crew.folder.exists()
-
-
 def test_a_fork_is_refused_and_harms_nobody(llm, alone):
     greedy = SamplingParams(max_tokens=5, temperature=0)
     child = os.fork()
@@ -232,13 +229,37 @@ def test_fewer_gpus_than_ranks(monkeypatch):
         Team(4, torch.device("cuda:1"))
 
 
-def test_an_error_that_all_ranks_see(two, tmp_path, tiny):
-    """A caller's mistake is told as of one process, and the team goes on."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())
-    with pytest.raises((WeightsError, ConfigError), match="broken"):
-        engine_of(two, broken)
-    two.check()
-    engine = engine_of(two, tiny("llama"))
-    assert len(answer(engine, requests_for([[1, 2, 3]]))) == 1
+@pytest.fixture
+def broken(tmp_path, tiny):
+    """A model without weights."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("rank_0", ["sees it too", "waits for rank 1"])
+def test_an_error_of_a_rank_that_loads(forked_teams, monkeypatch, broken, rank_0):
+    """It is told as of one process, and all end, whatever they wait for."""
+    team = Team(2, CPU)
+    (member,) = team._crew.members
+    if rank_0 == "waits for rank 1":
+        monkeypatch.setattr(
+            teams, "load_decoder", lambda path, *, ranks, **options: ranks.gather(torch.zeros(1, 1))
+        )
+    with pytest.raises(WeightsError, match="broken"):
+        engine_of(team, broken)
+    assert member.process.wait() == 0
+
+
+def test_an_error_of_rank_0_that_loads(forked_teams, monkeypatch, tiny):
+    def failing(*arguments, **options):
+        raise WeightsError("this file cannot be read")
+
+    team = Team(2, CPU)
+    (member,) = team._crew.members
+    monkeypatch.setattr(teams, "load_decoder", failing)
+    with pytest.raises(WeightsError, match="this file cannot be read"):
+        # Rank 1 waits for the greatest values of the other parts.
+        team.load_decoder(tiny("llama"), dtype=torch.float32, device=CPU, quantization="fp8")
+    assert member.process.wait() == 0

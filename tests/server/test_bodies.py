@@ -113,8 +113,9 @@ def test_who_gives_up_leaves_no_trace():
     asyncio.run(main())
 
 
-def test_one_that_is_let_in_as_it_gives_up():
-    """Between the two, nobody has the room."""
+@pytest.mark.parametrize("has_room", [False, True])
+def test_one_that_gives_up_as_room_becomes_free(has_room):
+    """It has not run since, and takes no room. `has_room`: it was let in before it gave up."""
 
     async def main() -> None:
         bodies = Bodies(limit=LARGE, most=LARGE)
@@ -123,23 +124,9 @@ def test_one_that_is_let_in_as_it_gives_up():
             await stack.enter_async_context(bodies.room("a", LARGE))
             waiting = asyncio.create_task(bodies._take("a", LARGE))
             await settle()
-        waiting.cancel()  # it has the room, and does not know yet
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})
-
-    asyncio.run(main())
-
-
-def test_one_that_gives_up_as_room_becomes_free():
-    """It is cancelled, and has not run since: it takes no room."""
-
-    async def main() -> None:
-        bodies = Bodies(limit=LARGE, most=LARGE)
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(bodies.room("a", LARGE))
-            await stack.enter_async_context(bodies.room("a", LARGE))
-            waiting = asyncio.create_task(bodies._take("a", LARGE))
-            await settle()
+            if not has_room:
+                waiting.cancel()
+        if has_room:
             waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})

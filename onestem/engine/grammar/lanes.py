@@ -7,6 +7,7 @@ no other key's.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -53,6 +54,7 @@ class Lane(Generic[T]):
         self._now = 0.0
         self._started = 0
         self._closed = False
+        self._owner = os.getpid()
 
     def push(self, task: T, key: str, weight: float) -> None:
         """Have a task done in a key's turn; `weight`: the key's share from now on."""
@@ -78,6 +80,8 @@ class Lane(Generic[T]):
 
     def close(self) -> None:
         """Begin no more tasks."""
+        if self._owner != os.getpid():
+            return  # a fork: a thread that it does not have may hold the lock
         with self._changed:
             self._closed = True
             self._changed.notify_all()

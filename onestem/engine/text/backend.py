@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from onestem.engine.text.limits import MOST_CHARACTERS
-from onestem.errors import RequestError
+from onestem.errors import RequestError, first_line
 from onestem.native import is_panic, native
 
 if TYPE_CHECKING:
@@ -95,5 +95,4 @@ def _own_error(text: str, error: Exception) -> RequestError:
         return RequestError(
             f"a text has {found}, which is half a character: give both surrogates, or none"
         )
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return RequestError(f"{_refused(text)}: {reason}")
+    return RequestError(f"{_refused(text)}: {first_line(error)}")

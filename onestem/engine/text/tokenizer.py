@@ -31,7 +31,7 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.templates import render
-from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
+from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError, first_line
 from onestem.models.fields import read_json
 from onestem.native import is_panic
 from onestem.openai.tools import ToolForm, form_of
@@ -144,8 +144,8 @@ class Tokenizer:
         except BaseException as error:  # whatever its files make the libraries raise
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError(f"tokenizer of {directory} cannot be loaded: {reason[0]}") from error
+            reason = first_line(error)
+            raise ConfigError(f"tokenizer of {directory} cannot be loaded: {reason}") from error
 
     # --- text to ids ---------------------------------------------------------------------------
 

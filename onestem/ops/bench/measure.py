@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import onestem
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, first_line
 from onestem.ops.bench.cases import Case, Heads, Step, make_tensors, tensor_bytes
 from onestem.ops.bench.peers import PEERS, Call, Inputs, absent_peers
 from onestem.ops.bench.rates import Rates, measure_rates
@@ -215,7 +215,7 @@ def _graph_times(
         except RuntimeError as error:
             if name in (OWN, UNSHARED):
                 raise
-            refused[name] = _reason(error)
+            refused[name] = first_line(error)[:200]
     return times, refused
 
 
@@ -253,13 +253,8 @@ def _peer_calls(inputs: Inputs, against: tuple[str, ...]) -> tuple[dict[str, Cal
                 call.run()
                 calls[name] = call
             except Exception as error:  # any fault of a peer is reported
-                refused[name] = _reason(error)
+                refused[name] = first_line(error)[:200]
     return calls, refused
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error).strip() or repr(error)).splitlines()[0][:200]
 
 
 # ------------------------------------------------------------------------------------------ error

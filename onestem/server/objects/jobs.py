@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 from onestem.batch import EngineDiedError, JobInput, JobSummary, Planner, Progress, run_job
 from onestem.batch.format import KIND_OF_URL, LineError, url_of
-from onestem.batch.guard import ENDS, guarded, in_one_line
+from onestem.batch.guard import ENDS, guarded
 from onestem.batch.workplace import DiskFullError, is_full
 from onestem.checked import check, show, without_nulls
-from onestem.errors import JobError, OnestemError, RequestError
+from onestem.errors import JobError, OnestemError, RequestError, in_one_line
 from onestem.jobs import schema_options
 from onestem.openai.read import JsonError, read_object
 from onestem.openai.schema import BatchBody
