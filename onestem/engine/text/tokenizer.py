@@ -272,7 +272,18 @@ class Tokenizer:
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""
-        return next((i for i, token in self._special.items() if token.content == name), None)
+        return self._named.get(name)
+
+    def with_control(self, text: str, form: Callable[[int], str]) -> str:
+        """A text with `form` of the id in place of each name of a control token."""
+        if self._special_names is None:
+            return text
+        return self._special_names.sub(lambda found: form(self._named[found.group()]), text)
+
+    @cached_property
+    def _named(self) -> dict[str, int]:
+        """Ids of control tokens by their names."""
+        return {token.content: token_id for token_id, token in self._special.items()}
 
     def apply_chat_template(
         self,
