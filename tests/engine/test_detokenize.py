@@ -209,6 +209,51 @@ def test_text_after_a_stop_string_in_the_same_token_is_cut(tokenizer: Tokenizer)
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        ("<|eot_id|>", "ab"),
+        ("b<|eot_id|>", "a"),
+        ("<|eot_id|>c", "ab"),
+        ("<|eot_id|>cx", None),
+        ("ab", ""),
+        ("bc", "a"),  # as the text has it
+    ],
+)
+def test_stop_strings_with_names_of_tokens_that_the_text_leaves_out(
+    tokenizer: Tokenizer, stop: str, shown: str | None, included: bool
+) -> None:
+    eot = tokenizer.control_token("<|eot_id|>")
+    assert eot is not None
+    a, b, c = byte_ids(tokenizer, b"abc")
+    params = SamplingParams(stop=["xyz", stop], include_stop_str_in_output=included)
+    detokenizer = IncrementalDetokenizer(tokenizer, params)
+    text = streamed(detokenizer, [a, b, eot, c])
+    if shown is None:
+        assert (text, detokenizer.stop_reason) == ("abc", None)
+        return
+    assert (text, detokenizer.stop_reason) == (shown + stop * included, stop)
+    # The same letters without the token are a stop string too, as ever.
+    typed = byte_ids(tokenizer, f"x{stop}".encode())
+    detokenizer = IncrementalDetokenizer(tokenizer, params)
+    assert streamed(detokenizer, typed) == "x" + stop * included
+
+
+def test_a_control_token_that_a_stop_string_names_is_not_in_the_text(tokenizer: Tokenizer) -> None:
+    eot, eos = (tokenizer.control_token(name) for name in ("<|eot_id|>", "<|end_of_text|>"))
+    assert eot is not None
+    assert eos is not None
+    a, b = byte_ids(tokenizer, b"ab")
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="<|eot_id|>!"))
+    pieces = [detokenizer.append(token) for token in (a, eot, b, eos, eot)]
+    assert pieces == ["a", "", "b", "", ""]
+    assert detokenizer.finish() == ""
+    early = IncrementalDetokenizer(tokenizer, SamplingParams(stop="<|eot_id|>"))
+    assert [early.append(eot, check_stop=False), early.append(a)] == ["", "a"]
+    assert (early.append(eot), early.stop_reason) == ("", "<|eot_id|>")
+
+
 def test_stop_strings_before_min_tokens_do_not_count(tokenizer: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="ab"))
     ids = byte_ids(tokenizer, b"abxaab")

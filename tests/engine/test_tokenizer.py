@@ -14,8 +14,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.request import SamplingParams
 from tests.engine.tiny_tokenizers import (
     LLAMA_2_TEMPLATE,
     LLAMA_3_TEMPLATE,
@@ -373,6 +375,59 @@ def test_other_decoders(decoder: Any, vocabulary: list[str], text: str) -> None:
 def test_decoders_that_look_ahead_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="decoder BPEDecoder cannot be streamed"):
         word_tokenizer(decoder=decoders.BPEDecoder())
+
+
+# What converters write before ByteLevel.
+IDLE = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 600), max_size=30), st.booleans())
+def test_steps_that_find_nothing_before_byte_level(
+    tokenizers: dict[str, Tokenizer], directories: dict[str, Path], ids: list[int], skips: bool
+) -> None:
+    loaded = AutoTokenizer.from_pretrained(directories["byte_level"])
+    library = Backend.from_str(loaded.backend_tokenizer.to_str())
+    loaded.backend_tokenizer.decoder = decoders.Sequence([*IDLE, decoders.ByteLevel()])
+    library.decoder = decoders.Sequence([*IDLE, decoders.ByteLevel()])
+    tokenizer = Tokenizer(loaded)
+    known = [token for token in ids if token < tokenizer.vocab_size]
+    whole = library.decode(known, skip_special_tokens=skips)
+    assert tokenizer.decode(known, skip_special_tokens=skips) == whole
+    params = SamplingParams(skip_special_tokens=skips)
+    stream = IncrementalDetokenizer(tokenizer, params)
+    assert "".join([*map(stream.append, known), stream.finish()]) == whole
+
+
+def test_an_added_token_of_other_characters_leaves_other_tokens_readable(
+    directories: dict[str, Path],
+) -> None:
+    loaded = AutoTokenizer.from_pretrained(directories["byte_level"])
+    loaded.backend_tokenizer.decoder = decoders.Sequence([*IDLE, decoders.ByteLevel()])
+    loaded.add_tokens(["<a▁b c>"])
+    tokenizer = Tokenizer(loaded)
+    ids = tokenizer.encode("the fox <a▁b c> é")
+    assert tokenizer.decode(ids) == "the fox <a▁b c> é"
+
+
+@pytest.mark.parametrize(
+    ("steps", "names"),
+    [
+        ([decoders.Replace("Ġ", " ")], []),  # a sign of ByteLevel's own
+        (IDLE, ["<0x0A>"]),
+        (IDLE, ["▁the"]),
+        ([decoders.Strip("_", 1, 0)], []),
+        ([decoders.CTC()], []),
+    ],
+)
+def test_steps_that_find_something_before_byte_level_are_refused(
+    steps: list[Any], names: list[str]
+) -> None:
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *names]
+    backend = Backend(models.BPE({name: place for place, name in enumerate(alphabet)}, []))
+    backend.decoder = decoders.Sequence([*steps, decoders.ByteLevel()])
+    with pytest.raises(UnsupportedError, match=r"ByteLevel cannot be streamed, expected ByteLevel"):
+        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 # --- directories -------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ together `Tokenizer.decode` of its ids, and each token costs the same however lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from onestem.engine.text.tokenizer import Tokenizer
@@ -43,7 +44,8 @@ class IncrementalDetokenizer:
 
     A stop string is found wherever it lies in the text, across tokens too. The one that is
     complete first wins, whatever the tokens' borders; of those complete at the same character, the
-    longest. Text that a stop string may have begun in is held back until that is decided.
+    longest. Text that a stop string may have begun in is held back until that is decided. A name of
+    a control token in a stop string is also found where the text leaves this token out.
 
     Args:
         tokenizer: gives tokens their bytes.
@@ -68,7 +70,8 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._unfinished = b""  # the beginning of a character
         self._at_start = True
-        self._stops = _StopStrings(params)
+        self._marked: set[int] = set()  # tokens that the text leaves out, and a stop string names
+        self._stops = _StopStrings(params, self._with_marks)
         self._checks = True
         self.stop_reason: str | None = None
         self._read_prompt(prompt_token_ids)
@@ -84,6 +87,8 @@ class IncrementalDetokenizer:
         assert self.stop_reason is None, "text after a stop string"
         self._checks = check_stop
         text, self._unfinished = decoded(self._unfinished, self._bytes(token_id))
+        if token_id in self._marked:
+            text += _mark(token_id)
         return self._release(text) if self._stops.any else text
 
     def finish(self) -> str:
@@ -96,6 +101,14 @@ class IncrementalDetokenizer:
         text, self._unfinished = decoded(self._unfinished, b"", final=True)
         released = self._release(text)
         return released if self.stop_reason is not None else released + self._stops.rest()
+
+    def _with_marks(self, stop: str) -> str:
+        """A stop string with marks for the control tokens that it names."""
+        return self._tokenizer.with_control(stop, self._mark) if self._skipped else stop
+
+    def _mark(self, token_id: int) -> str:
+        self._marked.add(token_id)
+        return _mark(token_id)
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skipped:
@@ -120,12 +133,27 @@ class IncrementalDetokenizer:
         _, self._unfinished = decoded(b"", data)
 
 
-class _StopStrings:
-    """Looks for stop strings in a growing text, and holds back where one may have begun."""
+# Half characters: no text has one.
+_MARKS = re.compile("[\ud800-\udfff]")
 
-    def __init__(self, params: SamplingParams) -> None:
+
+def _mark(token_id: int) -> str:
+    """Two of them, which stand for a token that is left out of the text."""
+    return chr(0xD800 + (token_id >> 10)) + chr(0xDC00 + (token_id & 0x3FF))
+
+
+class _StopStrings:
+    """Looks for stop strings in a growing text, and holds back where one may have begun.
+
+    Args:
+        with_marks: a stop string as it is spelled where the text has marks, which are not given
+            out.
+    """
+
+    def __init__(self, params: SamplingParams, with_marks: Callable[[str], str]) -> None:
         assert isinstance(params.stop, tuple)
-        self._stops: tuple[str, ...] = params.stop
+        # What is looked for, and the stop string that it is.
+        self._stops = {form: stop for stop in params.stop for form in (with_marks(stop), stop)}
         self._included = params.include_stop_str_in_output
         self._longest = max(map(len, self._stops), default=0)
         self.any = bool(self._stops)
@@ -143,19 +171,20 @@ class _StopStrings:
         if counts and text:
             found = self._first(old)
             if found is not None:
-                end, stop = found
-                kept = end if self._included else end - len(stop)
-                return self._held[:kept], stop
+                end, form = found
+                stop = self._stops[form]
+                before = _MARKS.sub("", self._held[: end - len(form)])
+                return before + stop * self._included, stop
         kept = len(self._held) - self._beginning()
         released, self._held = self._held[:kept], self._held[kept:]
-        return released, None
+        return _MARKS.sub("", released), None
 
     def rest(self) -> str:
         rest, self._held = self._held, ""
-        return rest
+        return _MARKS.sub("", rest)
 
     def _first(self, old: int) -> tuple[int, str] | None:
-        """End and text of the stop string that ends first, past the `old` leading characters."""
+        """End and form of the stop string that ends first, past the `old` leading characters."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
             start = self._held.find(stop, max(0, old - len(stop) + 1))

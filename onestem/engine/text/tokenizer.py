@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onestem.engine.text.backend import Backend
+from onestem.engine.text.decoders import BYTE_LEVEL, BYTE_TOKEN, settled
 from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.templates import render
@@ -48,11 +49,8 @@ _TOKENIZER_FILES = (
     "tiktoken.model",
     "tekken.json",
 )
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _RENDERED = "the rendered chat"  # in errors
 PREFILLED_KEPT = 64  # template variables whose generation prompts are remembered
-# Decoders of which each token's text is its own, whatever follows it.
-_LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
 
 # What `transformers` takes beside a template's own variables.
@@ -98,8 +96,8 @@ class Tokenizer:
         self._hugging_face = hugging_face
         # One backend takes control tokens in a text for what they are, the other for characters.
         self._control = Backend(hugging_face.backend_tokenizer)
+        self._decoders = settled(self._control.library)
         self._text = self._control.copy()
-        self._decoders = _decoder_kinds(self._control)
         added = self._control.library.get_added_tokens_decoder()
         self._special = {token_id: token for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self._special)
@@ -274,7 +272,18 @@ class Tokenizer:
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""
-        return next((i for i, token in self._special.items() if token.content == name), None)
+        return self._named.get(name)
+
+    def with_control(self, text: str, form: Callable[[int], str]) -> str:
+        """A text with `form` of the id in place of each name of a control token."""
+        if self._special_names is None:
+            return text
+        return self._special_names.sub(lambda found: form(self._named[found.group()]), text)
+
+    @cached_property
+    def _named(self) -> dict[str, int]:
+        """Ids of control tokens by their names."""
+        return {token.content: token_id for token_id, token in self._special.items()}
 
     def apply_chat_template(
         self,
@@ -454,7 +463,7 @@ class Tokenizer:
             return b""
         if self._is_byte_level:
             try:
-                return bytes(_BYTE_LEVEL[character] for character in name)
+                return bytes(BYTE_LEVEL[character] for character in name)
             except KeyError:  # an added token with characters that stand for no byte
                 return name.encode()
         byte = self._fallback_byte(token_id)
@@ -483,7 +492,7 @@ class Tokenizer:
     def _fallback_byte(self, token_id: int) -> int | None:
         if "ByteFallback" not in self._decoders:
             return None
-        found = _BYTE_TOKEN.fullmatch(self.token_name(token_id) or "")
+        found = BYTE_TOKEN.fullmatch(self.token_name(token_id) or "")
         return int(found.group(1), 16) if found else None
 
     @cached_property
@@ -498,46 +507,7 @@ class Tokenizer:
         raise UnsupportedError("the tokenizer's vocabulary has no token of letters or digits")
 
 
-# --- backends ----------------------------------------------------------------------------------
-
-
-def _decoder_kinds(backend: Backend) -> list[str]:
-    """Names of the decoder's steps, refused if they do not give each token a text of its own."""
-    decoder = backend.library.decoder
-    if decoder is None:
-        return []
-    state = json.loads(decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    kinds = [step["type"] for step in steps]
-    byte_level = "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
-    if not byte_level and not all(_is_local(index, steps) for index in range(len(steps))):
-        raise UnsupportedError(
-            f"tokenizer decoder {' + '.join(kinds)} cannot be streamed, expected ByteLevel, or a "
-            f"sequence of {', '.join(sorted(_LOCAL_DECODERS))}"
-        )
-    return kinds
-
-
-def _is_local(index: int, steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a step of the decoder works on single tokens, or at the text's beginning."""
-    step = steps[index]
-    fused = any(before["type"] == "Fuse" for before in steps[:index])
-    if step["type"] == "Strip":
-        return bool(step["stop"] == 0)
-    if step["type"] == "Replace":
-        return not fused
-    return step["type"] in _LOCAL_DECODERS
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's form of bytes: printable ones as they are, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
+# --- names -------------------------------------------------------------------------------------
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
