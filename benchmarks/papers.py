@@ -1,4 +1,4 @@
-"""Each table and figure of the papers: what they claim, and what came out here: docs/papers.md.
+"""The papers' claims, and what our runs say of each: docs/papers.md.
 
     python -m benchmarks.papers
 
@@ -8,162 +8,278 @@ Reads what `onestem bench paper NAME --out benchmarks/results/paper` wrote.
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from onestem.paper.experiment import THEORY, Experiment, place, ratio_name
+from onestem.paper.claims import VERDICTS, Claim, Finding, Gain, Run, place
+from onestem.paper.experiment import THEORY, Experiment
 from onestem.paper.registry import EXPERIMENTS
-from onestem.paper.table import number
+from onestem.paper.run import UNKNOWN
+from onestem.paper.table import figures_of, found_in, number, rank, span, stated_in
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 PAGE = ROOT / "docs" / "papers.md"
-HEAD = """# The papers' tables and figures
+HEAD = """# The papers' claims
 
-`onestem bench paper NAME` runs each of them with this engine and prints the paper's numbers
-beside; `onestem bench paper` lists the names. Weights are random, of the papers' shapes; prompts
-are token ids of the published lengths. `--scale 0.1` makes all of it smaller, `--part 0.1` only the
-numbers of requests and of points. With `--share off` the gains of `full` and `planned` are gone:
-every number of ours is measured or counted in the run. (`cache-fig6` keeps 1.3: cached modules do
-not see each other, so they attend to less.) `--against vllm` runs the jobs on vLLM too, as given
-and sorted, if it is installed or `ONESTEM_VLLM_PYTHON` names a Python that has it. `--repeat 3`
-runs all series in turns, and medians count. `--tensor-parallel-size 2` holds a model on two
-devices. This page is made of `benchmarks/results/paper/*.json` by `python -m benchmarks.papers`.
+What four papers claim of their methods, and what this engine measures.
+
+    onestem bench paper                  # all names
+    onestem bench paper relay-table3     # run one: its numbers, the paper's beside them, verdicts
+
+`python -m benchmarks.papers` makes this page of `benchmarks/results/paper/*.json` alone.
+
+A **claim** is a number that machines can have in common: how many times better, a growth, a share.
+Seconds, rates and bytes get no verdict; they stand under *Figures*, with both machines.
+
+| verdict | what it means |
+|---|---|
+| holds | every place of the claim ran, and reaches the paper's number to three digits |
+| partly | some places do; or all that ran do, and others did not run |
+| does not | no place does |
+| not run | there is no result, or it is of another model, other data or other sizes |
+
+The paper's baseline is an engine of its time. Ours is another series of this engine, or vLLM of
+today. *Compared with* names both.
 
 | series of ours | what runs |
 |---|---|
 | `full`, `planned` | prefixes stored once and read once for all; `planned`: a job that is planned |
 | `storage`, `input order`, `sorted` | stored once and read by each sequence; in the order named |
-| `off`, `unshared` | nothing shared; `unshared`: attention reads a shared prefix for each row |
+| `vllm`, `vllm, sorted` | vLLM with prefix caching; prompts as given, and sorted by their tokens |
+| `off` | nothing shared |
+| `unshared` | attention reads a prefix for each row, from the same pages, which a cache may hold |
 | `no-attention` | the ceiling: all but attention |
 | `device`, `host`, `cached` | modules in KV memory, in host memory, where the tier leaves them |
 | `one`, `all`, `heuristic`, `none` | `--levels` of the plan |
-| `vllm`, `vllm, sorted` | vLLM with prefix caching; prompts as given, and sorted by their tokens |
+
+Weights are random, of the papers' shapes; prompts are token ids of the published lengths.
+
+| option | what it does |
+|---|---|
+| `--part 0.1` | fewer requests, and fewer points of a sweep |
+| `--scale 0.1` | all of it smaller: no verdicts |
+| `--share off` | the control: the gains of `full` and `planned` are gone |
+| `--against vllm` | jobs on vLLM too; `ONESTEM_VLLM_PYTHON` names a Python that has it |
+| `--repeat 3` | all series in turns; medians count |
+| `--tensor-parallel-size 2` | a model on two devices |
+
+The first job of a process is slower, so jobs run one before that does not count. `ONESTEM_COMMIT`
+names the commit of sources that were copied without git.
 """
-NOT_RUN = "not run here yet"
-REMARKS = {
-    "relay-fig7": "A system prompt of 64 tokens is the floor: `full` keeps 93% of its rate at "
-    "2,048",
-    "relay-fig8": "A system prompt of 64 tokens is the floor: `full` keeps 95% of its rate at "
-    "2,048",
-    "relay-table3": "`full` came first, beside stalls of the machine; in turns (`--repeat 2`) it "
-    "takes 14.17 s at one shot, `storage` 14.31",
-    "hydragen-fig6": "256 questions take half the time of 64 without sharing; above 256, attention "
-    "takes what its FLOPs need at 60% of the matrix rate",
-    "batch-fig6a": "320 requests leave nothing to evict. vLLM: 1.02 to 1.34 times its rate with "
-    "sorted prompts, 1.03 to 1.46 as given. The best rate of the run is 37,400 rows/s, prompts and "
-    "decodes. At that rate no engine could reach more than 1.45 and 1.58; ours are 92 to 100% of "
-    "what it allows",
-    "batch-fig7": "KV memory holds 4 of the 16 prefixes of 16,000. With room for all: 1.43 times",
-    "batch-table1": "1,200 requests fit KV memory: nothing is evicted in any order",
-    "batch-table4": "`planned` came first, beside stalls of the machine; in turns (`--repeat 2`) "
-    "it takes 13.62 s, capped 14.03: 1.03 times, as in the paper",
-    "batch-fig10": "35% of the steps are valleys, all of them after the last prompt; capped 58% "
-    "(figure 2), throughout the job",
-}
-"""What a reader should know of a result besides its numbers."""
+CLAIMS = """### Claims
+
+| name | the paper says | compared with | stated | here | verdict |
+|---|---|---|---|---|---|"""
+FIGURES = """### Figures, on two machines
+
+Least to most over the places that ran; the paper's at the same places.
+
+| name | unit | ours | the paper's | gain |
+|---|---|---|---|---|"""
+RUNS = """### Runs
+
+Turns: how often all series ran; in brackets, how many first jobs were left out.
+
+| name | what | places run | part | turns | machine | date | commit |
+|---|---|---|---|---|---|---|---|"""
+Result = Mapping[str, Any]
+DIFFERS = {"unshared": "theirs reads a copy of the prefix for each row"}
+"""Baselines of ours that are easier or harder to beat than the paper's, and why."""
 
 
 def main() -> None:
-    PAGE.write_text(page())
+    PAGE.write_text(page(results()))
 
 
-def page() -> str:
-    """The page of all results that there are."""
-    parts = [HEAD]
-    for paper in dict.fromkeys(_paper(each) for each in EXPERIMENTS.values()):
-        parts.append(f"## {paper}\n")
-        parts.append("| name | the paper's claim | ours | does it hold |\n|---|---|---|---|")
-        parts += [_line(each) for each in EXPERIMENTS.values() if _paper(each) == paper]
+def results() -> dict[str, Result]:
+    """Name -> content of its file, of all that there are."""
+    files = {name: RESULTS / f"{name}.json" for name in EXPERIMENTS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def page(found: Mapping[str, Result]) -> str:
+    papers: dict[str, list[Experiment]] = {}
+    for each in EXPERIMENTS.values():
+        papers.setdefault(each.source.partition(",")[0], []).append(each)
+    parts = [HEAD, *_summary(papers, found)]
+    for paper, experiments in papers.items():
+        ran = [(each, found[each.name]) for each in experiments if each.name in found]
+        parts += [f"## {paper}\n", CLAIMS]
+        parts += [line for each in experiments for line in _claims(each, found.get(each.name))]
+        parts += ["", FIGURES, *(_figures(*each) for each in ran)]
+        parts += ["", RUNS, *(_run_line(each, found.get(each.name)) for each in experiments), ""]
+        parts += [note for each in ran for note in _notes(*each)]
         parts.append("")
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip() + "\n"
 
 
-def _paper(experiment: Experiment) -> str:
-    return experiment.source.partition(",")[0]
-
-
-def _line(experiment: Experiment) -> str:
-    file = RESULTS / f"{experiment.name}.json"
-    result = json.loads(file.read_text()) if file.exists() else None
-    ours, holds = (
-        ("", NOT_RUN) if result is None else (_ours(experiment, result), _holds(experiment, result))
-    )
-    if result is not None and experiment.name in REMARKS:
-        holds += f". {REMARKS[experiment.name]}"
-    what = experiment.source.partition(", ")[2]
-    return f"| `{experiment.name}` ({what}) | {experiment.claim} | {ours} | {holds} |"
-
-
-def _ours(experiment: Experiment, result: dict[str, Any]) -> str:
-    """Of each series its least and its largest number."""
-    told = []
-    for series in dict.fromkeys(cell["series"] for cell in result["cells"]):
-        values = [
-            c["value"] for c in result["cells"] if c["series"] == series and c["value"] is not None
+def _summary(
+    papers: Mapping[str, Sequence[Experiment]], found: Mapping[str, Result]
+) -> Iterator[str]:
+    yield _row("paper", "claims", *VERDICTS)
+    yield "|---" * (2 + len(VERDICTS)) + "|"
+    for paper, experiments in papers.items():
+        verdicts = [
+            claim.finding(each.run(found.get(each.name))).verdict
+            for each in experiments
+            for claim in each.claims
         ]
-        if values:
-            span = dict.fromkeys(map(number, (min(values), max(values))))
-            told.append(f"{series} {' to '.join(span)}")
-    scale = "" if result["scale"] == 1 else f", {result['scale']:g} of the sizes"
-    part = result.get("part", 1)
-    scale += "" if part == 1 else f", {part:g} of the requests and points"
-    scale += "".join(f", {option}" for option in _engine_options(result["command"]))
-    return f"{'; '.join(told)} ({experiment.unit}; {result['device']}{scale})"
+        counts = Counter(verdicts)
+        yield _row(paper, len(verdicts), *(counts[verdict] for verdict in VERDICTS))
+    yield ""
 
 
-def _engine_options(command: str) -> list[str]:
-    """The options of a command that choose another model or memory than the default."""
-    words = shlex.split(command)
-    pairs = pairwise(words)
-    return [f"`{name} {value}`" for name, value in pairs if name in ("--model", "--kv-memory")]
+def _claims(experiment: Experiment, result: Result | None) -> Iterator[str]:
+    run = experiment.run(result)
+    for claim in experiment.claims:
+        finding = claim.finding(run)
+        yield _row(
+            f"`{experiment.name}`",
+            claim.text,
+            _compared(claim, finding, run, result),
+            stated_in(claim, finding),
+            _here(claim, finding, run),
+            finding.verdict,
+        )
 
 
-def _holds(experiment: Experiment, result: dict[str, Any]) -> str:
-    """In how many places ours is at least as good as the paper's."""
-    if result["scale"] != 1:
-        return "not at the paper's sizes: its numbers do not compare"
-    theirs = dict(experiment.theirs)
-    if experiment.ratio is not None and experiment.published_ratio is not None:
-        theirs[ratio_name(*experiment.ratio)] = ratio_name(*experiment.published_ratio)
-    published = {(place(c["at"]), c["series"]): c["value"] for c in result["published"]}
-    found = [
-        (cell, published.get((place(cell["at"]), theirs.get(cell["series"]))))
-        for cell in result["cells"]
-        if cell["value"] is not None
-    ]
-    known = [(cell, other) for cell, other in found if other is not None]
-    if not known:
-        return _against_theory(experiment, result) or "the paper has no number to compare with"
-    good = sum(_as_good(experiment, cell, other) for cell, other in known)
-    verdict = "yes" if good == len(known) else "in part" if good else "no"
-    return f"{verdict}: as good as the paper in {good} of {len(known)} places, to its digits"
+def _here(claim: Claim, finding: Finding, run: Run) -> str:
+    """The numbers of a run, and how many places they are of."""
+    if finding.verdict == "not run":
+        return claim.refused(run) or "no such number in the run"
+    ran, parts = sum(point.found is not None for point in finding.points), []
+    if ran > 1 and finding.met < ran:
+        parts.append(f"{finding.met} of {ran} reach it")
+    if finding.missing:
+        parts.append(f"{finding.missing} of {finding.places} places did not run")
+    return found_in(finding) + (f" ({'; '.join(parts)})" if parts else "")
 
 
-def _against_theory(experiment: Experiment, result: dict[str, Any]) -> str:
-    """Which part of the predicted speed-up was measured; "": nothing was predicted."""
-    found = {(place(cell["at"]), cell["series"]): cell["value"] for cell in result["cells"]}
-    series = ratio_name(*experiment.ratio) if experiment.ratio is not None else ""
-    parts = [
-        found[where, series] / predicted
-        for (where, name), predicted in found.items()
-        if name == THEORY
-    ]
-    if not parts:
+def _compared(claim: Claim, finding: Finding, run: Run, result: Result | None) -> str:
+    """The paper's baseline; ours; what differs."""
+    parts = [claim.theirs] if claim.theirs else []
+    if isinstance(claim.number, Gain) and finding.verdict != "not run":
+        other = claim.number.other(run)
+        parts += [f"here {_named(other, result)}", *([DIFFERS[other]] if other in DIFFERS else [])]
+    if claim.remark:
+        parts.append(claim.remark)
+    return "; ".join(parts)
+
+
+def _named(series: str, result: Result | None) -> str:
+    """A series; a peer's with its version."""
+    version = ""
+    if series.startswith("vllm"):
+        versions = {} if result is None else result["versions"]
+        version = f" ({versions.get('vllm', f'version {UNKNOWN}')})"
+    return f"`{series}`{version}"
+
+
+def _figures(experiment: Experiment, result: Result) -> str:
+    unit, ours, published = figures_of(experiment, result)
+    names = set(ours[0]["at"])  # cells with other names have another unit
+    mine = [cell for cell in ours if set(cell["at"]) == names and _measured(cell)]
+    places = {place(cell["at"]) for cell in mine}
+    theirs = [cell for cell in published if place(cell["at"]) in places and _measured(cell)]
+    machine = f" ({experiment.machine})" if experiment.machine and theirs else ""
+    return _row(
+        f"`{experiment.name}`",
+        unit,
+        f"{_spans(mine)} ({result['device']})",
+        f"{_spans(theirs)}{machine}" if theirs else f"({experiment.machine or 'nothing ran'})",
+        _gains(experiment, result, mine),
+    )
+
+
+def _measured(cell: Mapping[str, Any]) -> bool:
+    return cell["value"] is not None and " : " not in cell["series"] and cell["series"] != THEORY
+
+
+def _spans(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Of each series its least and its largest number."""
+    values: dict[str, list[float]] = {}
+    for cell in cells:
+        values.setdefault(cell["series"], []).append(cell["value"])
+    return "; ".join(f"{name} {_span(values[name])}" for name in sorted(values, key=rank))
+
+
+def _span(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(map(number, (min(values), max(values)))))
+
+
+def _gains(experiment: Experiment, result: Result, cells: Sequence[Mapping[str, Any]]) -> str:
+    """How many times better the experiment's own series is than each baseline."""
+    if experiment.ratio is None:
         return ""
-    spread = f"{number(min(parts))} to {number(max(parts))}, median {number(median(parts))}"
-    return f"of the predicted speed-up {spread} times was measured"
+    run, (own, other) = experiment.run(result), experiment.ratio
+    places = [cell["at"] for cell in cells if cell["series"] == own]
+    told = []
+    for series in sorted(dict.fromkeys(cell["series"] for cell in cells), key=rank):
+        found = [run.times(run.ours, (at, own), (at, series)) for at in places]
+        gains = [gain for gain in found if gain is not None]
+        if (series == other or rank(series)) and series != own and gains:
+            told.append(f"over {_named(series, result)} {span(gains)}")
+    return f"`{own}`: {'; '.join(told)}" if told else ""
 
 
-def _as_good(experiment: Experiment, cell: dict[str, Any], other: float) -> bool:
-    """A ratio says how many times better; of other numbers the experiment says what is better."""
-    digit = 10.0 ** -len(str(other).partition(".")[2])
-    if experiment.better == "less" and " : " not in cell["series"]:
-        return bool(cell["value"] < other + digit)
-    return bool(cell["value"] > other - digit)
+def _run_line(experiment: Experiment, result: Result | None) -> str:
+    names, places = ", ".join(f"`{name}`" for name in experiment.names), experiment.measure.places()
+    if result is None:
+        return _row(names, experiment.title, f"0 of {len(places)}", *"-----")
+    first = result["cells"][0]["series"]
+    ran = {
+        place(cell["at"])
+        for cell in result["cells"]
+        if cell["series"] == first and cell["value"] is not None
+    }
+    return _row(
+        names,
+        "; ".join([experiment.title, *_options(result["command"])]),
+        f"{len(ran & set(map(place, places)))} of {len(places)}" if places else "other data",
+        f"{result.get('part', 1):g}",
+        f"{result.get('repeat', 1)} ({result.get('discarded', 0)})",
+        result["device"],
+        result["date"],
+        _commit(result),
+    )
+
+
+def _options(command: str) -> list[str]:
+    """The options of a command that choose another model or memory than the default."""
+    told = ("--model", "--kv-memory", "--share")
+    return [f"`{name} {value}`" for name, value in pairwise(shlex.split(command)) if name in told]
+
+
+def _commit(result: Result) -> str:
+    named = re.search(r"\+g([0-9a-f]+)", result["versions"].get("onestem", ""))
+    commit: str = result.get("commit") or (named[1] if named else UNKNOWN)
+    return commit
+
+
+def _notes(experiment: Experiment, result: Result) -> Iterator[str]:
+    """What else a reader needs: what we chose, numbers that are missing or other than asked, and
+    peers that were left out."""
+    parts = [f"Ours to choose: {result['assumed']}."] if result["assumed"] else []
+    if experiment.stand_in:
+        parts.append(f"Ran: {experiment.stand_in}.")
+    noted = Counter((cell["series"], cell["note"]) for cell in result["cells"] if cell["note"])
+    parts += [
+        f"`{series}` at {count} {'place' if count == 1 else 'places'}: {note}."
+        for (series, note), count in noted.items()
+    ]
+    parts += [f"Left out: {peer}: {why}." for peer, why in result["refused"].items()]
+    if parts:
+        yield f"* `{experiment.name}`: {' '.join(parts)}"
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def paper(
     if name != "all":
         _refuse_unread(context, find(name))
     if out is not None:  # before anything is measured
-        _check_folder(out, EXPERIMENTS if name == "all" else [name])
+        _check_folder(out, EXPERIMENTS if name == "all" else [find(name).name])
     peers = [peer.strip() for peer in against.split(",") if peer.strip()]
     with (
         exit_on_sigterm(),
@@ -164,14 +164,21 @@ def _write_text(path: Path, text: str) -> None:
 
 def _list(experiments: Iterable[Experiment], as_json: bool) -> None:
     listed = [
-        {"name": each.name, "source": each.source, "title": each.title} for each in experiments
+        {
+            "name": each.name,
+            "also": list(each.also),
+            "source": each.source,
+            "title": each.title,
+        }
+        for each in experiments
     ]
     if as_json:
         typer.echo(json.dumps(listed))
         return
     width = max(len(each["name"]) for each in listed)
     for each in listed:
-        typer.echo(f"{each['name']:{width}}  {each['title']}")
+        also = f" (also {', '.join(each['also'])})" if each["also"] else ""
+        typer.echo(f"{each['name']:{width}}  {each['title']}{also}")
 
 
 def _run(

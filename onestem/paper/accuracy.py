@@ -31,6 +31,10 @@ class Accuracy:
 
     isolations: tuple[str, ...] = ISOLATIONS
 
+    def places(self) -> list[dict[str, str]]:
+        """None of the paper's: it ran other data."""
+        return []
+
     def steps(self, bench: Bench) -> list[Step]:
         return [partial(self._measure, bench, isolation) for isolation in self.isolations]
 

@@ -45,6 +45,9 @@ class Applications:
 
     names: tuple[str, ...]
 
+    def places(self) -> list[dict[str, str]]:
+        return [{"application": name} for name in self.names]
+
     def steps(self, bench: Bench) -> list[Step]:
         return [partial(self._measure, bench, name) for name in self.names]
 

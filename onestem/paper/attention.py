@@ -89,6 +89,9 @@ class AttentionSweep:
     head_dim: int = 128
     theory: bool = False
 
+    def places(self) -> list[Mapping[str, Any]]:
+        return [at for at, _ in self.settings]
+
     def steps(self, bench: Bench) -> list[Task]:
         absent = absent_peers(bench.against, bench.device)
         bench.refused.update(absent)

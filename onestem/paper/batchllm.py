@@ -8,8 +8,9 @@ from onestem.bench import BatchCase
 from onestem.lengths import Lengths, Pareto, Poisson
 from onestem.options import Levels
 from onestem.paper.attention import AttentionSweep, Decodes, Mixed
+from onestem.paper.claims import Claim, Gain, Value
 from onestem.paper.experiment import Cell, Experiment, Measure, points
-from onestem.paper.jobs import JobRuns, Mode, PlanSavings, Setting, WorkloadLengths, job
+from onestem.paper.jobs import JobRuns, Mode, PlanSavings, Setting, job
 from onestem.paper.trace import StepRows
 
 __all__ = ["EXPERIMENTS"]
@@ -22,6 +23,16 @@ INPUT_ORDER = Mode("input order", "storage", LRU)
 SORTED = Mode("sorted", "storage", {"levels": "none", "order": "sorted"})
 OFF = Mode("off", "off", LRU)
 CAPPED = {"max_num_seqs": 256}
+CAPPED_STEPS = Mode("capped, input order", "off", LRU | CAPPED)
+FREE = Mode("no cap, ordered by R", "off")
+CACHING, SORTED_INPUT, SGLANG = (
+    "vLLM 0.6.4, prefix caching, chunked",
+    "the same, input sorted",
+    "SGLang",
+)
+OVER_VLLM = Gain("planned", ("vllm", "input order"))
+OVER_SORTED = Gain("planned", ("vllm, sorted", "sorted"))
+OVER_SGLANG = Gain("planned", ("sglang",))
 INDUSTRY = "prefixes of about 1,570 tokens (Poisson), 3 requests each with about 30 of their own"
 
 
@@ -108,15 +119,32 @@ THEIRS = {"planned": "BatchLLM", "input order": VLLM, "sorted": "vLLM, input sor
 
 def _throughput(letter: str, model: str, title: str, poisson: bool = False) -> Experiment:
     published: tuple[Cell, ...] = ()
+    sorted_input: tuple[Claim, ...] = ()
     if letter == "a":
         at = {"prefix/own": "2000/200", "degree": 16}
         values = {"BatchLLM": 18.0, VLLM: 6.0, "vLLM, input sorted": 13.02}
         published = tuple(Cell(at, series, value) for series, value in values.items())
+        text = "1.38 times vLLM's with sorted prompts, at 2000/200 and degree 16."
+        sorted_input = (Claim(text=text, number=OVER_SORTED, theirs=SORTED_INPUT),)
     return Experiment(
         name=f"batch-fig6{letter}",
         source=f"{PAPER}, figure 6{letter}",
         title=title,
-        claim="1.4 to 3 times vLLM's throughput, 1.2 to 2.5 times SGLang's.",
+        claims=(
+            Claim(
+                text="1.4 to 3 times vLLM's throughput.",
+                number=OVER_VLLM,
+                stated=(1.4, 3.0),
+                theirs=CACHING,
+            ),
+            *sorted_input,
+            Claim(
+                text="1.2 to 2.5 times SGLang's.",
+                number=OVER_SGLANG,
+                stated=(1.2, 2.5),
+                theirs=SGLANG,
+            ),
+        ),
         machine=A100,
         unit="requests/s",
         measure=_lengths(model, poisson),
@@ -137,7 +165,35 @@ EXPERIMENTS = (
         name="batch-fig7",
         source=f"{PAPER}, figure 7",
         title="throughput over the sharing degree and the prefix, 6,400 requests",
-        claim="1.7 times vLLM's at degree 2, 10.8 times at degree 16 and prefixes of 16,000.",
+        claims=(
+            Claim(
+                text="1.7 times vLLM's at degree 2; 10.8 at degree 16, prefixes of 16,000.",
+                number=OVER_VLLM,
+                theirs=CACHING,
+            ),
+            Claim(
+                text="The gain grows with the degree.",
+                number=OVER_VLLM,
+                at={"prefix": 2000},
+                stated=1.0,
+                along="degree",
+                theirs=CACHING,
+            ),
+            Claim(
+                text="... and with the prefix.",
+                number=OVER_VLLM,
+                at={"degree": 16},
+                stated=1.0,
+                along="prefix",
+                theirs=CACHING,
+            ),
+            Claim(
+                text="1.5 to 9.5 times SGLang's.",
+                number=OVER_SGLANG,
+                stated=(1.5, 9.5),
+                theirs=SGLANG,
+            ),
+        ),
         machine=A100,
         unit="requests/s",
         measure=JobRuns(
@@ -156,7 +212,19 @@ EXPERIMENTS = (
         name="batch-fig9",
         source=f"{PAPER}, figure 9",
         title="saving of prompt tokens over the sharing degree and the prefix, by the plan alone",
-        claim="85.2% at degree 16 and prefixes of 2,000 (vLLM 40.1%), 92.6% at 16,000 (6.3%).",
+        claims=(
+            Claim(
+                text="At degree 16 the plan saves 85.2% (prefixes of 2,000) and 92.6% (16,000).",
+                number=Value("one"),
+            ),
+            Claim(
+                text="That is 2.12 and 14.7 times what vLLM's cache saves.",
+                number=Gain("one", ("vllm", "lru")),
+                at={"degree": 16, "prefix": (2000, 16000)},
+                stated=(2.12, 14.7),
+                theirs=CACHING,
+            ),
+        ),
         machine=A100,
         unit="% of the prompt tokens saved",
         measure=PlanSavings(_sharing(6400)),
@@ -173,7 +241,40 @@ EXPERIMENTS = (
         name="batch-table1",
         source=f"{PAPER}, table 1",
         title="throughput of an industry workload, 8,000 requests, Qwen2.5-7B",
-        claim="1.30 times vLLM with prefix caching and chunked prompts.",
+        claims=(
+            Claim(text="1.3 times vLLM's throughput.", number=OVER_VLLM, theirs=CACHING),
+            Claim(
+                text="1.32 times that of vLLM of January 2026.",
+                number=Gain("planned", ("vllm",)),
+                stated=1.32,
+                theirs="vLLM of 2026-01-16",
+            ),
+            Claim(
+                text="1.58 times vLLM's without its prefix cache.",
+                number=Gain("planned", ("off",)),
+                theirs="vLLM 0.6.4, chunked",
+            ),
+            Claim(
+                text="Nothing is recomputed for want of memory.",
+                number=Value("planned", "num_preempted"),
+                whole=True,
+                stated=0.0,
+                bound="most",
+            ),
+            Claim(
+                text="Planning takes 0.16% of the job's time.",
+                number=Value("planned", "planning_share"),
+                whole=True,
+                stated=0.0016,
+                bound="most",
+            ),
+            Claim(
+                text="One level saves 55% of the prompts' tokens, all levels 56%.",
+                number=Gain("saving of one level", ("saving of all levels",)),
+                stated=0.98,
+                remark="prefixes have a single level in our model of this workload",
+            ),
+        ),
         machine=A100,
         unit="requests/s",
         measure=JobRuns(
@@ -186,29 +287,10 @@ EXPERIMENTS = (
         assumed=f"{INDUSTRY}; 100 tokens sampled",
     ),
     Experiment(
-        name="batch-fig8",
-        source=f"{PAPER}, figure 8",
-        title="lengths that the planner finds in the industry workload",
-        claim="Prefixes of about 1,570 tokens, about 30 own tokens, about 3 requests a prefix.",
-        machine="",
-        unit="tokens, requests",
-        measure=WorkloadLengths(_industry(8000)),
-        published=points(
-            "of",
-            {
-                "prefix tokens": {"average": 1570},
-                "own tokens": {"average": 30},
-                "degree": {"average": 3},
-            },
-        ),
-        theirs={"mean": "average"},
-        assumed=INDUSTRY,
-    ),
-    Experiment(
         name="batch-table2",
         source=f"{PAPER}, table 2",
         title="throughput with heavy-tailed outputs: 20 groups of 16, Pareto(1.5) in 10..512",
-        claim="17.02 requests/s against vLLM's 5.26: 3.2 times.",
+        claims=(Claim(text="3.2 times vLLM's throughput.", number=OVER_VLLM, theirs=CACHING),),
         machine=A100,
         unit="requests/s",
         measure=JobRuns(
@@ -229,7 +311,14 @@ EXPERIMENTS = (
         name="batch-table3",
         source=f"{PAPER}, table 3, savings",
         title="saving of prompt tokens by grouping algorithms: 6,400 prompts in two levels",
-        claim="48.6% (A) and 39.7% (B) with one level; the 50% heuristic finds about 25%.",
+        claims=(
+            Claim(text="One level saves 48.6% (A) and 39.7% (B).", number=Value("one")),
+            Claim(
+                text="... which is 1.94 and 1.59 times what a 50% heuristic saves.",
+                number=Gain("one", ("heuristic",)),
+                theirs="heuristic grouping",
+            ),
+        ),
         machine=A100,
         unit="% of the prompt tokens saved",
         measure=PlanSavings(TABLE3, levels=LEVELS),
@@ -246,7 +335,18 @@ EXPERIMENTS = (
         name="batch-table3-rates",
         source=f"{PAPER}, table 3, throughput",
         title="throughput by grouping algorithms: a quarter of the 6,400 prompts",
-        claim="1.28 times the heuristic's throughput and 1.49 times that without sharing.",
+        claims=(
+            Claim(
+                text="1.28 (A) and 1.18 (B) times the heuristic's throughput.",
+                number=Gain("one", ("heuristic",)),
+                theirs="heuristic grouping",
+            ),
+            Claim(
+                text="1.49 (A) and 1.36 (B) times that with nothing shared.",
+                number=Gain("one", ("off",)),
+                theirs="vLLM 0.6.4, nothing shared",
+            ),
+        ),
         machine=A100,
         unit="requests/s",
         measure=JobRuns(
@@ -275,7 +375,18 @@ EXPERIMENTS = (
         name="batch-table4",
         source=f"{PAPER}, table 4",
         title="throughput with and without a cap of 256 running requests, 3,000 industry requests",
-        claim="Without the cap 1.03 times the throughput, and 1.04 times with sharing.",
+        claims=(
+            Claim(
+                text="Planned, without the cap: 1.04 times the throughput.",
+                number=Gain("planned", ("planned, capped",)),
+                theirs="BatchLLM, capped",
+            ),
+            Claim(
+                text="Nothing shared, without the cap: 1.03 times.",
+                number=Gain("off", ("off, capped",)),
+                theirs="vLLM 0.6.4, chunked",
+            ),
+        ),
         machine=A100,
         unit="requests/s",
         measure=JobRuns(
@@ -307,37 +418,42 @@ EXPERIMENTS = (
         ratio=("planned", "planned, capped"),
         assumed=f"{INDUSTRY}; 100 tokens sampled",
     ),
-    *(
-        Experiment(
-            name=f"batch-fig{number}",
-            source=f"{PAPER}, figure {number}",
-            title=title,
-            claim=claim,
-            machine=A100,
-            unit="rows of a step",
-            measure=StepRows(Setting({}, _industry(3000), "qwen2.5-7b"), (mode,)),
-            assumed=f"{INDUSTRY}; 100 tokens sampled; sharing off, as in the paper",
-        )
-        for number, title, claim, mode in (
-            (
-                2,
-                "tokens of each step with a cap of 256 requests, in input order",
-                "With a cap of requests many steps are valleys.",
-                Mode("capped, input order", "off", LRU | CAPPED),
+    Experiment(
+        name="batch-fig2",
+        also=("batch-fig10",),
+        source=f"{PAPER}, figures 2 and 10",
+        title="tokens of each step: a cap of 256 requests, and none with requests ordered by R",
+        claims=(
+            Claim(
+                text="Without the cap and ordered by R, fewer steps are valleys.",
+                number=Gain(FREE.name, (CAPPED_STEPS.name,)),
+                at={"valleys": "% of the steps"},
+                stated=1.0,
+                theirs="vLLM 0.6.4, chunked",
             ),
-            (
-                10,
-                "tokens of each step without a cap, requests ordered by R",
-                "Ordered by R and bounded by memory alone, the valleys are gone.",
-                Mode("no cap, ordered by R", "off"),
-            ),
-        )
+        ),
+        machine=A100,
+        unit="rows of a step",
+        measure=StepRows(Setting({}, _industry(3000), "qwen2.5-7b"), (CAPPED_STEPS, FREE)),
+        better="less",
+        assumed=f"{INDUSTRY}; 100 tokens sampled; sharing off, as in the paper",
     ),
     Experiment(
         name="batch-fig11",
         source=f"{PAPER}, figure 11",
         title="attention alone: decodes, and prompts among decodes",
-        claim="As fast as CUDA kernels or faster, in Triton.",
+        claims=tuple(
+            Claim(
+                text=f"As fast as {name} or faster.",
+                number=Gain("full", peers),
+                stated=1.0,
+                theirs=theirs,
+            )
+            for name, peers, theirs in (
+                ("a cascade of CUDA kernels", ("flashinfer",), "FlashInfer's cascade 0.1.4"),
+                ("FlashAttention", ("flash_attn3", "flash_attn"), "FlashAttention 2.6.1"),
+            )
+        ),
         machine=A100,
         unit="ms",
         measure=AttentionSweep(q_heads=32, kv_heads=8, settings=(*KERNELS, *MIXED)),
@@ -349,7 +465,6 @@ EXPERIMENTS = (
         name="batch-overhead",
         source=f"{PAPER}, section 4.3.1",
         title="seconds of planning 8,000 requests of the industry workload",
-        claim="1.51 s of 919.54 s.",
         machine="an AMD EPYC 7V12",
         unit="seconds",
         measure=PlanSavings(

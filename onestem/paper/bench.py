@@ -43,6 +43,7 @@ class Bench(AbstractContextManager["Bench"]):
     Attributes:
         told_model: the model that the options name; None: each experiment has its own.
         refused: peers that were left out, and why.
+        versions: of peers that ran in another interpreter.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Bench(AbstractContextManager["Bench"]):
         self.against = tuple(against)
         self.device = pick_device(options.device)
         self.refused: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="onestem-paper-")
         self._llm: tuple[Any, LLM] | None = None
         self._vllm: tuple[str, Vllm] | None = None
@@ -184,7 +186,7 @@ class Bench(AbstractContextManager["Bench"]):
                 "tensor_parallel_size": self.options.tensor_parallel_size,
             }
             vllm = Vllm()
-            vllm.load(settings)
+            self.versions["vllm"] = vllm.load(settings)["version"]
             self._vllm = model, vllm
         return self._vllm[1], config.vocab_size
 

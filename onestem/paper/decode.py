@@ -42,6 +42,11 @@ class DecodeSweep:
     modes: tuple[ShareMode, ...] = MODES
     metric: Literal["thousand tokens/s", "seconds"] = "thousand tokens/s"
 
+    def places(self) -> list[dict[str, int]]:
+        return [
+            {"batch": batch, "prefix": prefix} for batch in self.batches for prefix in self.prefixes
+        ]
+
     def steps(self, bench: Bench) -> list[Step]:
         return [
             partial(self._measure, bench, mode, batch, prefix)

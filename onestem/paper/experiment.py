@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from onestem.paper.claims import SHARES, Claim, Run, Value, place, ratio_name
+
 if TYPE_CHECKING:
     from onestem.paper.bench import Bench
 
@@ -60,9 +62,12 @@ Step = Callable[[], Iterable[Cell]]
 
 
 class Measure(Protocol):
-    """Measures all cells of an experiment, in steps that a progress bar counts."""
+    """Measures all cells of an experiment, in steps that a progress bar counts. `places`: of all
+    cells at the paper's size."""
 
     def steps(self, bench: Bench) -> list[Step]: ...
+
+    def places(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +78,13 @@ class Experiment:
         name: as on the command line.
         source: paper, and number of the table or figure there.
         title: one line.
-        claim: the paper's claim, in our words.
         machine: the paper's machine; "": nothing ran.
         unit: of the values.
+        claims: what the paper says of it. None are about absolute numbers.
+        also: other names: tables and figures of the same run.
+        requests: of the paper's whole job, if `unit` is "seconds" of a job: a part's are given per
+            request.
+        stand_in: what runs in place of the paper's model or data; "": nothing does.
         published: the paper's numbers, at the same places as ours.
         theirs: our series -> the paper's series to compare it with.
         ratio: two series of ours, whose speed-up becomes a series too: the second's time by the
@@ -89,10 +98,13 @@ class Experiment:
     name: str
     source: str
     title: str
-    claim: str
     machine: str
     unit: str
     measure: Measure
+    claims: tuple[Claim, ...] = ()
+    also: tuple[str, ...] = ()
+    requests: int = 0
+    stand_in: str = ""
     published: tuple[Cell, ...] = ()
     theirs: Mapping[str, str] = field(default_factory=dict)
     ratio: tuple[str, str] | None = None
@@ -100,6 +112,58 @@ class Experiment:
     across: str = ""
     assumed: str = ""
     plot_ratio: bool = False
+
+    def __post_init__(self) -> None:
+        for claim in self.claims:
+            share = any("%" in text for text in (self.unit, *map(str, claim.at.values())))
+            number = claim.number
+            if isinstance(number, Value) and not (number.count in SHARES or share):
+                raise ValueError(
+                    f"{self.name}: a claim about {self.unit}, which machines differ in"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.also)
+
+    def run(self, result: Mapping[str, Any] | None) -> Run:
+        """The numbers of a result, for claims; None: it did not run."""
+        cells = [] if result is None else result["cells"]
+        counts: dict[str, dict[Any, float]] = {}
+        for cell in cells:
+            for name, count in cell["counts"].items():
+                counts.setdefault(name, {})[place(cell["at"]), cell["series"]] = count
+        return Run(
+            places=self.measure.places(),
+            ours={
+                (place(cell["at"]), cell["series"]): cell["value"]
+                for cell in cells
+                if cell["value"] is not None and " : " not in cell["series"]
+            },
+            paper={
+                (place(cell.at), cell.series): cell.value
+                for cell in self.published
+                if cell.value is not None
+            },
+            theirs=self.theirs,
+            counts=counts,
+            less=self.better == "less",
+            refused=self._refused(result),
+            part=1.0 if result is None else result.get("part", 1.0),
+        )
+
+    def _refused(self, result: Mapping[str, Any] | None) -> str:
+        if result is None:
+            return "no result"
+        if self.stand_in:
+            return f"{self.stand_in} in place of the paper's"
+        if result["scale"] != 1:
+            return f"{result['scale']:g} of the paper's sizes"
+        if result["assumed"] != self.assumed:
+            return "run when other things were assumed"
+        if result["model"] is not None:
+            return f"{result['model']} in place of the paper's model"
+        return "" if result["share"] == "full" else f"ran with --share {result['share']}"
 
     @property
     def published_ratio(self) -> tuple[str, str] | None:
@@ -124,16 +188,6 @@ class Experiment:
 
     def _ratio(self, value: float, other: float) -> float:
         return value / other if self.better == "more" else other / value
-
-
-def place(at: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A place as a key, independent of the order of its names."""
-    return tuple(sorted(at.items()))
-
-
-def ratio_name(own: str, other: str) -> str:
-    """The series of a ratio of two."""
-    return f"{own} : {other}"
 
 
 def grid(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from onestem.lengths import DATA_SETS, LogNormal
 from onestem.paper.attention import AttentionSweep, Decodes
+from onestem.paper.claims import Claim, Gain, Growth
 from onestem.paper.decode import DecodeSweep
 from onestem.paper.experiment import Cell, Experiment, grid, points
 from onestem.paper.jobs import JobRuns, Mode, Setting, job
@@ -21,6 +22,10 @@ THEIRS = {
     "no-attention": "no attention",
 }
 EIGHT = "eight A100-40GB"
+EQUAL = "full, equal batch"
+VLLM, FLASH, CEILING = "vLLM 0.2.7", "FlashAttention", "no attention"
+OF_CEILING, OVER_VLLM = Gain("full", ("no-attention",)), Gain("full", ("storage",))
+OVER_FLASH = Gain("full", ("copies", "unshared"))
 NONE = (None,) * 5
 APPS = DATA_SETS["apps"]
 
@@ -114,12 +119,49 @@ TABLE7: Rows = {
 }
 
 
-def _throughput(number: int, model: str, new: int, rows: Rows) -> Experiment:
+FIGURE3 = (  # the paper's, from the column of table 4 at a prefix of 2,048
+    Claim(
+        text="Prefix 2,048: at least half of the rate without attention at each batch.",
+        number=OF_CEILING,
+        at={"prefix": 2048},
+        stated=0.5,
+        theirs=CEILING,
+    ),
+    Claim(
+        text="Prefix 2,048: the gain grows with the batch.",
+        number=OVER_VLLM,
+        at={"prefix": 2048},
+        stated=1.0,
+        along="batch",
+        theirs=VLLM,
+    ),
+)
+
+
+def _throughput(
+    number: int,
+    model: str,
+    new: int,
+    rows: Rows,
+    also: tuple[str, ...] = (),
+    more: tuple[Claim, ...] = (),
+) -> Experiment:
     return Experiment(
         name=f"hydragen-table{number}",
+        also=also,
         source=f"{PAPER}, table {number}",
         title=f"decoding throughput, {model}, {new} new tokens, batch by prefix",
-        claim="Throughput stays near the ceiling without attention while prefix and batch grow.",
+        claims=(
+            Claim(
+                text="Times vLLM's rate, at each batch and prefix.", number=OVER_VLLM, theirs=VLLM
+            ),
+            Claim(
+                text="Share of the rate without attention, at each batch and prefix.",
+                number=OF_CEILING,
+                theirs=CEILING,
+            ),
+            *more,
+        ),
         machine=EIGHT,
         unit="thousand tokens/s",
         measure=DecodeSweep(model, tuple(rows), PREFIXES, new),
@@ -132,23 +174,25 @@ def _throughput(number: int, model: str, new: int, rows: Rows) -> Experiment:
 
 EXPERIMENTS = (
     Experiment(
-        name="hydragen-fig3",
-        source=f"{PAPER}, figure 3",
-        title="decoding throughput over the batch, CodeLlama-13b, prefix 2,048",
-        claim="The gain grows with the batch; at least half of the rate without attention.",
-        machine=EIGHT,
-        unit="thousand tokens/s",
-        measure=DecodeSweep("codellama-13b", tuple(TABLE4), (2048,), 128),
-        published=tuple(cell for cell in _published(TABLE4) if cell.at["prefix"] == 2048),
-        theirs=THEIRS,
-        ratio=("full", "no-attention"),
-        across="batch",
-    ),
-    Experiment(
         name="hydragen-fig4",
         source=f"{PAPER}, figure 4",
         title="decoding throughput over the prefix, CodeLlama-13b, batch 1,024",
-        claim="At least 70% of the rate without attention; at most 15% lost from 1K to 16K.",
+        claims=(
+            Claim(text="3 to more than 30 times vLLM's rate.", number=OVER_VLLM, theirs=VLLM),
+            Claim(
+                text="At least 70% of the rate without attention at each prefix.",
+                number=OF_CEILING,
+                stated=0.7,
+                theirs=CEILING,
+            ),
+            Claim(
+                text="At most 15% of the rate is lost from 1K to 16K.",
+                number=Growth("full", {"prefix": 1024}),
+                at={"prefix": PREFIXES[-1]},
+                stated=0.85,
+                theirs="a prefix of 1K",
+            ),
+        ),
         machine=EIGHT,
         unit="thousand tokens/s",
         measure=DecodeSweep("codellama-13b", (1024,), PREFIXES, 128),
@@ -161,7 +205,13 @@ EXPERIMENTS = (
         name="hydragen-fig5",
         source=f"{PAPER}, figure 5",
         title="attention alone over the suffix, 8 query heads on 1 KV head",
-        claim="More than 12 times FlashAttention's speed at batch 4,096 and prefix 8,192.",
+        claims=(
+            Claim(
+                text="More than 12 times FlashAttention's speed at batch 4,096, prefix 8,192.",
+                number=OVER_FLASH,
+                theirs=FLASH,
+            ),
+        ),
         machine="an A100-40GB",
         unit="ms",
         measure=AttentionSweep(
@@ -189,7 +239,22 @@ EXPERIMENTS = (
         name="hydragen-fig8",
         source=f"{PAPER}, figure 8",
         title="attention alone on other GPUs: batch by prefix",
-        claim="Speed-ups on an H100 and an L40S are like those on an A100, or larger.",
+        claims=(
+            Claim(
+                text="The gain grows with the batch.",
+                number=OVER_FLASH,
+                stated=1.0,
+                along="batch",
+                theirs=FLASH,
+            ),
+            Claim(
+                text="The gain grows with the prefix.",
+                number=OVER_FLASH,
+                stated=1.0,
+                along="prefix",
+                theirs=FLASH,
+            ),
+        ),
         machine="an H100 and an L40S",
         unit="ms",
         measure=AttentionSweep(
@@ -215,7 +280,21 @@ EXPERIMENTS = (
         name="hydragen-fig6",
         source=f"{PAPER}, figure 6",
         title="seconds to answer questions on a document of 19,947 tokens, Yi-6B-200k",
-        claim="256 questions take less time than 64 without sharing; within 60% of no attention.",
+        claims=(
+            Claim(
+                text="256 questions take less time than 64 with nothing shared.",
+                number=Gain("full", ("off",), other_at={"batch": 64}),
+                at={"batch": 256},
+                stated=1.0,
+                theirs=FLASH,
+            ),
+            Claim(
+                text="At most 1.6 times the time without attention (0.625 of its speed).",
+                number=OF_CEILING,
+                stated=0.625,
+                theirs=CEILING,
+            ),
+        ),
         machine="four A100-40GB",
         unit="seconds",
         measure=DecodeSweep(
@@ -236,9 +315,26 @@ EXPERIMENTS = (
         name="hydragen-fig7",
         source=f"{PAPER}, figure 7",
         title="seconds of 120 APPS problems, 128 samples each: one level of sharing, and two",
-        claim="A second level takes 18% less time at equal batch, and the larger one 45% less.",
+        claims=(
+            Claim(
+                text="A second level takes 18% less time at equal batch.",
+                number=Gain(EQUAL, (EQUAL,), {"sharing": "one level"}),
+                at={"sharing": "two levels"},
+                stated=1.22,
+                theirs="one level",
+            ),
+            Claim(
+                text="With the batch that then fits it takes 55% less.",
+                number=Gain("full", ("full",), {"sharing": "one level"}),
+                at={"sharing": "two levels"},
+                stated=2.22,
+                theirs="one level",
+            ),
+        ),
+        requests=120 * 128,
         machine=EIGHT,
         unit="seconds",
+        better="less",
         measure=JobRuns(
             settings=tuple(
                 Setting(
@@ -263,7 +359,20 @@ EXPERIMENTS = (
         name="hydragen-table1",
         source=f"{PAPER}, table 1",
         title="seconds of GSM8K with self-consistency: 8-shot, 40 samples",
-        claim="1.37 to 1.47 times faster at equal batch, 2.1 times with the larger one.",
+        claims=(
+            Claim(
+                text="1.37 to 1.47 times as fast at equal batch.",
+                number=Gain(EQUAL, ("off",)),
+                stated=(1.37, 1.47),
+                theirs=FLASH,
+            ),
+            Claim(
+                text="2.09 to 2.14 times with the batch that then fits.",
+                number=Gain("full", ("off",)),
+                theirs=FLASH,
+            ),
+        ),
+        requests=1319 * 40,
         machine=EIGHT,
         unit="seconds",
         measure=JobRuns(
@@ -301,7 +410,7 @@ EXPERIMENTS = (
     ),
     _throughput(2, "codellama-7b", 128, TABLE2),
     _throughput(3, "codellama-7b", 256, TABLE3),
-    _throughput(4, "codellama-13b", 128, TABLE4),
+    _throughput(4, "codellama-13b", 128, TABLE4, ("hydragen-fig3",), FIGURE3),
     _throughput(5, "codellama-13b", 256, TABLE5),
     _throughput(6, "codellama-34b", 128, TABLE6),
     _throughput(7, "codellama-34b", 256, TABLE7),

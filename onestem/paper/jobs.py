@@ -8,8 +8,6 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
-import numpy as np
-
 from onestem.bench import BatchCase, run_batch
 from onestem.lengths import Lengths, Scaled
 from onestem.options import Levels, ShareMode
@@ -23,7 +21,6 @@ __all__ = [
     "Mode",
     "PlanSavings",
     "Setting",
-    "WorkloadLengths",
     "answered",
     "job",
     "planned_prompts",
@@ -99,6 +96,9 @@ class JobRuns:
     modes: tuple[Mode, ...]
     metric: Metric = "requests_per_s"
 
+    def places(self) -> list[Mapping[str, Any]]:
+        return [setting.at for setting in self.settings]
+
     def steps(self, bench: Bench) -> list[Step]:
         settings = bench.thin_table(self.settings, attrgetter("at"))
         longest: dict[str, int] = {}
@@ -145,6 +145,7 @@ class JobRuns:
         ran = {"requests": figures["requests"], **figures["drawn"]}
         counted = ("logical_prompt_tokens", "processed_prompt_tokens", "shared_read_tokens")
         counts = {name: figures[name] for name in (*counted, "num_preempted", "saving")}
+        counts["planning_share"] = figures["planning_seconds"] / figures["seconds"]
         yield Cell(setting.at, mode.name, figures[self.metric], ran, counts)
 
 
@@ -174,6 +175,9 @@ class PlanSavings:
     levels: tuple[Levels, ...] = ("one", "all")
     metric: Literal["% saved", "seconds"] = "% saved"
 
+    def places(self) -> list[Mapping[str, Any]]:
+        return [at for at, _ in self.settings]
+
     def steps(self, bench: Bench) -> list[Step]:
         settings = bench.thin_table(self.settings, itemgetter(0))
         return [partial(self._measure, bench, *setting) for setting in settings]
@@ -201,31 +205,3 @@ def _plan(bench: Bench, requests: list[tuple[list[int], int]], levels: Levels = 
     shares = bench.share("full") in ("full", "storage")
     least = 1 if shares else max(map(len, prompts))
     return plan_job(prompts, output_lengths=outputs, levels=levels, min_prefix_tokens=least)
-
-
-@dataclass(frozen=True)
-class WorkloadLengths:
-    """Lengths that the planner finds in a job: tokens of prefixes and of the rest, and members of
-    groups (mean and percentiles)."""
-
-    job: BatchCase
-
-    def steps(self, bench: Bench) -> list[Step]:
-        return [partial(self._measure, bench)]
-
-    def _measure(self, bench: Bench) -> Iterable[Cell]:
-        requests = planned_prompts(bench, self.job)
-        groups = _plan(bench, requests).groups
-        found = {
-            "prefix tokens": [group.prefix_tokens for group in groups],
-            "own tokens": [
-                len(requests[i][0]) - group.prefix_tokens for group in groups for i in group.members
-            ],
-            "degree": [len(group.members) for group in groups],
-        }
-        ran = {"requests": len(requests)}
-        for what, numbers in found.items():
-            yield Cell({"of": what}, "mean", float(np.mean(numbers)), ran)
-            for percent in (10, 50, 90):
-                value = float(np.percentile(numbers, percent))
-                yield Cell({"of": what}, f"p{percent}", value, ran)

@@ -23,6 +23,9 @@ class TokenMemories:
 
     models: Mapping[str, tuple[int, int, int, int]]
 
+    def places(self) -> list[dict[str, str]]:
+        return [{"model": name} for name in self.models]
+
     def steps(self, bench: Bench) -> list[Step]:
         return [self._measure]
 

@@ -31,6 +31,9 @@ class FirstTokens:
 
     settings: tuple[tuple[Mapping[str, Any], str, int, int], ...]
 
+    def places(self) -> list[Mapping[str, Any]]:
+        return [at for at, *_ in self.settings]
+
     def steps(self, bench: Bench) -> list[Step]:
         settings = bench.thin_table(self.settings, itemgetter(0))
         return [partial(self._measure, bench, *setting) for setting in settings]

@@ -12,16 +12,17 @@ __all__ = ["EXPERIMENTS", "find"]
 
 PAPERS = (relay, hydragen, batchllm, promptcache)
 EXPERIMENTS = {one.name: one for paper in PAPERS for one in paper.EXPERIMENTS}
+NAMES = {name: one for one in EXPERIMENTS.values() for name in one.names}
 
 
 def find(name: str) -> Experiment:
-    """An experiment by its name.
+    """An experiment by one of its names.
 
     Raises:
         ConfigError: no experiment has this name.
     """
-    if name in EXPERIMENTS:
-        return EXPERIMENTS[name]
-    near = difflib.get_close_matches(name, EXPERIMENTS, 1)
+    if name in NAMES:
+        return NAMES[name]
+    near = difflib.get_close_matches(name, NAMES, 1)
     hint = f"did you mean {near[0]}?" if near else "`onestem bench paper` lists all names"
     raise ConfigError(f"there is no table or figure {name!r}: {hint}")

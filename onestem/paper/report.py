@@ -69,7 +69,7 @@ def _section(experiment: Experiment, result: Mapping[str, Any]) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
     return (
         f'<h2 id="{experiment.name}">{escape(experiment.name)}: {escape(experiment.title)}</h2>'
-        f"<p>{escape(experiment.source)}. {escape(experiment.claim)}</p>"
+        f"<p>{escape(experiment.source)}</p>"
         f"<table>{_row(table.header, 'th')}{body}</table>{notes}{picture_of(experiment, result)}"
         f"<p>{escape(result['device'])}, {result['date']}: "
         f"<code>{escape(result['command'])}</code></p>"

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
+from pathlib import Path
 from typing import Any
 
+import onestem
 from onestem.errors import ConfigError
 from onestem.ops.bench.measure import device_facts
 from onestem.paper.attention import AttentionSweep
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Experiment, Measure, Step, place
-from onestem.paper.jobs import JobRuns, PlanSavings, WorkloadLengths
+from onestem.paper.jobs import JobRuns, PlanSavings
 from onestem.paper.memory import TokenMemories
 
-__all__ = ["READ_WITHOUT_MODEL", "Progress", "run_experiment"]
+__all__ = ["COMMIT", "READ_WITHOUT_MODEL", "UNKNOWN", "Progress", "commit_of", "run_experiment"]
+
+COMMIT = "ONESTEM_COMMIT"
+"""Environment variable: the commit of sources that were copied without git."""
+UNKNOWN = "unknown"
 
 READ_WITHOUT_MODEL: Mapping[type[Measure], Sequence[str]] = {
     AttentionSweep: ("device", "dtype", "share", "impl"),
     PlanSavings: ("device", "share"),
-    WorkloadLengths: ("device", "share"),
     TokenMemories: ("device",),
 }
 """Measures that run no model, and the engine options that they read."""
@@ -58,7 +65,11 @@ def run_experiment(
         bench.refused[f"model {model}"], model = "no model runs here", None
     began = time.perf_counter()
     turns: dict[Any, list[Cell]] = {}
-    for step in progress(experiment.measure.steps(bench) * bench.repeat):
+    steps = experiment.measure.steps(bench)
+    first = steps[:1] if isinstance(experiment.measure, JobRuns) else []
+    for job in first:  # a process's first job is slower than the next (docs/papers.md)
+        list(job())
+    for step in progress(steps * bench.repeat):
         for cell in step():
             turns.setdefault((place(cell.at), cell.series), []).append(cell)
     cells = list(map(Cell.of_turns, turns.values()))
@@ -67,18 +78,19 @@ def run_experiment(
         "name": experiment.name,
         "source": experiment.source,
         "title": experiment.title,
-        "claim": experiment.claim,
         "unit": experiment.unit,
         "assumed": experiment.assumed,
         "machine": experiment.machine,
         "command": command,
+        "commit": commit_of(Path(onestem.__file__).parents[1], onestem.__version__),
         "date": date.today().isoformat(),
         "scale": bench.scale,
         "part": bench.part,
         "repeat": bench.repeat,
+        "discarded": len(first),
         "share": bench.share("full"),
         "model": model,
-        **facts,
+        **facts | {"versions": facts["versions"] | bench.versions},
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
         "seconds": time.perf_counter() - began,
@@ -86,3 +98,16 @@ def run_experiment(
         "cells": [asdict(cell) for cell in experiment.with_ratios(cells, experiment.ratio)],
         "published": [asdict(cell) for cell in published],
     }
+
+
+def commit_of(root: Path, version: str) -> str:
+    """The commit of the sources in a folder, or else that of the version's name."""
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    named = re.search(r"\+g([0-9a-f]+)", version)
+    return named[1] if named else UNKNOWN

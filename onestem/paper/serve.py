@@ -47,6 +47,9 @@ class SustainableRates:
     modes: tuple[ShareMode, ...] = ("full", "storage", "off")
     limit: float = 0.5
 
+    def places(self) -> list[dict[str, int]]:
+        return [{"system prompt": system} for system in self.systems]
+
     def steps(self, bench: Bench) -> list[Step]:
         return [partial(self._measure, bench, mode) for mode in self.modes]
 

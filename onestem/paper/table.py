@@ -6,11 +6,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onestem.paper.claims import Claim, Finding, Gain
 from onestem.paper.experiment import Experiment, place, ratio_name
 
-__all__ = ["Table", "number", "table_of", "text_of"]
+__all__ = [
+    "Table",
+    "figures_of",
+    "found_in",
+    "number",
+    "rank",
+    "span",
+    "stated_in",
+    "table_of",
+    "text_of",
+]
 
 NOTHING = "-"
+# Baselines that are like today's engines, those that share nothing, and ceilings.
+BASELINES = (
+    ("storage", "vllm", "vllm, sorted", "sorted", "input order", "lru"),
+    ("off", "copies", "unshared"),
+    ("no-attention",),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,52 @@ def text_of(table: Table) -> str:
     return "\n".join([made[0], rule, *made[1:], "", *table.notes])
 
 
+def figures_of(
+    experiment: Experiment, result: Mapping[str, Any]
+) -> tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """(unit, our cells, the paper's). Seconds of a job become milliseconds of a request, since a
+    part of the job may have run."""
+    ours, published = result["cells"], result["published"]
+    if not experiment.requests:
+        return experiment.unit, ours, published
+
+    def each(cells: Iterable[Mapping[str, Any]], count: int = 0) -> list[Mapping[str, Any]]:
+        return [
+            cell
+            if " : " in cell["series"] or cell["value"] is None
+            else {**cell, "value": 1000 * cell["value"] / (count or cell["ran"]["requests"])}
+            for cell in cells
+        ]
+
+    return "ms a request", each(ours), each(published, experiment.requests)
+
+
+def rank(series: str) -> int:
+    """Order in which series are shown: 0 has no baselines; those like today's engines come before
+    those that share nothing."""
+    if " : " in series:
+        return 1 + len(BASELINES)
+    return next((i for i, names in enumerate(BASELINES, 1) if series in names), 0)
+
+
+def found_in(finding: Finding) -> str:
+    """The numbers of a run, shortly: the least and the largest."""
+    return span([point.found for point in finding.points])
+
+
+def stated_in(claim: Claim, finding: Finding) -> str:
+    """The numbers of the paper, shortly."""
+    numbers = span([point.stated for point in finding.points])
+    return f"at most {numbers}" if claim.bound == "most" else numbers
+
+
+def span(values: Iterable[float | None]) -> str:
+    """The least and the largest, with three digits."""
+    there = [value for value in values if value is not None]
+    ends = dict.fromkeys(f"{value:.3g}" for value in (min(there), max(there))) if there else {}
+    return " to ".join(ends) or NOTHING
+
+
 def number(value: float | None) -> str:
     """A number with about three digits."""
     if value is None:
@@ -63,16 +126,17 @@ class _Found:
     """
 
     def __init__(self, experiment: Experiment, result: Mapping[str, Any]) -> None:
-        self.ours, self.paper = (_by_place(result[name]) for name in ("cells", "published"))
-        cells = [*result["cells"], *result["published"]]
+        _, ours, published = figures_of(experiment, result)
+        self.ours, self.paper = _by_place(ours), _by_place(published)
+        cells = [*ours, *published]
         self.places = _sorted(list({place(cell["at"]): cell["at"] for cell in cells}.values()))
         theirs: dict[str, str | None] = {
-            name: experiment.theirs.get(name) for name in _series(result["cells"])
+            name: experiment.theirs.get(name) for name in sorted(_series(ours), key=rank)
         }
         if experiment.ratio is not None and ratio_name(*experiment.ratio) in theirs:
             pair = experiment.published_ratio
             theirs[ratio_name(*experiment.ratio)] = None if pair is None else ratio_name(*pair)
-        alone = [name for name in _series(result["published"]) if name not in theirs.values()]
+        alone = [name for name in _series(published) if name not in theirs.values()]
         self.columns: dict[str, tuple[str | None, str | None]] = {
             **{_label(name, other): (name, other) for name, other in theirs.items()},
             **{f"paper: {name}": (None, name) for name in alone},
@@ -149,10 +213,13 @@ def _plain(value: Any) -> str:
 
 
 def _notes(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
-    notes = [f"In {experiment.unit}; cells are ours / the paper's."]
+    unit, *_ = figures_of(experiment, result)
+    notes = [f"In {unit}; cells are ours / the paper's."]
     scale = "" if result["scale"] == 1 else f" at {result['scale']:g} of its sizes"
     if result.get("part", 1) < 1:
         scale += f", with {result['part']:g} of its requests and points"
+    if result.get("discarded"):
+        scale += ", its first job run once before, not counted"
     if result.get("repeat", 1) > 1:
         scale += f" (medians of {result['repeat']} turns)"
     if experiment.machine:
@@ -169,4 +236,12 @@ def _notes(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
     told = dict.fromkeys(("" if c["value"] is None else c["series"], c["note"]) for c in noted)
     notes += [f"{series or 'No number'}: {note}." for series, note in told]
     notes += [f"Left out: {peer}: {why}." for peer, why in result["refused"].items()]
-    return notes
+    return notes + [_said(experiment, claim, result) for claim in experiment.claims]
+
+
+def _said(experiment: Experiment, claim: Claim, result: Mapping[str, Any]) -> str:
+    run = experiment.run(result)
+    finding = claim.finding(run)
+    over = f" over {claim.number.other(run)}" if isinstance(claim.number, Gain) else ""
+    numbers = f"stated {stated_in(claim, finding)}, here{over} {found_in(finding)}"
+    return f"{finding.verdict}: {claim.text} ({claim.refused(run) or numbers})"

@@ -30,6 +30,9 @@ class StepRows:
     setting: Setting
     modes: tuple[Mode, ...]
 
+    def places(self) -> list[dict[str, str]]:
+        return [{"valleys": "% of the steps"}]
+
     def steps(self, bench: Bench) -> list[Step]:
         return [partial(self._measure, bench, mode) for mode in self.modes]
 

@@ -42,7 +42,7 @@ TINY = {
     "torch_dtype": "float32",
     "vocab_size": 512,
 }
-OWN_MODEL = ("cache-fig6", "cache-fig7", "cache-fig8", "cache-table1", "cache-table3")
+OWN_MODEL = ("cache-fig6", "cache-fig7", "cache-fig8", "cache-table3")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,7 @@ def test_medians_of_turns_count(tiny):
     assert {cell["series"] for cell in cells} == {"planned", "input order", "off"}
     assert all(sorted(cell["turns"])[1] == cell["value"] for cell in cells)
     assert result["repeat"] == 3
+    assert result["discarded"] == 1
 
 
 def test_no_rate_holds_below_an_impossible_limit(bench):
@@ -227,7 +228,7 @@ def test_eq_10():
 def test_a_ratio_says_how_many_times_better():
     def ratio(better):
         experiment = Experiment(
-            name="x", source="", title="", claim="", machine="", unit="", measure=None,
+            name="x", source="", title="", machine="", unit="", measure=None,
             better=better, ratio=("full", "off"),
         )  # fmt: skip
         cells = points("at", {1: {"full": 2.0, "off": 8.0}})

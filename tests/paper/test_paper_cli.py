@@ -7,10 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.papers import PAGE, page
+from benchmarks.papers import PAGE, RESULTS, page, results
 from onestem.cli.app import app
 from onestem.errors import ConfigError, OnestemError
-from onestem.paper.registry import EXPERIMENTS
+from onestem.paper.registry import EXPERIMENTS, NAMES, find
+from onestem.paper.run import COMMIT, commit_of
 
 
 def run(*arguments: str) -> str:
@@ -27,6 +28,13 @@ def test_the_list():
     assert len(lines) >= 35
 
 
+def test_one_run_has_several_names():
+    assert find("cache-fig10") is find("cache-fig3") is EXPERIMENTS["cache-fig9"]
+    assert sum(len(each.names) for each in EXPERIMENTS.values()) == len(NAMES)
+    (line,) = (line for line in run().splitlines() if line.startswith("cache-fig9 "))
+    assert line.endswith("(also cache-fig3, cache-fig10, cache-fig11)")
+
+
 def test_one_writes_its_files(tmp_path, monkeypatch):
     monkeypatch.setenv("ONESTEM_MODEL", "/etc/none")
     shown = run("cache-table2", "--out", str(tmp_path), "--quiet", "--against", "sdpa")
@@ -36,6 +44,7 @@ def test_one_writes_its_files(tmp_path, monkeypatch):
     result = json.loads((tmp_path / "cache-table2.json").read_text())
     assert result["model"] is None
     assert result["versions"]["onestem"]
+    assert result["commit"]
     assert (tmp_path / "cache-table2.svg").read_text().startswith("<svg")
 
 
@@ -81,5 +90,17 @@ def test_all_goes_on_without_what_cannot_run(monkeypatch, tmp_path):
     assert "relay-fig10" not in page
 
 
+def test_the_commit_of_a_result(tmp_path, monkeypatch):
+    monkeypatch.delenv(COMMIT, raising=False)
+    assert commit_of(tmp_path, "0.1.0.dev440+g2e9236af4") == "2e9236af4"
+    assert commit_of(tmp_path, "0.1.0") == "unknown"
+    monkeypatch.setenv(COMMIT, "abc")
+    assert commit_of(tmp_path, "0.1.0") == "abc"
+
+
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == page()
+    assert PAGE.read_text() == page(results())
+
+
+def test_each_result_is_shown():
+    assert {file.stem for file in RESULTS.iterdir()} == set(results())

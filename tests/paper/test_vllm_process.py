@@ -69,11 +69,13 @@ def test_it_runs_the_same_jobs_as_given_and_sorted(asked):
     assert given["counts"]["cached_tokens"] == 2 * given["ran"]["requests"]
     assert result["refused"] == {"sdpa": "it is compared in attention alone"}
     told = json.loads(asked.read_text())
-    warm, first, _, second = told["jobs"]
+    warm, discarded, _, first, _, second = told["jobs"]
     assert warm == first[: len(warm)]
+    assert discarded == first
     assert second == sorted(first) != first
     assert sum(map(len, first)) == ours["counts"]["logical_prompt_tokens"]
-    assert told["resets"] == 2
+    assert told["resets"] == 3
+    assert result["versions"]["vllm"] == "0"
     assert told["settings"].items() >= (SETTINGS | {"dtype": "float32"}).items()
     assert told["settings"]["max_model_len"] >= max(map(len, first))
 

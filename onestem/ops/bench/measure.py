@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,10 +40,19 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     found = {name: _version(name) for name in packages}
     found["onestem"] = onestem.__version__
     return {
-        "device": gpu or platform.processor() or platform.machine(),
+        "device": gpu or _processor(),
         "threads": None if gpu else torch.get_num_threads(),
         "versions": {name: value for name, value in found.items() if value},
     }
+
+
+def _processor() -> str:
+    """The CPU's name as Linux has it, or else its architecture."""
+    try:
+        found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
