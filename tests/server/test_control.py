@@ -135,6 +135,8 @@ def test_the_next_engine_is_told_too(tmp_path, tiny_model):
         told(http, "/pause", mode="keep")
         server.launcher.kill()
         client = server.service.client
+        server.until(lambda: client.state != "running" or client.restarts == 1)
+        assert http.post("/v1/completions", json=BODY).status_code == 503  # down, or asleep again
         server.until(lambda: client.restarts == 1 and client.state == "running")
         server.on_loop(asyncio.sleep, 0)
         engine = server.launcher.llms[-1].engine
