@@ -224,12 +224,13 @@ async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
 @api.post("/files", openapi_extra=body_of(UploadBody, "multipart/form-data"))
 async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
     """Store a file of batch lines."""
-    limit = service.settings.max_file_bytes
+    settings = service.settings
     async with (
         service.bodies.room(tenant.name, UPLOAD_BYTES),
-        uploaded(request, limit) as file,
+        uploaded(request, settings.max_file_bytes) as file,
     ):
-        row = await files.keep(service.store, tenant, file.filename or "upload.jsonl", file.file)
+        name, most = file.filename or "upload.jsonl", settings.max_key_files_bytes
+        row = await files.keep(service.store, tenant, name, file.file, most)
     return files.describe(row)
 
 
