@@ -12,6 +12,7 @@ from onestem.errors import OnestemError, RequestError, UnsupportedError
 from onestem.openai.read import JsonError
 
 __all__ = [
+    "BUG",
     "TOO_LATE",
     "ApiError",
     "BusyError",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 TOO_LATE = "deadline_exceeded"
+BUG = "an error in the server: its log says which"
 
 TYPE_OF_STATUS: Mapping[int, str] = {
     400: "invalid_request_error",

@@ -60,6 +60,7 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="off",
+            ws="none",
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

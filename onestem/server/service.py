@@ -106,7 +106,13 @@ class Service:
         self.history = History(self._token_text)
         self.rerendered = RerenderedLog(self._text)
         self.jobs = Jobs(
-            self.store, self.client, self.schemas, self._job_model, self.check, self.keys.named
+            self.store,
+            self.client,
+            self.schemas,
+            self._job_model,
+            self.check,
+            self.keys.named,
+            settings.max_key_files_bytes,
         )
         self.snapshots = SnapshotCache(self)
         self.stopping = asyncio.Event()

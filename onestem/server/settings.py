@@ -75,6 +75,9 @@ class Settings(Options):
     max_file: Memory = "512MiB"
     """Largest uploaded file."""
 
+    max_key_files: Memory = "100GiB"
+    """Files of a key in all: uploads, outputs and errors of batches."""
+
     grace: float = Field(default=30.0, ge=0)
     """Seconds that running answers get when the server stops."""
 
@@ -98,7 +101,7 @@ class Settings(Options):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Settings:
-        for name in ("max_body", "max_bodies", "max_file"):
+        for name in ("max_body", "max_bodies", "max_file", "max_key_files"):
             size = parse_memory(getattr(self, name))
             if size < LEAST_BYTES:
                 raise ConfigError(f"{name} is {size} bytes, expected at least {LEAST_BYTES}")
@@ -115,6 +118,10 @@ class Settings(Options):
     @property
     def max_file_bytes(self) -> int:
         return parse_memory(self.max_file)
+
+    @property
+    def max_key_files_bytes(self) -> int:
+        return parse_memory(self.max_key_files)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -272,7 +272,7 @@ def test_a_link_stays_a_link(tmp_path, source):
 
 def test_input_that_changes_while_it_is_read(tmp_path, source):
     def change(progress):
-        if progress.stage == "read":
+        if progress.stage == "read" and progress.done:
             source.write_bytes(b"other\n")
 
     real = run_fake

@@ -12,6 +12,7 @@ import pytest
 
 from onestem.jobs import run_file
 from onestem.llm import LLM
+from onestem.server.objects import jobs
 from tests.server.harness import Held, running
 
 DOCUMENT = "The mill of Oakham stands by the river and grinds the corn of nine villages. " * 3
@@ -376,3 +377,36 @@ def test_bad_uploads(tmp_path, tiny_model):
         assert answer.status_code == 413
         assert http.get("/v1/files").json()["data"] == []
         assert list(server.service.store.files.iterdir()) == []
+
+
+def test_files_of_a_key_are_bounded_together(tmp_path, tiny_model, monkeypatch):
+    """What a batch has answered counts too, and stays; what is deleted counts no more."""
+    monkeypatch.setattr(jobs, "PROGRESS_SECONDS", 0.0)
+    raw = lines(12, user="somebody" * 30)
+    most = 2 * len(raw) + 1500
+    with (
+        running(tmp_path, model=tiny_model, max_key_files=most) as server,
+        server.http() as http,
+    ):
+        first, second = upload(http, raw), upload(http, raw)
+        file = {"file": ("lines.jsonl", raw), "purpose": (None, "batch")}
+        answer = http.post("/v1/files", files=file)
+        assert answer.status_code == 409
+        error = answer.json()["error"]
+        assert error["code"] == "files_full"
+        told = f"files of this key have {3 * len(raw)} bytes, limit is {most}: delete some"
+        assert error["message"].startswith(told)
+        body = {"input_file_id": first, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = ended(http, http.post("/v1/batches", json=body).json()["id"])
+        assert batch["status"] == "failed"
+        assert f"limit is {most}: delete some" in batch["errors"]["data"][0]["message"]
+        assert len(output(http, batch).splitlines()) == sum(
+            batch["request_counts"][name] for name in ("completed", "failed")
+        )
+        assert http.post("/v1/batches", json=body).json()["error"]["code"] == "files_full"
+        for name in (second, batch["output_file_id"], batch["error_file_id"]):
+            assert http.delete(f"/v1/files/{name}").status_code == 200
+        again = ended(http, http.post("/v1/batches", json=body).json()["id"])
+        assert again["status"] == "completed"
+        assert [row["bytes"] for row in http.get("/v1/files").json()["data"]][-1] == len(raw)
+        upload(http, b"x")

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import json
+import socket
+from functools import partial
+
 import pytest
+from starlette.responses import Response
 
 from onestem.engine.text.backend import Backend
-from onestem.server.api import app
+from onestem.server.api import app, completions
+from onestem.server.api.http import Contained
+from onestem.server.errors import BUG
+from tests.server.test_batches import upload
 from tests.server.test_refusals import ask
 
 PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
@@ -33,6 +43,84 @@ def test_a_500_is_json(embedded, monkeypatch, kind):
             }
         }
         assert ask(http, "completions").status_code == 200
+
+
+def test_a_full_disk_is_said(embedded, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(embedded.service.jobs, "_keep_new", fail)
+    with embedded.http() as http:
+        name = upload(http, b"x")
+        body = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
+        answer = http.post("/v1/batches", json=body)
+        assert answer.status_code == 507
+        assert answer.json()["error"]["message"].startswith("the server's disk is full")
+        http.delete(f"/v1/files/{name}")
+
+
+@pytest.mark.parametrize("kind", [PANIC, ValueError])
+def test_a_stream_that_fails_ends_with_an_error(embedded, monkeypatch, kind):
+    def fail(*_):
+        raise kind("bug")
+
+    monkeypatch.setattr(completions, "events", fail)
+    with embedded.http() as http:
+        *_, last, done, end = ask(http, "completions", stream=True).text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["message"], error["type"]) == (BUG, "server_error")
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"), [("bytes=90-", 416), ("bytes=0-a", 400), ("lines=1-2", 400)]
+)
+def test_a_part_that_a_file_does_not_have(embedded, asked, status):
+    with embedded.http() as http:
+        file = f"/v1/files/{upload(http, b'x' * 90)}"
+        path = f"{file}/content"
+        answer = http.get(path, headers={"Range": asked})
+        assert answer.status_code == status
+        assert "it has 90 bytes" in answer.json()["error"]["message"]
+        part = http.get(path, headers={"Range": "bytes=80-"})
+        assert (part.status_code, part.content) == (206, b"x" * 10)
+        http.delete(file)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\r\n\r\n"]
+)
+def test_what_is_no_http(embedded, sent):
+    address = embedded.service.settings.host, int(embedded.url.rpartition(":")[2])
+    with socket.create_connection(address) as connection:
+        connection.sendall(sent)
+        head, _, body = b"".join(iter(partial(connection.recv, 1 << 16), b"")).partition(
+            b"\r\n\r\n"
+        )
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"].startswith("the request cannot be read: ")
+
+
+def test_a_call_that_the_end_of_the_server_cuts_gets_an_error():
+    """uvicorn cancels calls that run on after `--grace`."""
+    sent = []
+
+    async def forever(scope, receive, send):
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    async def call() -> None:
+        contained = Contained(forever, answer=lambda request, error: Response(repr(error), 503))
+        task = asyncio.create_task(contained({"type": "http"}, None, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(call())
+    assert (sent[0]["status"], sent[1]["body"]) == (503, b"CancelledError()")
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])

@@ -92,6 +92,19 @@ def test_answers_that_are_written_whole_are_bounded_together(tmp_path, tiny_mode
         server.check()
 
 
+def test_a_line_of_a_batch_is_bounded_like_a_call_that_is_no_stream(tmp_path, tiny_model):
+    fits, large = ({"max_tokens": count, "logprobs": 4} for count in (20, 21))
+    most = 8 * 20 * 5 * ENTRY_BYTES
+    with running(tmp_path, model=tiny_model, engine={"answer_memory": most}) as server:
+        with server.http() as http:
+            batch = ended(http, create(http, line("fits", **fits) + line("large", **large))["id"])
+            assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+            refused = ask(http, "completions", **large).json()["error"]["message"]
+            assert errors_of(http, batch)["large"]["message"] == refused
+            assert ask(http, "completions", **fits).status_code == 200
+        server.check()
+
+
 def test_an_error_shows_the_start_of_what_is_wrong(embedded):
     with embedded.http() as http:
         for choices in (["c"] * 900, ["x" * 5000, "x" * 5000]):

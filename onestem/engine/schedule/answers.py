@@ -157,11 +157,15 @@ class AnswerMemory:
             self._add(state, size - before)
 
     def outgrown(self) -> tuple[RequestState, str] | None:
-        """The request that takes the most, and why it cannot go on, where all take too much."""
+        """The request that takes the most of those that take more than they began with, and why it
+        cannot go on, where all together take too much."""
         most = self.limit.most
-        if most is None or self.taken <= most or not self._of:
+        if most is None or self.taken <= most:
             return None
-        state = max(self._of, key=self._of.__getitem__)
+        grown = [s for s, size in self._of.items() if self.needed(s.request) < min(size, most)]
+        if not grown:
+            return None
+        state = max(grown, key=self._of.__getitem__)
         return state, (
             f"answers of {state.metrics.num_output_tokens} tokens in all are kept until the last "
             f"ends, and answer_memory ({_size(most)}) has no room for more: lower n or max_tokens, "

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from onestem import __version__
+from onestem.batch.workplace import is_full
 from onestem.beside_vllm import ROUTES, way_out
 from onestem.checked import show
 from onestem.errors import OnestemError
@@ -35,13 +36,21 @@ from onestem.server.api.completions import tokenize as tokenize_body
 from onestem.server.api.control import control_routes
 from onestem.server.api.http import (
     Contained,
+    Download,
     ForeignCalls,
     check_media_type,
     hosts_of,
     uploaded,
 )
 from onestem.server.api.openapi import ERRORS, answers, body_of, document, json_body
-from onestem.server.errors import ApiError, as_api_error, error_response, field_of
+from onestem.server.errors import (
+    BUG,
+    ApiError,
+    EngineDownError,
+    as_api_error,
+    error_response,
+    field_of,
+)
 from onestem.server.logs import log
 from onestem.server.objects import files
 from onestem.server.objects.tenants import Tenant
@@ -215,12 +224,13 @@ async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
 @api.post("/files", openapi_extra=body_of(UploadBody, "multipart/form-data"))
 async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
     """Store a file of batch lines."""
-    limit = service.settings.max_file_bytes
+    settings = service.settings
     async with (
         service.bodies.room(tenant.name, UPLOAD_BYTES),
-        uploaded(request, limit) as file,
+        uploaded(request, settings.max_file_bytes) as file,
     ):
-        row = await files.keep(service.store, tenant, file.filename or "upload.jsonl", file.file)
+        name, most = file.filename or "upload.jsonl", settings.max_key_files_bytes
+        row = await files.keep(service.store, tenant, name, file.file, most)
     return files.describe(row)
 
 
@@ -250,7 +260,7 @@ async def get_file(file_id: str, service: Serves, tenant: Asks) -> Json:
 async def get_content(file_id: str, service: Serves, tenant: Asks) -> Response:
     """A file's bytes."""
     row = await files.find_file(service.store, tenant, file_id)
-    return FileResponse(
+    return Download(
         service.store.files / row["id"],
         media_type="application/octet-stream",
         filename=row["filename"],
@@ -396,8 +406,12 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
 
 
 def _on_bug(request: Request, error: BaseException) -> Response:
+    if isinstance(error, asyncio.CancelledError):
+        return _errored(request, EngineDownError("the server is stopping: try again later"))
     log.exception("internal_error", error, method=request.method, path=request.url.path)
-    return _errored(request, ApiError(500, "an error in the server: its log says which"))
+    if isinstance(error, OSError) and is_full(error):
+        return _errored(request, ApiError(507, "the server's disk is full: try again later"))
+    return _errored(request, ApiError(500, BUG))
 
 
 def _errored(request: Request, error: ApiError) -> Response:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from onestem.batch.guard import ENDS
 from onestem.batch.spool import NO_TOKENIZER
 from onestem.checked import check, without_nulls
 from onestem.engine.grammar.schema import check_schema
@@ -43,8 +44,9 @@ from onestem.server.api.http import (
     event,
     piece_writer,
 )
-from onestem.server.errors import ApiError, NoAnswerError, field_of, too_late
+from onestem.server.errors import BUG, ApiError, NoAnswerError, field_of, too_late
 from onestem.server.link.client import ANSWER_SECONDS
+from onestem.server.logs import log
 from onestem.server.objects.prefixes import Prefix, messages_of
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
@@ -399,15 +401,27 @@ async def _events(
                 last = events(call, inbox.take(), chunks)
         if call.include_usage:
             last += chunks.usage(usage_of(call))
-    except ApiError as error:
+    except (*ENDS, asyncio.CancelledError):
+        raise
+    except BaseException as failure:
+        if isinstance(failure, ApiError):
+            error, last = failure, _unsent(chunks, call)
+        else:
+            error, last = _bug(call, failure), b""
         service.metrics.note_error(error.status)
         error.param = field_of(error.param, fields)
-        last = _unsent(chunks, call) + event(error.body())
+        last += event(error.body())
+        del error  # which has this frame
     finally:
         call.inbox.direct = None  # calls outlive their connections for a while
         service.note(call)
     # In one write: each is a system call, and every request has this end.
     yield last + DONE
+
+
+def _bug(call: Call, failure: BaseException) -> ApiError:
+    log.exception("internal_error", failure, id=call.id)
+    return ApiError(500, BUG)
 
 
 def _direct(

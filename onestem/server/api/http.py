@@ -10,29 +10,31 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 from weakref import ref
 
 import h11
 import uvicorn
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from onestem.checked import show
 from onestem.errors import ConfigError
-from onestem.server.errors import ApiError
+from onestem.server.errors import ApiError, error_object
 
 __all__ = [
     "COMMENT",
     "Contained",
     "DONE",
+    "Download",
     "EventStream",
     "ForeignCalls",
     "HalfOpenProtocol",
@@ -256,7 +258,8 @@ def _origin_error(request: Request) -> ApiError | None:
 class Contained:
     """Middleware that answers where a call fails by what no handler knows, be it a panic of a Rust
     library, which is no `Exception`. (Handlers of `Exception` see no panics, and after them the
-    connection is closed.) Cancellations and what ends the process pass.
+    connection is closed.) Cancellations, by which a server that stops ends calls, pass after their
+    answer, and what ends the process passes.
 
     Args:
         answer: makes the answer.
@@ -275,12 +278,14 @@ class Contained:
 
         try:
             await self._app(scope, receive, noted)
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
             if has_begun or scope["type"] != "http":
                 raise
             await self._answer(Request(scope, receive), error)(scope, receive, send)
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
 
 def check_media_type(request: Request, expected: str) -> None:
@@ -390,6 +395,24 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class Download(FileResponse):
+    """A file, or the part of it that a `Range` asks for."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def checked(message: Message) -> None:
+            status = message.get("status")
+            if status in (400, 416):  # in plain text
+                raise ApiError(
+                    status,
+                    f"range is {show(Headers(scope=scope).get('range'))}, expected parts of the "
+                    f"file like bytes=0-99; it has {Path(self.path).stat().st_size} bytes",
+                    code="bad_range",
+                )
+            await send(message)
+
+        await super().__call__(scope, receive, checked)
+
+
 # ----------------------------------------------------------------------------- half open
 # Connections whose client has ended its sending, and may still read.
 #
@@ -461,6 +484,16 @@ class HalfOpenProtocol(H11Protocol):
             event = h11.Data(data=comment)
         if event is not None:
             self.transport.write(self.conn.send(event) or b"")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        body = json.dumps(error_object(400, f"the request cannot be read: {msg}")).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        length = (b"content-length", str(len(body)).encode())
+        head = h11.Response(status_code=400, headers=[*headers, length], reason=b"Bad Request")
+        for part in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Nothing more can be asked after an end of file."""

@@ -17,6 +17,7 @@ from onestem.server.objects.store import Row, Store
 from onestem.server.objects.tenants import Tenant
 
 __all__ = [
+    "check_room",
     "count_lines",
     "counts_in",
     "describe",
@@ -55,12 +56,31 @@ def describe(row: Row) -> dict[str, Any]:
     }
 
 
-async def keep(store: Store, tenant: Tenant, filename: str, source: BinaryIO) -> Row:
-    """Store what `source` holds as a file of a key."""
+async def keep(
+    store: Store, tenant: Tenant, filename: str, source: BinaryIO, most_bytes: int
+) -> Row:
+    """Store what `source` holds as a file of a key, which may have `most_bytes` of files."""
     row = new_file_row(tenant.name, filename, "batch")
     row["bytes"] = await asyncio.to_thread(_save, source, store, row["id"])
     await asyncio.to_thread(store.add_file, row)
+    try:
+        await asyncio.to_thread(check_room, store, tenant.name, most_bytes)
+    except ApiError:
+        await asyncio.to_thread(store.delete_file, tenant.name, row["id"])
+        raise
     return row
+
+
+def check_room(store: Store, owner: str, most_bytes: int, more: int = 0) -> None:
+    """Raise a 409 where a key's files, and `more` bytes that become one, have over `most_bytes`."""
+    used = store.file_bytes(owner) + more
+    if used > most_bytes:
+        raise ApiError(
+            409,
+            f"files of this key have {used} bytes, limit is {most_bytes}: delete some "
+            "(DELETE /v1/files/ID), or raise the server's max_key_files",
+            code="files_full",
+        )
 
 
 def _save(source: BinaryIO, store: Store, file_id: str) -> int:

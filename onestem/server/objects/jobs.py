@@ -32,7 +32,7 @@ from onestem.request import Request, RequestOutput
 from onestem.server.errors import ApiError, BusyError, EngineDownError, NoAnswerError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.objects.files import count_lines, counts_in, keep_output
+from onestem.server.objects.files import check_room, count_lines, counts_in, keep_output
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.schemas import Schemas
 from onestem.server.objects.store import OPEN_STATUSES, Row, Store
@@ -76,6 +76,7 @@ class Jobs:
     Args:
         check: raises `RequestError` for a request that can never be answered.
         tenant: the holder of a name.
+        most_bytes: of a key's files in all.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Jobs:
         model: Callable[[], JobModel],
         check: Callable[[Request], object],
         tenant: Callable[[str], Tenant],
+        most_bytes: int,
     ) -> None:
         self._tenant = tenant
+        self._most_bytes = most_bytes
         self._store = store
         self._client = client
         self._schemas = schemas
@@ -112,6 +115,7 @@ class Jobs:
                 param="input_file_id",
                 code="not_found",
             )
+        await asyncio.to_thread(check_room, self._store, tenant.name, self._most_bytes)
         markups = self._schemas.markups(tenant)
         await asyncio.to_thread(self._keep_new, tenant.name, record, markups)
         self._wake.set()
@@ -284,6 +288,11 @@ class Jobs:
     def _place(self, batch_id: str) -> Path:
         return self._store.work / batch_id / "output.jsonl"
 
+    def _partial(self, batch_id: str) -> Path:
+        """What is answered of a batch that has not ended."""
+        place = self._place(batch_id)
+        return place.with_name(place.name + ".partial")
+
     def _run_job(self, owner: str, record: Row, run: JobAttempt, reading: Reading) -> JobSummary:
         source = self._store.files / record["input_file_id"]
         if record["status"] == "validating":
@@ -314,6 +323,11 @@ class Jobs:
         )
 
     def _note_progress(self, owner: str, batch_id: str, progress: Progress) -> None:
+        """Save how far a batch is; raises `ApiError` where its key's files take too much."""
+        if progress.stage == "run":
+            answers = self._partial(batch_id)
+            size = answers.stat().st_size if answers.exists() else 0
+            check_room(self._store, owner, self._most_bytes, size)
         with self._lock:
             record = self._store.batch(owner, batch_id)
             if record is None or record["status"] not in ("validating", "in_progress"):
@@ -366,14 +380,12 @@ class Jobs:
 
     def _end_early(self, owner: str, batch_id: str, changes: Mapping[str, Any]) -> None:
         """End a cancelled or failed batch; what was answered before is its output."""
-        place = self._place(batch_id)
-        partial_file = place.with_name(place.name + ".partial")
         with self._lock:
             record = self._store.batch(owner, batch_id)
             assert record is not None
             if record["status"] not in OPEN_STATUSES:
                 return  # it has ended
-            output, errors = keep_output(self._store, owner, batch_id, partial_file)
+            output, errors = keep_output(self._store, owner, batch_id, self._partial(batch_id))
             num_failed = count_lines(self._store, errors)
             counts = {
                 **record["request_counts"],
@@ -382,7 +394,7 @@ class Jobs:
             }
             files = {"output_file_id": output, "error_file_id": errors}
             self._save(owner, record, request_counts=counts, **files, **changes)
-        shutil.rmtree(place.parent, ignore_errors=True)
+        shutil.rmtree(self._place(batch_id).parent, ignore_errors=True)
 
 
 def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:

@@ -116,6 +116,11 @@ class Store:
             "SELECT * FROM files WHERE owner = ? ORDER BY created_at DESC, rowid DESC", owner
         )
 
+    def file_bytes(self, owner: str) -> int:
+        """Bytes of all files of a key."""
+        (row,) = self._rows("SELECT TOTAL(bytes) AS used FROM files WHERE owner = ?", owner)
+        return int(row["used"])
+
     def delete_file(self, owner: str, file_id: str) -> None:
         self._rows("DELETE FROM files WHERE id = ? AND owner = ?", file_id, owner)
         (self.files / file_id).unlink(missing_ok=True)

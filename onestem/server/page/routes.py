@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
 
-from onestem.server.api.http import EventStream, event
+from onestem.server.api.http import Download, EventStream, event
 from onestem.server.page.reference import api_page
 from onestem.server.service import Service
 
@@ -69,7 +69,7 @@ def _file(name: str) -> Response:
     path = FOLDER / name
     if not path.is_file():
         raise HTTPException(404, "this installation has no page")
-    return FileResponse(path, media_type=TYPES[path.suffix], headers=HEADERS | POLICY)
+    return Download(path, media_type=TYPES[path.suffix], headers=HEADERS | POLICY)
 
 
 @page_routes.get("/docs")
