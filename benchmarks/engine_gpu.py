@@ -44,27 +44,25 @@ OWN_TOKENS = 128  # ... and about how many tokens each has of its own
 
 @dataclass(frozen=True)
 class Job:
-    """`groups` prefixes, `degree` requests each; tokens. `peer`: requests per second of vLLM 0.24
-    with prefix caching, measured on an H100 by others of this project."""
+    """`groups` prefixes, `degree` requests each; tokens."""
 
     groups: int
     degree: int
     prefix: int
     distinct: int
     output: int
-    peer: float
 
     @property
     def name(self) -> str:
         return f"{self.groups}x{self.degree} {self.prefix}/{self.distinct}/{self.output}"
 
 
-TINY_JOBS = (Job(2, 3, 40, 10, 4, 0.0), Job(1, 4, 60, 8, 4, 0.0))
+TINY_JOBS = (Job(2, 3, 40, 10, 4), Job(1, 4, 60, 8, 4))
 JOBS = (
-    Job(40, 16, 2000, 200, 100, 47.5),
-    Job(10, 16, 16000, 200, 100, 9.7),
-    Job(200, 3, 1570, 30, 50, 52.7),
-    Job(1, 256, 8000, 64, 128, 33.0),
+    Job(40, 16, 2000, 200, 100),
+    Job(10, 16, 16000, 200, 100),
+    Job(200, 3, 1570, 30, 50),
+    Job(1, 256, 8000, 64, 128),
 )
 
 
@@ -214,7 +212,6 @@ def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]
         "job": job.name,
         "requests": len(prompts),
         "requests_per_s": len(prompts) / seconds,
-        "peer_requests_per_s": job.peer,
         "seconds": seconds,
         "all_seconds": times[1:],
         "floor_seconds": floor,
@@ -230,7 +227,7 @@ def run_job(llm: LLM, job: Job, rates: Rates, repeats: int) -> dict[str, object]
         result["against_engine_run"] = statistics.median(ratios)
         print(f"LLM.generate / Engine.run: {result['against_engine_run']:.3f}", flush=True)
     print(
-        f"{job.name}: {result['requests_per_s']:.1f} requests/s ({job.peer}), {seconds:.2f} s, "
+        f"{job.name}: {result['requests_per_s']:.1f} requests/s, {seconds:.2f} s, "
         f"floor {floor:.2f} s",
         flush=True,
     )
