@@ -32,7 +32,8 @@ What four papers claim of their methods, and what this engine measures.
     onestem bench paper                  # all names
     onestem bench paper relay-table3     # run one: its numbers, the paper's beside them, verdicts
 
-`python -m benchmarks.papers` makes this page of `benchmarks/results/paper/*.json` alone.
+`python -m benchmarks.papers` makes this page of the claims in `onestem/paper` and of
+`benchmarks/results/paper/*.json`. No number of ours is typed.
 
 A **claim** is a number that machines can have in common: how many times better, a growth, a share.
 Seconds, rates and bytes get no verdict; they stand under *Figures*, with both machines.
@@ -44,8 +45,8 @@ Seconds, rates and bytes get no verdict; they stand under *Figures*, with both m
 | does not | no place does |
 | not run | there is no result, or it is of another model, other data or other sizes |
 
-The paper's baseline is an engine of its time. Ours is another series of this engine, or vLLM of
-today. *Compared with* names both.
+The paper's baseline is an engine of its time. Ours is another series of this engine, or a newer
+vLLM. *Compared with* names both.
 
 | series of ours | what runs |
 |---|---|
@@ -58,7 +59,8 @@ today. *Compared with* names both.
 | `device`, `host`, `cached` | modules in KV memory, in host memory, where the tier leaves them |
 | `one`, `all`, `heuristic`, `none` | `--levels` of the plan |
 
-Weights are random, of the papers' shapes; prompts are token ids of the published lengths.
+Where nothing else is said, weights are random, of the papers' shapes, and prompts are token ids of
+the published lengths.
 
 | option | what it does |
 |---|---|
@@ -73,6 +75,8 @@ The first job of a process is slower, so jobs run one before that does not count
 names the commit of sources that were copied without git.
 """
 CLAIMS = """### Claims
+
+*Stated* and *here* are the least and the largest number over the places that ran.
 
 | name | the paper says | compared with | stated | here | verdict |
 |---|---|---|---|---|---|"""
@@ -240,7 +244,7 @@ def _run_line(experiment: Experiment, result: Result | None) -> str:
     }
     return _row(
         names,
-        "; ".join([experiment.title, *_options(result["command"])]),
+        "; ".join([result["title"], *_options(result["command"])]),
         f"{len(ran & set(map(place, places)))} of {len(places)}" if places else "other data",
         f"{result.get('part', 1):g}",
         f"{result.get('repeat', 1)} ({result.get('discarded', 0)})",

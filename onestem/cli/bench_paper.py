@@ -80,7 +80,7 @@ def paper(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Run a table or figure of the four papers; print it with the paper's numbers beside ours.
+    """Run a table or figure of the four papers; print it beside theirs, and whether claims hold.
 
     Models are the papers' shapes with random weights unless --model names another. Every number of
     ours is measured or counted in this run: with --share off, full and planned gain nothing. Exit

@@ -96,8 +96,9 @@ def found_in(finding: Finding) -> str:
 
 
 def stated_in(claim: Claim, finding: Finding) -> str:
-    """The numbers of the paper, shortly."""
-    numbers = span([point.stated for point in finding.points])
+    """The numbers of the paper, shortly: at the places that ran, or else at all."""
+    ran = [point for point in finding.points if point.found is not None]
+    numbers = span([point.stated for point in ran or finding.points])
     return f"at most {numbers}" if claim.bound == "most" else numbers
 
 

@@ -52,6 +52,7 @@ def result(series: dict[str, dict[int, float | None]], **more: Any) -> dict[str,
         for at, value in values.items()
     ]
     facts = {
+        "title": "a job",
         "assumed": "",
         "scale": 1.0,
         "part": 1.0,
@@ -296,7 +297,7 @@ def test_the_page_says_all(monkeypatch):
     lines = page({"x": found}).splitlines()
     here = "1.5 to 2.5 (1 of 2 reach it; 1 of 3 places did not run)"
     assert f"| `x` | Twice. | here `off` | 2 | {here} | partly |" in lines
-    assert "| `x` |  | 2 of 3 | 0.1 | 3 (1) | a CPU | 2026-11-28 | abc |" in lines
+    assert "| `x` | a job | 2 of 3 | 0.1 | 3 (1) | a CPU | 2026-11-28 | abc |" in lines
     assert "| A paper | 1 | 0 | 1 | 0 | 0 |" in lines
     notes = "* `x`: Ours to choose: the lengths. `full` at 1 place: does not fit KV memory."
     assert notes in lines
