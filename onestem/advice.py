@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onestem.batch import JobInput, SpooledPrompts, Tokenizer
-from onestem.batch.format import BatchRequest, parse_line
+from onestem.batch.format import BatchLine, BatchRequest, parse_line
 from onestem.batch.pieces import (
     NAMELESS,
     Message,
@@ -31,6 +31,7 @@ from onestem.errors import RequestError
 from onestem.openai.read import Prompt
 from onestem.planner import JobPlan
 from onestem.planner.fields import best_order, costs_in
+from onestem.rawtext import RawText
 
 __all__ = ["Advice", "Advisor"]
 
@@ -209,9 +210,9 @@ class Advisor:
 
     def _requests(self) -> Iterator[tuple[int, BatchRequest]]:
         """Good lines, by number."""
-        for number, raw in self._source.read(lambda _: None):
-            if number in self._numbers and isinstance(raw, bytes):
-                yield number, parse_line(raw)
+        for number, line in self._source.read(lambda _: None):
+            if number in self._numbers and isinstance(line, BatchLine):
+                yield number, parse_line(line, self._source.parse_special)
 
     def _messages(self) -> Iterator[tuple[int, list[Message], Prompt]]:
         """Number, pieces and prompt of each good line that has pieces."""
@@ -224,7 +225,7 @@ class Advisor:
             return
         for number, row in self._source.rows():
             if number in self._numbers:
-                request = parse_line(recipe.line(number, row))
+                request = parse_line(recipe.line(number, row), self._source.parse_special)
                 yield number, rendered(self._slots, row), request.prompt
 
     def _families(self) -> list[_Family]:
@@ -294,12 +295,12 @@ class Advisor:
                 yield number, _with_texts(prompt, texts)
 
     def _tokenized(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[int]]:
-        texts = [prompt.text for prompt in prompts if prompt.text is not None]
+        texts = [prompt.raw for prompt in prompts if prompt.raw is not None]
         encoded = iter(self._tokenizer.encode_batch(texts))
         for prompt in prompts:
             yield (
                 next(encoded)
-                if prompt.text is not None
+                if prompt.raw is not None
                 else self._tokenizer.apply_chat_template(
                     prompt.messages or [], **dataclasses.asdict(prompt.template)
                 )
@@ -326,7 +327,10 @@ def _title(name: str, examples: Sequence[str]) -> str:
 
 def _with_texts(prompt: Prompt, texts: Sequence[str]) -> Prompt:
     if prompt.messages is None:
-        return dataclasses.replace(prompt, text=texts[0])
+        # Where a row's values have gone is not followed: it matters for names of control tokens.
+        assert prompt.raw is not None
+        is_quoted = prompt.raw.quoted == ((0, len(prompt.raw.text)),)
+        return dataclasses.replace(prompt, raw=RawText.of(texts[0], not is_quoted))
     both = zip(prompt.messages, texts, strict=True)
     return dataclasses.replace(
         prompt, messages=[message | {"content": text} for message, text in both]

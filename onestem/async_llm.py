@@ -171,6 +171,7 @@ class AsyncLLM(Beside):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        parse_special: bool = True,
         output_kind: OutputKind = "cumulative",
     ) -> AsyncIterator[Answer]:
         """Answer a prompt. Outputs come as they grow, and the last one is `finished`. Leaving the
@@ -179,6 +180,7 @@ class AsyncLLM(Beside):
         Args:
             prompt: text, token ids, or vLLM's object of one of them.
             request_id: for `abort`; None: one is made.
+            parse_special: see `LLM.generate`.
             output_kind: outputs have all that there is so far (`cumulative`), or what is new
                 (`delta`). A slow reader gets fewer. So does each of very many readers, after its
                 first token: an event loop bears some thousands of outputs a second.
@@ -198,7 +200,7 @@ class AsyncLLM(Beside):
             raise RequestError(f"request id {name!r} is in use: give each request its own")
         with self._open(name) as stream, _as_own_errors():
             text, ids = await asyncio.to_thread(
-                read_prompt, prompt, self.tokenizer, self.options.max_model_len
+                read_prompt, prompt, self.tokenizer, self.options.max_model_len, parse_special
             )
             stream.request = Request(
                 request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True

@@ -267,6 +267,7 @@ def plan_file(
             first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
             max_model_len=most,
             compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
+            parse_special=source.parse_special,
         )
         with contextlib.closing(Spool(place, "plan")) as spool:
             planned = _Planned(

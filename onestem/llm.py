@@ -46,6 +46,7 @@ from onestem.planner import JobPlan, Prompts, RunningOrder, default_order, plann
 from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
 from onestem.pml import Prompt as PmlPrompt
 from onestem.progress import progress_bar
+from onestem.rawtext import RawText
 from onestem.request import (
     ONE_TOKEN,
     Answer,
@@ -283,14 +284,17 @@ class LLM(Beside):
         prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        parse_special: bool = True,
         use_tqdm: bool = True,
     ) -> list[Answer]:
         """Answer prompts (text or token ids), planned together; outputs in the prompts' order.
 
         Args:
             prompts: one or several; also as vLLM's `{"prompt": text}` and `{"prompt_token_ids":
-                ids}`.
+                ids}`. The names of control tokens in a text are these tokens. BOS stands once: a
+                text may begin with it.
             sampling_params: one for all or one each.
+            parse_special: False: the names of control tokens are characters.
             use_tqdm: show a bar at a terminal (vLLM's name for it).
 
         Raises:
@@ -298,7 +302,8 @@ class LLM(Beside):
                 Nothing is computed then.
         """
         many = [_plain(prompt) for prompt in several_prompts(prompts)]
-        return self._answer(self._ids(many), _texts(many), sampling_params, use_tqdm=use_tqdm)
+        ids = self._ids(many, parse_special)
+        return self._answer(ids, _texts(many), sampling_params, use_tqdm=use_tqdm)
 
     @refuses_vllms
     def stream(
@@ -306,6 +311,7 @@ class LLM(Beside):
         prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        parse_special: bool = True,
         output_kind: OutputKind = "cumulative",
     ) -> Iterator[Answer]:
         """`generate`, with outputs as they grow: one of each prompt (`Answer.index` says which)
@@ -321,7 +327,8 @@ class LLM(Beside):
         """
         check_output_kind(output_kind)
         many = [_plain(prompt) for prompt in several_prompts(prompts)]
-        requests, order = self._planned(self._ids(many), _texts(many), sampling_params)
+        ids = self._ids(many, parse_special)
+        requests, order = self._planned(ids, _texts(many), sampling_params)
         streams = [dataclasses.replace(request, stream=True) for request in requests]
         answers = self._run(planned(streams, order), output_kind) if requests else iter(())
         return _Awake(self.engine, self._with_index(answers, requests, order))
@@ -411,10 +418,14 @@ class LLM(Beside):
     # ----------------------------------------------------------------------------- scores
 
     @overload
-    def score(self, prompts: Sequence[Prompt]) -> list[Score]: ...
+    def score(self, prompts: Sequence[Prompt], *, parse_special: bool = ...) -> list[Score]: ...
     @overload
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Prompt]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Prompt]],
+        *,
+        parse_special: bool = ...,
     ) -> list[list[Score]]: ...
 
     @collecting_less()
@@ -422,6 +433,8 @@ class LLM(Beside):
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Prompt]] | None = None,
+        *,
+        parse_special: bool = True,
     ) -> list[Score] | list[list[Score]]:
         """Log-probabilities of completions of prompts (text or token ids), planned together. A
         shared beginning is computed once, a cached one not at all (docs/scores.md).
@@ -431,6 +444,7 @@ class LLM(Beside):
                 None: the prompts are texts that are scored whole, after the BOS token (or EOS,
                 for a model without one). A text longer than the model is cut into windows: each
                 token is scored once, after as much of the text as lm-eval gives it.
+            parse_special: as for `generate`, of prompts and completions.
 
         Returns:
             for each prompt a list with a score for each completion, or a score for each text.
@@ -439,8 +453,9 @@ class LLM(Beside):
             RequestError: something cannot be scored; it says which. Nothing is computed then.
         """
         _check_list("prompts", prompts)
+        check_parse_special(parse_special)
         if completions is None:
-            return self._score_texts(prompts)
+            return self._score_texts(prompts, parse_special)
         _check_list("completions", completions)
         if len(completions) != len(prompts):
             raise RequestError(
@@ -449,7 +464,7 @@ class LLM(Beside):
         items, starts, whose = [], [], []
         for i, (prompt, some) in enumerate(zip(prompts, completions, strict=True)):
             with named_one("prompt", i, len(prompts)):
-                context, given = self._pair_ids(prompt, some)
+                context, given = self._pair_ids(prompt, some, parse_special)
                 items += [np.concatenate((context, one)) for one in given]
                 starts += [len(context)] * len(given)
                 whose += [i] * len(given)
@@ -459,19 +474,18 @@ class LLM(Beside):
         return scores
 
     def _pair_ids(
-        self, prompt: Prompt, completions: Sequence[Prompt]
+        self, prompt: Prompt, completions: Sequence[Prompt], parse_special: bool
     ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         _check_list("completions", completions)
-        ids, given = pair_ids(
-            _text_or_ids(prompt), [_text_or_ids(one) for one in completions], self.tokenizer
-        )
+        context, *some = (_raw_or_ids(one, parse_special) for one in (prompt, *completions))
+        ids, given = pair_ids(context, some, self.tokenizer)
         return np.asarray(ids, np.int64), [np.asarray(one, np.int64) for one in given]
 
-    def _score_texts(self, texts: Sequence[Prompt]) -> list[Score]:
+    def _score_texts(self, texts: Sequence[Prompt], parse_special: bool) -> list[Score]:
         items, starts, whose = [], [], []
         for i, text in enumerate(texts):
             with named_one("text", i, len(texts)):
-                ids = whole_ids(_text_or_ids(text), self.tokenizer)
+                ids = whole_ids(_raw_or_ids(text, parse_special), self.tokenizer)
             for first, start, end in rolling_windows(len(ids), self.engine.max_model_len):
                 items.append(ids[first:end])
                 starts.append(start - first)
@@ -690,26 +704,30 @@ class LLM(Beside):
         pool = self.engine.cache.pool
         return pool.num_pages * pool.page_size
 
-    def tokenize(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
-        """Token ids of prompts."""
-        return [ids.listed for ids in self._ids(prompts)]
+    def tokenize(
+        self, prompts: Sequence[Prompt], *, parse_special: bool = True
+    ) -> list[Sequence[int]]:
+        """Token ids of prompts, as `generate` reads them."""
+        return [ids.listed for ids in self._ids(prompts, parse_special)]
 
-    def _ids(self, prompts: Sequence[Prompt]) -> list[_Ids]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    def _ids(self, prompts: Sequence[Prompt], parse_special: bool) -> list[_Ids]:
+        check_parse_special(parse_special)
+        raw = [_raw(prompt, parse_special) for prompt in prompts]
+        texts = [one for one in raw if isinstance(one, RawText)]
         tokenizer = self._bounded_tokenizer("text") if texts else None
         try:
             encoded = tokenizer.encode_batch(texts) if tokenizer is not None else []
         except RequestError:
             assert tokenizer is not None
-            for i, prompt in enumerate(prompts):
-                with named_one("prompt", i, len(prompts)):
-                    tokenizer.encode_batch([prompt] if isinstance(prompt, str) else [])
+            for i, one in enumerate(raw):
+                with named_one("prompt", i, len(raw)):
+                    tokenizer.encode_batch([one] if isinstance(one, RawText) else [])
             raise
         found = iter(encoded)
         ids = []
-        for i, prompt in enumerate(prompts):
-            with named_one("prompt", i, len(prompts)):
-                ids.append(_ids_of(next(found) if isinstance(prompt, str) else prompt))
+        for i, one in enumerate(raw):
+            with named_one("prompt", i, len(raw)):
+                ids.append(_ids_of(next(found) if isinstance(one, RawText) else one))
         return ids
 
     def _planned(
@@ -846,6 +864,12 @@ def described(tokenizer: Tokenizer | None, entry: Mapping[int, float]) -> Logpro
     return dict(zip(entry, made, strict=True))
 
 
+def check_parse_special(given: object) -> None:
+    """Raise `RequestError` for what is neither true nor false."""
+    if not isinstance(given, bool):
+        raise RequestError(f"parse_special is {show(given)}, expected true or false")
+
+
 def check_output_kind(kind: object) -> None:
     """Raise `RequestError` for what is no `OutputKind`."""
     if kind not in ("cumulative", "delta"):
@@ -853,20 +877,26 @@ def check_output_kind(kind: object) -> None:
 
 
 def read_prompt(
-    prompt: object, tokenizer: Tokenizer | None, max_model_len: int | None
+    prompt: object,
+    tokenizer: Tokenizer | None,
+    max_model_len: int | None,
+    parse_special: bool = True,
 ) -> tuple[str | None, list[int]]:
     """Text, if it was given, and token ids of one prompt.
 
     Args:
         max_model_len: None: it is not known yet.
+        parse_special: see `LLM.generate`.
     """
+    check_parse_special(parse_special)
     plain = _plain(prompt)
     if not isinstance(plain, str):
         return None, _ids_of(plain).listed
     if tokenizer is None:
         raise RequestError("text needs a tokenizer, and the model has none: give token ids")
-    tokenizer.check_length("prompt", len(plain), max_model_len)
-    return plain, _ids_of(tokenizer.encode(plain)).listed
+    raw = RawText.of(plain, parse_special)
+    tokenizer.check_raw(raw, max_model_len)
+    return plain, _ids_of(tokenizer.encode_batch([raw])[0]).listed
 
 
 def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
@@ -963,8 +993,14 @@ class _Ids(NamedTuple):
     array: NDArray[np.int64]
 
 
-def _text_or_ids(prompt: Prompt) -> str | NDArray[np.int64]:
-    return prompt if isinstance(prompt, str) else _ids_of(prompt).array
+def _raw(prompt: Any, parse_special: bool) -> Any:
+    """A text as one that is tokenised as it stands; other values unchanged."""
+    return RawText.of(prompt, parse_special) if isinstance(prompt, str) else prompt
+
+
+def _raw_or_ids(prompt: Prompt, parse_special: bool) -> RawText | NDArray[np.int64]:
+    raw = _raw(prompt, parse_special)
+    return raw if isinstance(raw, RawText) else _ids_of(raw).array
 
 
 def _ids_of(prompt: object) -> _Ids:

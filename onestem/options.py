@@ -321,6 +321,11 @@ class InputOptions(Options):
     text: str | None = Field(default=None, json_schema_extra={"metavar": "TEMPLATE"})
     """A text of each row that is scored whole."""
 
+    parse_special: bool | None = None
+    """Read names of control tokens in prompts and texts as these tokens, or as characters, where a
+    request does not say it (default: tokens; in a value that has text of its template beside it,
+    characters). In chats and PML they are always characters."""
+
     body: str | None = Field(default=None, json_schema_extra={"metavar": "JSON"})
     """What else each request says: {"max_tokens": 64}."""
 

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from onestem.checked import show
 from onestem.errors import RequestError
+from onestem.rawtext import RawText
 
 __all__ = [
     "Encoder",
@@ -34,7 +35,7 @@ __all__ = [
     "whole_ids",
 ]
 
-EncodeBatch = Callable[[list[str]], list[list[int]]]
+EncodeBatch = Callable[[list[RawText]], list[list[int]]]
 IntArray = NDArray[np.int64]
 Ids = Sequence[int] | IntArray
 Value = TypeVar("Value", bound=np.generic)
@@ -220,8 +221,8 @@ class ScoreTask:
 
     @staticmethod
     def read(
-        prompt: str | Sequence[int],
-        completions: Sequence[str | Sequence[int]] | None,
+        prompt: RawText | Sequence[int],
+        completions: Sequence[RawText | Sequence[int]] | None,
         tokenizer: Encoder | None,
     ) -> ScoreTask:
         """The task for a prompt and its completions, all text or all ids; None: for a text or ids
@@ -259,9 +260,9 @@ class Encoder(Protocol):
     """What is needed of a tokenizer. Texts that it refuses raise `RequestError`."""
 
     def encode_batch(
-        self, texts: list[str], /, *, add_special_tokens: bool = True
+        self, texts: list[RawText], /, *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text, BOS included where the model wants it."""
+        """Token ids of each text, BOS included once where the model wants it."""
         ...
 
     @property
@@ -276,21 +277,21 @@ def _listed(ids: Ids) -> list[int]:
 
 
 def pair_ids(
-    prompt: str | Ids, completions: Sequence[str | Ids], tokenizer: Encoder | None
+    prompt: RawText | Ids, completions: Sequence[RawText | Ids], tokenizer: Encoder | None
 ) -> tuple[Ids, list[Ids]]:
     """Token ids of a prompt and of its completions, all of them text or all of them ids."""
     if not len(completions):
         raise RequestError("completions is empty: give at least one")
-    texts = [one for one in completions if isinstance(one, str)]
+    texts = [one for one in completions if isinstance(one, RawText)]
     pair: tuple[Ids, list[Ids]]
-    if isinstance(prompt, str) and len(texts) == len(completions):
+    if isinstance(prompt, RawText) and len(texts) == len(completions):
         encoder = _needed(tokenizer)
         ids, given = encode_pairs(prompt, texts, encoder.encode_batch, encoder.first_id)
         pair = ids, [*given]
-    elif isinstance(prompt, str) or texts:
+    elif isinstance(prompt, RawText) or texts:
         raise RequestError("a prompt and its completions are text and ids mixed: give one of both")
     else:
-        pair = prompt, [one for one in completions if not isinstance(one, str)]
+        pair = prompt, [one for one in completions if not isinstance(one, RawText)]
     if not len(pair[0]):
         raise RequestError("prompt is empty: expected at least one token")
     if not all(map(len, pair[1])):
@@ -298,9 +299,9 @@ def pair_ids(
     return pair
 
 
-def whole_ids(text: str | Ids, tokenizer: Encoder | None) -> IntArray:
+def whole_ids(text: RawText | Ids, tokenizer: Encoder | None) -> IntArray:
     """The ids of a text after the token that stands for its beginning, int64 `[n]`."""
-    if isinstance(text, str):
+    if isinstance(text, RawText):
         (text,) = _needed(tokenizer).encode_batch([text], add_special_tokens=False)
     ids = np.asarray(text, np.int64)
     first = None if tokenizer is None else tokenizer.first_id
@@ -318,7 +319,10 @@ def _needed(tokenizer: Encoder | None) -> Encoder:
 
 
 def encode_pairs(
-    prompt: str, completions: Sequence[str], encode_batch: EncodeBatch, first_id: int | None
+    prompt: RawText,
+    completions: Sequence[RawText],
+    encode_batch: EncodeBatch,
+    first_id: int | None,
 ) -> tuple[list[int], list[list[int]]]:
     """Token ids of a prompt and of texts that follow it, cut as lm-eval does. The whole is encoded
     and cut where the prompt's own ids end; spaces at the prompt's end belong to the completions.
@@ -326,14 +330,15 @@ def encode_pairs(
     Args:
         first_id: what stands for a prompt without tokens; None: such a prompt stays empty.
     """
-    context = prompt.rstrip()
-    spaces = prompt[len(context) :]
-    ids, *wholes = encode_batch([context, *(prompt + text for text in completions)])
+    context = prompt.text.rstrip()
+    spaces = prompt.text[len(context) :]
+    texts = [RawText.joined((prompt, text)) for text in completions]
+    ids, *wholes = encode_batch([RawText(context, prompt.quoted), *texts])
     given = [whole[len(ids) :] for whole in wholes]
     for text, some in zip(completions, given, strict=True):
         if not some:
             raise RequestError(
-                f"completion {show(spaces + text)} has no tokens of its own after its prompt: "
+                f"completion {show(spaces + text.text)} has no tokens of its own after its prompt: "
                 "lengthen it, begin it with a space, or give token ids"
             )
     return ids or [one for one in (first_id,) if one is not None], given

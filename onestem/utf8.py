@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-__all__ = ["decoded", "last_bytes"]
+__all__ = ["Places", "decoded", "last_bytes"]
 
 MOST_BYTES = 4  # of a character
 
@@ -31,3 +31,34 @@ def last_bytes(pieces: Iterable[bytes]) -> bytes:
         if length >= MOST_BYTES:
             break
     return b"".join(reversed(context))
+
+
+class Places:
+    """Where pieces begin in the text that they make, in characters. A piece that begins within a
+    character has that character's place.
+
+    Args:
+        count: characters before the first piece.
+        unfinished: the beginning of a character before it.
+    """
+
+    def __init__(self, count: int = 0, unfinished: bytes = b"") -> None:
+        self._count, self._unfinished = count, unfinished
+
+    def next(self, piece: bytes) -> int:
+        """The place of the next piece."""
+        place = self._count
+        if self._unfinished and not _goes_on(self._unfinished + piece[:1]):
+            place += 1  # what is unfinished becomes U+FFFD
+        shown, self._unfinished = decoded(self._unfinished, piece)
+        self._count += len(shown)
+        return place
+
+
+def _goes_on(data: bytes) -> bool:
+    """Whether these bytes are the beginning of a UTF-8 character."""
+    try:
+        codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onestem import LLM, Score
 from onestem.errors import OnestemError, RequestError
+from onestem.rawtext import RawText
 from onestem.scores import ScoreTree, completion_tree, encode_pairs, rolling_windows
 from tests.engine.harness import oracle_logprobs
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -52,7 +53,8 @@ def flat(scores: list[list[Score]]) -> np.ndarray:
 
 def oracle(llm: LLM, prompt: str, completion: str) -> tuple[list[float], bool]:
     tokenizer = llm.tokenizer
-    ids, (more,) = encode_pairs(prompt, [completion], tokenizer.encode_batch, tokenizer.first_id)
+    raw = RawText(prompt), [RawText(completion)]
+    ids, (more,) = encode_pairs(*raw, tokenizer.encode_batch, tokenizer.first_id)
     table = oracle_logprobs(llm.path, ids + more)
     rows = table[len(ids) - 1 : len(ids) + len(more) - 1]
     values = [float(row[token]) for row, token in zip(rows, more, strict=True)]

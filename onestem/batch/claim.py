@@ -52,7 +52,8 @@ class Claim:
         if not output.exists() or output.stat().st_size == 0:
             return None
         is_known = False
-        for identity in (self.identity, replace(self.identity, options=self._settled)):
+        settled = replace(self.identity, options=self._settled)
+        for identity in (self.identity, settled, *self.identity.earlier(), *settled.earlier()):
             counts, is_whole = _results(output, identity.job)
             if is_whole and counts.done == num_lines:
                 if self._manifest is not None and not self._differences:
@@ -89,7 +90,10 @@ class Claim:
         is_damaged = manifest.exists()
         if not partial.exists() or partial.stat().st_size == 0:
             return
-        if _has_results(partial, self.identity.job):
+        names = (self.identity, *self.identity.earlier())
+        begun = next((one for one in names if _has_results(partial, one.job)), None)
+        if begun is not None:
+            self.identity = begun
             what = "is damaged" if is_damaged else "is missing"
             self._warn(f"{manifest} {what}: it is made anew, answers are kept")
         elif force:

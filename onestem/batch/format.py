@@ -13,17 +13,19 @@ refused, since only one of their values could be used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from onestem.checked import show
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, JsonError, Prompt, read_line_body, read_object
 from onestem.openai.schema import URL_OF_KIND, Kind
+from onestem.rawtext import Span
 from onestem.request import MAX_DEPTH
 
-__all__ = ["KIND_OF_URL", "BatchRequest", "LineError", "parse_line", "url_of"]
+__all__ = ["KIND_OF_URL", "BatchLine", "BatchRequest", "LineError", "parse_line", "url_of"]
 
 KIND_OF_URL: Mapping[str, Kind] = {url: kind for kind, url in URL_OF_KIND.items()}
 TOP_FIELDS = ("custom_id", "method", "url", "body")
@@ -44,6 +46,19 @@ class LineError(RequestError):
         self.custom_id = custom_id
 
 
+class BatchLine(NamedTuple):
+    """A line of a batch file, or one made of a row.
+
+    Attributes:
+        raw: the line.
+        quoted: parts of the texts of a body's field that a row's values have filled, of each text.
+            In them names of control tokens are characters, unless the body says `parse_special`.
+    """
+
+    raw: bytes
+    quoted: Mapping[str, Sequence[tuple[Span, ...]]] = MappingProxyType({})
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
     """A good line, before tokenisation."""
@@ -60,19 +75,29 @@ class BatchRequest:
         return self.asked.kind == "score"
 
 
-def parse_line(raw: bytes) -> BatchRequest:
-    """The request in a line of the input. Any bytes raise nothing but `LineError`."""
+def parse_line(line: BatchLine, parse_special: bool | None = None) -> BatchRequest:
+    """The request in a line of the input. Any bytes raise nothing but `LineError`.
+
+    Args:
+        parse_special: of a body that does not say it.
+    """
     try:
-        record = read_object(raw, "the line", LINE_DEPTH)
+        record = read_object(line.raw, "the line", LINE_DEPTH)
     except JsonError as error:
         raise LineError("invalid_json_line", str(error), error.custom_id) from error
     custom_id = _custom_id(record)
     try:
         if _is_short(record):
+            kind: Kind = "score"
             body = {name: value for name, value in record.items() if name != "custom_id"}
-            asked = read_line_body("score", body)
         else:
-            asked = read_line_body(_kind(record), record["body"])
+            kind, body = _kind(record), record["body"]
+        is_open = kind != "chat" and body.get("pml") is None and body.get("parse_special") is None
+        if is_open and parse_special is not None:
+            body = {**body, "parse_special": parse_special}
+        asked = read_line_body(kind, body)
+        if is_open and parse_special is None and line.quoted:
+            asked = asked.quoting(line.quoted)
         return BatchRequest(custom_id=custom_id, asked=asked)
     except LineError as error:
         error.custom_id = custom_id

@@ -19,17 +19,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from onestem.batch.format import LineError
+from onestem.batch.format import BatchLine, LineError
 from onestem.batch.templates import Recipe, expected_columns
 from onestem.checked import show
 from onestem.errors import ConfigError, JobError, RequestError
 from onestem.openai.read import read_object
 from onestem.options import InputOptions
 
-__all__ = ["MAX_LINE_BYTES", "InputSurvey", "JobInput"]
+__all__ = ["MAX_LINE_BYTES", "InputSurvey", "JobInput", "Numbered"]
 
 See = Callable[[bytes], object]
-Numbered = tuple[int, bytes | LineError]  # (number of the line or row from 1, batch line)
+Numbered = tuple[int, BatchLine | LineError]  # (number of the line or row from 1, batch line)
 
 MAX_LINE_BYTES = 16 << 20
 ROWS_AT_A_TIME = 256
@@ -79,6 +79,8 @@ class JobInput:
     Attributes:
         unit: word for one of its items: line or row.
         identity: the options that a job's answers depend on.
+        parse_special: of requests that do not say it; None: what a row's values fill in a template
+            is quoted, and nothing else.
 
     Raises:
         JobError: the input cannot be read.
@@ -97,7 +99,10 @@ class JobInput:
         if self._rows is not None:
             with _data_errors(self.path):
                 expected_columns(str(self.path), self.recipe, self._rows.columns)
-        self.identity = options.model_dump(exclude_none=True)
+        self.parse_special = options.parse_special
+        # Where this is missing, an earlier version began the job: it quoted all texts.
+        said = {"parse_special": self.parse_special}
+        self.identity = options.model_dump(exclude_none=True) | said
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +129,7 @@ class JobInput:
         if self._rows is None:
             with open_file(self.path) as file:
                 for number, raw in _lines(file, see):
-                    yield number, raw if self.recipe is None else self._of_json(number, raw)
+                    yield number, self._of_json(number, raw)
             return
         assert self.recipe is not None  # else the table would have been refused
         with _data_errors(self.path):
@@ -146,15 +151,17 @@ class JobInput:
                     if isinstance(raw, bytes):
                         yield number, read_object(raw)
 
-    def _of_json(self, number: int, raw: bytes | LineError) -> bytes | LineError:
+    def _of_json(self, number: int, raw: bytes | LineError) -> BatchLine | LineError:
         if isinstance(raw, LineError):
             return raw
+        if self.recipe is None:
+            return BatchLine(raw)
         try:
             return self._line(number, read_object(raw, "the line"))
         except RequestError as error:
             return LineError("invalid_json_line", str(error))
 
-    def _line(self, number: int, row: Mapping[str, Any] | LineError) -> bytes | LineError:
+    def _line(self, number: int, row: Mapping[str, Any] | LineError) -> BatchLine | LineError:
         assert self.recipe is not None
         if isinstance(row, LineError):
             return row
@@ -162,7 +169,7 @@ class JobInput:
             line = self.recipe.line(number, row)
         except LineError as error:
             return error
-        return _too_long("row") if len(line) > MAX_LINE_BYTES else line
+        return _too_long("row") if len(line.raw) > MAX_LINE_BYTES else line
 
 
 class _Seen:

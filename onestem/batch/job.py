@@ -236,6 +236,7 @@ class _Job:
                 self._summary.already_complete = True
                 return self._summary
             claim.take(force)
+            self._identity = claim.identity
         try:
             self._answer_all()
         except DamagedSpoolError as error:
@@ -280,6 +281,7 @@ class _Job:
                 max_model_len=self._max_model_len,
                 model_names=self._model_names,
                 compile_pml=self._compile_pml,
+                parse_special=self._identity.parse_special,
             )
             if sha256 != self._identity.input_sha256:
                 raise JobError(

@@ -66,8 +66,8 @@ class Message(NamedTuple):
 
 def parts_of(prompt: Prompt) -> list[tuple[str | None, str]] | None:
     """Role and text of each message; None: the prompt is token ids or PML."""
-    if prompt.text is not None:
-        return [(None, prompt.text)]
+    if prompt.raw is not None:
+        return [(None, prompt.raw.text)]
     if prompt.messages is None:
         return None
     return [(message[ROLE], message[TEXT]) for message in prompt.messages]

@@ -32,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.format import BatchRequest, LineError, parse_line
+from onestem.batch.format import BatchLine, BatchRequest, LineError, parse_line
 from onestem.batch.guard import guarded
-from onestem.batch.inputs import JobInput
+from onestem.batch.inputs import JobInput, Numbered
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.engine.grammar.schema import check_schema
@@ -317,6 +317,7 @@ def write_spool(
     max_model_len: int | None = None,
     model_names: Collection[str] | None = None,
     compile_pml: CompilePml | None = None,
+    parse_special: bool | None = None,
 ) -> tuple[str, dict[str, int]]:
     """Do the first pass.
 
@@ -329,6 +330,7 @@ def write_spool(
         max_model_len: at which answers end, whatever `max_tokens` says.
         model_names: of models that lines may name; None: any.
         compile_pml: None: lines with `pml` are refused.
+        parse_special: of lines that do not say it; None: as `JobInput` has it.
 
     Returns:
         The input's sha256 as read now, and the spool's facts (`spool_facts`).
@@ -346,7 +348,7 @@ def write_spool(
         open(place.lines, "wb") as table,
     ):
         writer = _Writer(ids, requests, table, max_model_len)
-        first_pass = _FirstPass(job, tokenizer, validate, compile_pml, model_names)
+        first_pass = _FirstPass(job, tokenizer, validate, compile_pml, model_names, parse_special)
         on_chunk(0, 0)
         for chunk in _chunks(source.read(see), chunk_lines):
             lines = first_pass.read(chunk)
@@ -376,14 +378,12 @@ def _crc32(path: Path) -> int:
     return checksum
 
 
-def _chunks(
-    lines: Iterator[tuple[int, bytes | LineError]], most: int
-) -> Iterator[list[tuple[int, bytes | LineError]]]:
-    chunk: list[tuple[int, bytes | LineError]] = []
+def _chunks(lines: Iterator[Numbered], most: int) -> Iterator[list[Numbered]]:
+    chunk: list[Numbered] = []
     num_bytes = 0
-    for number, raw in lines:
-        chunk.append((number, raw))
-        num_bytes += len(raw) if isinstance(raw, bytes) else 0
+    for number, line in lines:
+        chunk.append((number, line))
+        num_bytes += len(line.raw) if isinstance(line, BatchLine) else 0
         if len(chunk) == most or num_bytes >= CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
@@ -401,16 +401,18 @@ class _FirstPass:
         validate: Validate,
         compile_pml: CompilePml | None,
         model_names: Collection[str] | None,
+        parse_special: bool | None,
     ) -> None:
         self._job = job
+        self._parse_special = parse_special
         self._model_names = model_names
         self._compile_pml = compile_pml
         self._tokenizer = tokenizer
         self._validate = validate
         self._seen = _Seen()
 
-    def read(self, chunk: list[tuple[int, bytes | LineError]]) -> list[_Line]:
-        lines = [self._parse(number, raw) for number, raw in chunk]
+    def read(self, chunk: list[Numbered]) -> list[_Line]:
+        lines = [self._parse(number, line) for number, line in chunk]
         self._refuse_duplicates([line for line in lines if line.custom_id is not None])
         self._tokenize([line for line in lines if line.request is not None])
         for line in lines:
@@ -418,11 +420,11 @@ class _FirstPass:
                 self._check(line, line.request)
         return lines
 
-    def _parse(self, number: int, raw: bytes | LineError) -> _Line:
+    def _parse(self, number: int, line: BatchLine | LineError) -> _Line:
         try:
-            if isinstance(raw, LineError):
-                raise raw
-            request = parse_line(raw)
+            if isinstance(line, LineError):
+                raise line
+            request = parse_line(line, self._parse_special)
             self._check_model(request)
             return _Line(number, request.custom_id, request=self._held(request))
         except LineError as error:
@@ -457,9 +459,9 @@ class _FirstPass:
         texts = {}
         for line in lines:
             assert line.request is not None
-            text = line.request.prompt.text
-            if text is not None and self._tokenizer is not None and not line.request.is_scored:
-                texts[line.number] = text
+            raw = line.request.prompt.raw
+            if raw is not None and self._tokenizer is not None and not line.request.is_scored:
+                texts[line.number] = raw
         encoded: Sequence[Sequence[int]] = []
         try:
             if self._tokenizer is not None:
@@ -507,8 +509,8 @@ class _FirstPass:
             return self._tokenizer.apply_chat_template(
                 prompt.messages, **dataclasses.asdict(prompt.template)
             )
-        assert prompt.text is not None
-        return self._tokenizer.encode_batch([prompt.text])[0]
+        assert prompt.raw is not None
+        return self._tokenizer.encode_batch([prompt.raw])[0]
 
     def _check(self, line: _Line, request: BatchRequest) -> None:
         try:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from onestem.batch.format import LineError
+from onestem.batch.format import BatchLine, LineError
 from onestem.checked import read_json, show
 from onestem.errors import ConfigError
 from onestem.openai.schema import URL_OF_KIND, Kind
 from onestem.options import InputOptions
+from onestem.rawtext import RawText, Span
 
 __all__ = ["Field", "Recipe", "Template", "expected_columns"]
 
@@ -72,17 +73,34 @@ class Template:
             for part in self.parts
         )
 
+    @property
+    def is_field(self) -> bool:
+        """Whether it is a single field."""
+        return len(self.parts) == 1 and isinstance(self.parts[0], Field)
+
     def value(self, row: Row) -> Any:
         """The template's text for a row. If the template is a single field, lists and objects are
         kept as they are."""
-        if len(self.parts) == 1 and isinstance(self.parts[0], Field):
-            value = _value(row, self.parts[0].column)
+        if self.is_field:
+            value = _value(row, self.columns[0])
             if isinstance(value, (list, dict)):
                 return value
-        return "".join(
-            part if isinstance(part, str) else text_of(_value(row, part.column), part.column)
-            for part in self.parts
-        )
+        return "".join(text for text, _ in self._texts(row))
+
+    def quoted(self, row: Row) -> tuple[Span, ...]:
+        """Where a row's values are in its text. A single field's is the text itself, and is not
+        quoted."""
+        if self.is_field:
+            return ()
+        return RawText.joined(RawText.of(*one) for one in self._texts(row)).quoted
+
+    def _texts(self, row: Row) -> Iterator[tuple[str, bool]]:
+        """The parts' texts, and whether each is the template's own."""
+        for part in self.parts:
+            if isinstance(part, str):
+                yield part, True
+            else:
+                yield text_of(_value(row, part.column), part.column), False
 
 
 def _value(row: Row, column: str) -> Any:
@@ -214,7 +232,7 @@ class Recipe:
         """The columns that are read, each once."""
         return list(dict.fromkeys(column for _, column in self.asked()))
 
-    def line(self, number: int, row: Row) -> bytes:
+    def line(self, number: int, row: Row) -> BatchLine:
         """The batch line of a row; raises `LineError`."""
         custom_id = str(number)
         if self.id_column is not None:
@@ -235,7 +253,17 @@ class Recipe:
             "url": URL_OF_KIND[self.kind],
             "body": body,
         }
-        return json.dumps(line, ensure_ascii=False).encode()
+        quoted = {} if self.kind == "chat" else _quoted(self.fields, row)
+        return BatchLine(json.dumps(line, ensure_ascii=False).encode(), quoted)
+
+
+def _quoted(fields: Mapping[str, Any], row: Row) -> dict[str, list[tuple[Span, ...]]]:
+    """Where a row's values are in each text of the fields; empty where they are in none."""
+    found = {
+        name: [template.quoted(row) for template in _leaves(value)]
+        for name, value in fields.items()
+    }
+    return found if any(map(any, found.values())) else {}
 
 
 def _read(name: str, text: str) -> Any:

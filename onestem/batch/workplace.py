@@ -41,6 +41,8 @@ FORMAT = 1
 # has not answered are checked anew.
 MAY_CHANGE = ("max_model_len",)
 
+PARSE_SPECIAL = "parse_special"  # an option that jobs of earlier versions do not have
+
 
 class DiskFullError(JobError):
     """A job's disk is full; nothing is wrong with the job."""
@@ -95,7 +97,8 @@ class JobIdentity:
         """What keeps this job from going on with work of the manifest `other`, in words.
 
         The model's name may differ, since it is in no answer; and the seed that the job began with
-        stays where none is asked for (see `as_begun`).
+        stays where none is asked for, as does an earlier version's reading of control tokens' names
+        (see `as_begun`).
         """
         mine = json.loads(json.dumps(self.record()))
         if other.get("format") != FORMAT:
@@ -110,10 +113,29 @@ class JobIdentity:
         theirs = other.get("options") or {}
         for name in sorted(mine["options"].keys() | theirs.keys()):
             was, now = theirs.get(name), mine["options"].get(name)
-            may_change = name in MAY_CHANGE or (name == "seed" and now is None)
+            is_earlier = name == PARSE_SPECIAL and name not in theirs
+            may_change = (
+                name in MAY_CHANGE
+                or (name == "seed" and now is None)
+                or (is_earlier and now is not True)
+            )
             if was != now and not may_change:
                 found.append(f"{name} was {was}, now {now}")
         return found
+
+    @property
+    def parse_special(self) -> bool | None:
+        """How texts of lines that do not say it are read; None: as `JobInput` has it. Earlier
+        versions read names of control tokens as characters."""
+        read: bool | None = self.options.get(PARSE_SPECIAL, False)
+        return read
+
+    def earlier(self) -> list[JobIdentity]:
+        """This job as an earlier version names it; empty: none could have begun it."""
+        if self.options.get(PARSE_SPECIAL, True) is True:
+            return []
+        options = {name: value for name, value in self.options.items() if name != PARSE_SPECIAL}
+        return [replace(self, options=options)]
 
     def as_begun(self, manifest: Mapping[str, Any]) -> JobIdentity:
         """This job as its manifest, without differences, has it: results that come go with those

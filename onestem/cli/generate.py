@@ -31,6 +31,13 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends an answer (may be repeated).")
     ] = None,
+    parse_special: Annotated[
+        bool,
+        typer.Option(
+            help="Read the names of control tokens in prompts as these tokens, or as characters "
+            "(as in chats).",
+        ),
+    ] = True,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")
     ] = False,
@@ -59,7 +66,7 @@ def generate(
             [[*head, {"role": "user", "content": prompt}] for prompt in prompts], params
         )
     else:
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, parse_special=parse_special)
     for prompt, output in zip(prompts, outputs, strict=True):
         if as_json:
             typer.echo(

@@ -20,10 +20,12 @@ from onestem.openai.schema import (
     Kind,
     Message,
     PrefixBody,
+    RawTexts,
     ScoreBody,
     ToolChoice,
 )
 from onestem.openai.tools import CheckSchema, ToolForm, Tools
+from onestem.rawtext import RawText, Span
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, ONE_TOKEN, SamplingParams, is_deep
 from onestem.scores import Encoder, ScoreTask
 
@@ -124,7 +126,7 @@ class ChatTemplate:
 class Prompt:
     """What is to be continued; exactly one of the four is set. `isolation` belongs to `pml`."""
 
-    text: str | None = None
+    raw: RawText | None = None
     token_ids: list[int] | None = None
     messages: list[JsonObject] | None = None
     pml: str | None = None
@@ -132,18 +134,20 @@ class Prompt:
     template: ChatTemplate = ChatTemplate()
 
     @property
-    def given(self) -> str | list[int]:
+    def given(self) -> RawText | list[int]:
         """The text or token ids of a prompt that is either."""
-        value = self.token_ids if self.text is None else self.text
+        value = self.token_ids if self.raw is None else self.raw
         assert value is not None
         return value
 
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt stands before its answer; `alone`: in place of it."""
+    """The prompt stands before its answer; `alone`: in place of it. `spells_control`: names of
+    control tokens in its text are these tokens."""
 
     alone: bool
+    spells_control: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +179,15 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
+
+    def quoting(self, quoted: Mapping[str, Sequence[tuple[Span, ...]]]) -> Asked:
+        """The body of a line with some parts of its texts quoted: those of each text of a field, by
+        the field's name."""
+        prompts = _quoting(self.prompts, quoted.get("prompt", quoted.get("text", ())))
+        completions = self.completions
+        if completions is not None:
+            completions = [_quoting(completions[0], quoted.get("completions", ()))]
+        return replace(self, prompts=prompts, completions=completions)
 
     def task(self, index: int, tokenizer: Encoder | None) -> ScoreTask:
         """What is scored of a prompt; raises `RequestError`."""
@@ -266,12 +279,13 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         # A chat answer may be as long as the model allows unless the request says otherwise.
         sampling["max_tokens"] = _chat_length(sampling, fields)
         sampling["logprobs"] = _chat_logprobs(fields)
-    echo = _echo(sampling, fields) if isinstance(fields, CompletionFields) else None
+    prompts = _prompts(fields)
+    echo = _echo(sampling, fields, prompts[0]) if isinstance(fields, CompletionFields) else None
     params = check(SamplingParams, sampling)
     asked = Asked(
         kind=kind,
         model=fields.model,
-        prompts=_prompts(fields),
+        prompts=prompts,
         sampling=sampling,
         params=params,
         return_token_ids=bool(fields.return_token_ids),
@@ -301,7 +315,7 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
         raise RequestError("prompt and completions go together, and text needs neither")
     name = "prompt" if fields.text is None else "text"
     given = getattr(fields, name)
-    prompts = _prompts_in(given, name)
+    prompts = _prompts_in(given, name, fields)
     completions = None
     if fields.completions is not None:
         each = fields.completions if _is_several(given) else [fields.completions]
@@ -316,7 +330,7 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
                     f"completions of a prompt are {show(one)}, expected a list of texts or of "
                     "lists of token ids"
                 )
-        completions = [_prompts_in(one, "completions") for one in each]
+        completions = [_prompts_in(one, "completions", fields) for one in each]
         total = sum(map(len, completions))
         if total > MAX_SEQUENCES:
             raise RequestError(
@@ -366,7 +380,7 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
     return None
 
 
-def _echo(sampling: JsonObject, fields: CompletionFields) -> Echo | None:
+def _echo(sampling: JsonObject, fields: CompletionFields, prompt: Prompt) -> Echo | None:
     """How the prompt is given back, if at all; sets what that needs in `sampling`."""
     if not fields.echo:
         return None
@@ -381,7 +395,7 @@ def _echo(sampling: JsonObject, fields: CompletionFields) -> Echo | None:
     alone = sampling.get("max_tokens") == 0 and not isinstance(sampling["max_tokens"], bool)
     if alone:
         sampling["max_tokens"] = 1  # the engine samples one token, which is dropped
-    return Echo(alone)
+    return Echo(alone, prompt.raw is not None and not prompt.raw.quoted)
 
 
 def _guided(fields: Any) -> JsonObject:
@@ -479,6 +493,8 @@ def _prompts(fields: Any) -> list[Prompt]:
     if fields.pml is not None:
         if given is not None:
             raise RequestError(f"body has pml and {name}: give one of them")
+        if getattr(fields, "parse_special", None):
+            raise RequestError("parse_special and pml: texts in PML are characters, leave it out")
         for other in ("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt",
                       "continue_final_message"):  # fmt: skip
             if getattr(fields, other, None) is not None:
@@ -489,7 +505,7 @@ def _prompts(fields: Any) -> list[Prompt]:
     if given is None:
         raise RequestError(f"body has no {name} and no pml")
     if isinstance(fields, CompletionFields):
-        return _prompts_in(given, name)
+        return _prompts_in(given, name, fields)
     return [read_conversation(fields)]
 
 
@@ -534,10 +550,10 @@ def _is_several(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
 
 
-def _prompts_in(value: Any, name: str) -> list[Prompt]:
+def _prompts_in(value: Any, name: str, how: RawTexts) -> list[Prompt]:
     """One prompt, or those of a list of texts or of lists of token ids; `name` is the field's."""
     if not _is_several(value):
-        return [_prompt_in(value, name)]
+        return [_prompt_in(value, name, how)]
     if len(value) > MAX_PROMPTS:
         raise RequestError(
             f"{name} is a list of {len(value)} {'texts' * (name != 'prompt') or 'prompts'}, limit "
@@ -546,12 +562,20 @@ def _prompts_in(value: Any, name: str) -> list[Prompt]:
     odd = next((one for one in value if not isinstance(one, type(value[0]))), None)
     if odd is not None:
         raise RequestError(f"{name} has {show(odd)} among others of another type")
-    return [_prompt_in(one, name) for one in value]
+    return [_prompt_in(one, name, how) for one in value]
 
 
-def _prompt_in(value: Any, name: str) -> Prompt:
+def _quoting(prompts: Sequence[Prompt], quoted: Sequence[tuple[Span, ...]]) -> list[Prompt]:
+    each: list[tuple[Span, ...]] = [*quoted, *([()] * len(prompts))]
+    return [
+        prompt if prompt.raw is None else replace(prompt, raw=replace(prompt.raw, quoted=some))
+        for prompt, some in zip(prompts, each, strict=False)
+    ]
+
+
+def _prompt_in(value: Any, name: str, how: RawTexts) -> Prompt:
     if isinstance(value, str):
-        return Prompt(text=value)
+        return Prompt(RawText.of(value, how.parse_special is not False))
     if value == []:
         raise RequestError(f"{name} has no tokens")
     if not isinstance(value, list):
@@ -569,13 +593,16 @@ def _prompt_in(value: Any, name: str) -> Prompt:
 
 
 def read_prefix(body: Mapping[str, Any]) -> JsonObject:
-    """A prefix in the one form that is given: {"text": ...}, {"messages": ...} or
-    {"token_ids": ...}."""
+    """A prefix in the one form that is given: {"text": ...}, with `parse_special` where that is
+    false, {"messages": ...} or {"token_ids": ...}."""
     fields = check(PrefixBody, without_nulls(body))
-    given = without_nulls({name: getattr(fields, name) for name in PrefixBody.model_fields})
+    names = [name for name in PrefixBody.model_fields if name not in RawTexts.model_fields]
+    given = without_nulls({name: getattr(fields, name) for name in names})
     if len(given) != 1:
-        names = ", ".join(PrefixBody.model_fields)
-        raise RequestError(f"body has {len(given)} of {names}: give exactly one of them")
+        raise RequestError(f"body has {len(given)} of {', '.join(names)}: give exactly one of them")
+    if fields.text is None and fields.parse_special:
+        raise RequestError(f"parse_special and {next(iter(given))}: it is for a prefix of text")
     if fields.messages is not None:
         return {"messages": [_plain(message) for message in fields.messages]}
-    return given
+    is_quoted = fields.text is not None and fields.parse_special is False
+    return {**given, "parse_special": False} if is_quoted else given

@@ -48,6 +48,7 @@ __all__ = [
     "Message",
     "Messages",
     "PrefixBody",
+    "RawTexts",
     "SchemaBody",
     "ScoreBody",
     "TokenizeBody",
@@ -318,7 +319,15 @@ class ChatFields(Conversation, _Fields):
     """Whether it may call several at once; true where it is left out."""
 
 
-class CompletionFields(_Fields):
+class RawTexts(Object):
+    """What is said of texts that are tokenised as they stand."""
+
+    parse_special: bool | None = None
+    """Read the names of control tokens in a text as these tokens, as is done where this is left
+    out; false: as characters. Messages and PML are always characters."""
+
+
+class CompletionFields(_Fields, RawTexts):
     """Fields of a text that is continued."""
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
@@ -408,7 +417,7 @@ ChatBody = _whole("ChatBody", "chat", {"max_tokens": None})
 CompletionBody = _whole("CompletionBody", "completion", {})
 
 
-class ScoreBody(_CallFields):
+class ScoreBody(_CallFields, RawTexts):
     """How probable texts are: those that may follow a prompt, or whole ones."""
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
@@ -425,8 +434,8 @@ class ScoreBody(_CallFields):
 # ----------------------------------------------------------------------------- other routes
 
 
-class PrefixBody(Object):
-    """Exactly one of the three."""
+class PrefixBody(RawTexts):
+    """Exactly one of text, messages and token_ids."""
 
     text: Text | None = None
     messages: Messages | None = None
@@ -461,14 +470,15 @@ class BatchBody(Object):
     ) = Field(default=None, json_schema_extra={EXPECTED: "at most 16 texts by name"})
 
 
-class TokenizeBody(Conversation):
+class TokenizeBody(Conversation, RawTexts):
     """Exactly one of prompt and messages."""
 
     model: str | None = None
     prompt: str | None = None
 
     add_special_tokens: bool | None = None
-    """For a prompt; true where it is left out. A chat template has its own."""
+    """For a prompt; true where it is left out, and then BOS is not doubled. A chat template has its
+    own."""
 
     return_token_strs: bool | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,14 +12,13 @@ from onestem.openai.schema import Kind
 from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 from onestem.scores import PathScores, Score, ScoreTask
-from onestem.utf8 import decoded, last_bytes
+from onestem.utf8 import Places, decoded, last_bytes
 
 __all__ = [
     "Chunks",
     "NotANumberError",
     "ResponseFormat",
     "answer_body",
-    "echoed",
     "message_of",
     "scores_body",
 ]
@@ -41,8 +39,9 @@ class ResponseFormat:
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
     `first_token_bytes`: of one that begins a text, if it differs. `tools` is the form of calls in
-    the text; None: it has none. The first `num_echoed` tokens are the prompt's. `special_ids` are
-    left out of its text, and of the answer's if `skips_special`.
+    the text; None: it has none. `special_ids` are left out of it if `skips_special`. Where the
+    prompt stands before the answer, `echo_offsets` are the places of its tokens in its text, and
+    `echoed_characters` is the length of that.
     """
 
     kind: Kind
@@ -54,7 +53,8 @@ class ResponseFormat:
     tools: ToolForm | None = None
     special_ids: Collection[int] = frozenset()
     skips_special: bool = True
-    num_echoed: int = 0
+    echo_offsets: Sequence[int] = ()
+    echoed_characters: int = 0
 
 
 def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
@@ -155,28 +155,6 @@ def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> 
     return body
 
 
-def echoed(
-    answer: CompletionOutput,
-    prompt: str,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs | None] | None,
-    *,
-    alone: bool,
-) -> CompletionOutput:
-    """An answer with its prompt before it; `alone`: the prompt in place of it."""
-    if alone:
-        answer = replace(answer, text="", token_ids=[], logprobs=[], finish_reason="length")
-    entries: list[Any] | None = None
-    if logprobs is not None:
-        entries = [*logprobs, *(answer.logprobs or ())]
-    return replace(
-        answer,
-        text=prompt + answer.text,
-        token_ids=[*token_ids, *answer.token_ids],
-        logprobs=entries,
-    )
-
-
 def _in_order(output: RequestOutput) -> list[CompletionOutput]:
     return sorted(output.outputs, key=lambda sequence: sequence.index)
 
@@ -266,55 +244,28 @@ def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
 
 
 class _TextOffsets:
-    """Where an answer's tokens begin in its text, in characters. A token that begins within a
-    character has that character's place."""
+    """Where an answer's tokens begin in its text."""
 
     def __init__(self, form: ResponseFormat, prompt: Sequence[int]) -> None:
         self._form = form
-        self._num_read = 0
-        # Of the next token, while nothing stands before it: a prompt that is echoed comes itself.
-        self._first = form.first_token_bytes
-        self._unfinished = b""  # the beginning of a character
-        self._count = 0  # characters before it
-        if not form.num_echoed:
-            before = last_bytes(map(self._bytes, reversed(prompt)))
-            self._first = None if before else self._first
-            _, self._unfinished = decoded(b"", before)
+        before = last_bytes(map(self._bytes, reversed(prompt)))
+        # Of the next token, while nothing stands before it.
+        self._first = None if before else form.first_token_bytes
+        self._places = Places(form.echoed_characters, decoded(b"", before)[1])
 
     def next(self, token: int) -> int:
         """The offset of the next token."""
-        offset, spelled = self._count, self._spelled(token)
-        self._num_read += 1
-        if self._unfinished and not _goes_on(self._unfinished + spelled[:1]):
-            offset += 1  # what is unfinished becomes U+FFFD
-        shown, self._unfinished = decoded(self._unfinished, spelled)
-        self._count += len(shown)
-        return offset
-
-    def _spelled(self, token: int) -> bytes:
-        """What a token adds to the text."""
-        later, first = self._bytes(token), self._first
-        if first is None or not later:
-            return later
-        self._first = None
-        return first(token)
+        spelled = self._bytes(token)
+        if self._first is not None and spelled:
+            spelled, self._first = self._first(token), None
+        return self._places.next(spelled)
 
     def _bytes(self, token: int) -> bytes:
-        """What a token adds after others."""
+        """What a token adds to the text after others."""
         form = self._form
-        skips = form.skips_special or self._num_read < form.num_echoed
-        if form.token_bytes is None or (skips and token in form.special_ids):
+        if form.token_bytes is None or (form.skips_special and token in form.special_ids):
             return b""
         return form.token_bytes(token)
-
-
-def _goes_on(data: bytes) -> bool:
-    """Whether these bytes are the beginning of a UTF-8 character."""
-    try:
-        codecs.utf_8_decode(data, "strict", False)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _completion_logprobs(
@@ -328,12 +279,15 @@ def _completion_logprobs(
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     starts: list[int] = []
-    for token, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True):
+    for place, (token, logprobs) in enumerate(
+        zip(sequence.token_ids, sequence.logprobs, strict=True)
+    ):
         tokens.append(_token_text(token, form.token_bytes))
         # A prompt's first token has none.
         token_logprobs.append(_logprob(logprobs[token]) if logprobs else None)
         top_logprobs.append(_completion_top(token, logprobs, form) if logprobs else None)
-        starts.append(offsets.next(token))
+        is_echoed = place < len(form.echo_offsets)
+        starts.append(form.echo_offsets[place] if is_echoed else offsets.next(token))
     return {
         "tokens": tokens,
         "token_logprobs": token_logprobs,

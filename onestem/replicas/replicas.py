@@ -169,6 +169,8 @@ class Replicas:
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        parse_special: bool = True,
     ) -> list[RequestOutput]:
         """Answer prompts, planned together; outputs in the prompts' order.
 
@@ -176,6 +178,7 @@ class Replicas:
             prompts: as `LLM.generate` takes them.
             sampling_params: one for all, or one each. Log-probabilities are refused: they would
                 lack the ranks and texts that `LLM.generate` gives.
+            parse_special: see `LLM.generate`.
 
         Raises:
             RequestError: a prompt cannot be answered; names the prompt. Nothing is computed then.
@@ -190,7 +193,7 @@ class Replicas:
                 "the replicas answer another call: let it end first, or give all prompts at once"
             )
         try:
-            return self._answered(prompts, sampling_params)
+            return self._answered(prompts, sampling_params, parse_special)
         finally:
             self._answering.release()
 
@@ -198,8 +201,9 @@ class Replicas:
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        parse_special: bool,
     ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params)
+        requests = self._requests(prompts, sampling_params, parse_special)
         if not requests:
             return []
         ids = [request.prompt_token_ids for request in requests]
@@ -217,6 +221,7 @@ class Replicas:
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        parse_special: bool,
     ) -> list[Request]:
         many = several_prompts(prompts)
         requests = []
@@ -224,14 +229,14 @@ class Replicas:
             zip(many, params_for_each(sampling_params, len(many)), strict=True)
         ):
             with named_one("prompt", i, len(many)):
-                requests.append(self._request_of(prompt, its))
+                requests.append(self._request_of(prompt, its, parse_special))
                 self.validate(requests[-1])
         return requests
 
-    def _request_of(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request_of(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
-        text, ids = read_prompt(prompt, self.tokenizer, self._max_model_len)
+        text, ids = read_prompt(prompt, self.tokenizer, self._max_model_len, parse_special)
         self._count += 1
         return Request(
             request_id=f"request-{self._count}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from onestem.batch import JobSummary, run_job
 from onestem.errors import RequestError
 from onestem.planner import plan_job
+from onestem.rawtext import RawText
 from onestem.request import CompletionOutput, Request, RequestOutput
 from onestem.scores import PathScores, ScorePath
 
@@ -23,25 +25,35 @@ MAX_LEN = 400
 
 
 class FakeTokenizer:
-    """One token per byte. Refuses texts with "refuse me" in them."""
+    """One token per byte; `<s>` is BOS. Refuses texts with "refuse me" in them."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
 
     first_id = BOS
 
-    def encode_batch(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_batch(
+        self, texts: list[RawText], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         self.batches.append(len(texts))
-        if any("refuse me" in text for text in texts):
+        if any("refuse me" in raw.text for raw in texts):
             raise RequestError("the tokenizer refuses this text")
-        first = [BOS] * add_special_tokens
-        return [[*first, *(byte + FIRST_BYTE for byte in text.encode())] for text in texts]
+        return [self._ids(raw, [BOS] * add_special_tokens) for raw in texts]
+
+    def _ids(self, raw: RawText, ids: list[int]) -> list[int]:
+        start = 0
+        for found in re.finditer("<s>|$", raw.text):
+            if not raw.quotes(*found.span()):
+                ids += [byte + FIRST_BYTE for byte in raw.text[start : found.start()].encode()]
+                ids += [BOS] * bool(found.group())
+                start = found.end()
+        return ids
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> list[int]:
         text = "".join(f"[{m['role']}]{json.dumps(m['content'])}" for m in messages)
-        return self.encode_batch([text + "[assistant]" * add_generation_prompt])[0]
+        return self.encode_batch([RawText(text + "[assistant]" * add_generation_prompt)])[0]
 
     special_ids = frozenset({BOS})
     tool_form = None

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from onestem.rawtext import RawText
 from onestem.request import Request, RequestOutput
 from tests.batch.fakes import FakeEngine, FakeTokenizer, run_fake
 
@@ -74,7 +75,7 @@ class KillingTokenizer(FakeTokenizer):
         super().__init__()
         self.killer = killer
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: list[RawText]) -> list[list[int]]:
         self.killer.event()
         return super().encode_batch(texts)
 

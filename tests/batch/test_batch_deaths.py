@@ -86,7 +86,7 @@ class PanicException(BaseException):
 def test_a_panic_over_one_text_costs_its_line(tmp_path, error):
     class Panicking(FakeTokenizer):
         def encode_batch(self, texts, **how):
-            if any("p3" in text for text in texts):
+            if any("p3" in raw.text for raw in texts):
                 raise error
             return super().encode_batch(texts, **how)
 

@@ -73,7 +73,7 @@ def test_each_form_of_a_table_makes_the_same_lines(tmp_path):
         (tmp_path / "saved", OPTIONS),
         (tmp_path / "splits", train),
     ):
-        assert [json.loads(line) for line in lines(path, options)] == expected, path
+        assert [json.loads(line.raw) for line in lines(path, options)] == expected, path
         survey = (source := JobInput(path, options)).survey()
         assert survey.num_lines == len(ROWS)
         seen = []
@@ -85,7 +85,7 @@ def test_each_form_of_a_table_makes_the_same_lines(tmp_path):
 
 
 def body(row, **options):
-    return json.loads(Recipe.of(InputOptions(**options)).line(1, row))["body"]
+    return json.loads(Recipe.of(InputOptions(**options)).line(1, row).raw)["body"]
 
 
 def test_lists_stay_lists_and_a_text_is_never_a_role():

@@ -17,6 +17,7 @@ from onestem.engine.text.limits import most_per_token
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.native import native
+from onestem.rawtext import RawText
 from tests.batch.fakes import completion, results, run_fake, write_lines
 from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
 
@@ -60,7 +61,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("call", ["encode", "encode_control", "encode_batch"])
 def test_a_panic_of_the_library_is_the_texts_error(tokenizer: Tokenizer, call: str) -> None:
-    given = ["a", TOO_MANY_BLANKS] if call == "encode_batch" else TOO_MANY_BLANKS
+    given: Any = TOO_MANY_BLANKS
+    if call == "encode_batch":
+        given = [RawText("a"), RawText(TOO_MANY_BLANKS)]
     with pytest.raises(
         RequestError, match=r"a text of 11000000 characters cannot be tokenised: .*retry-limit"
     ):
@@ -176,7 +179,7 @@ def test_unknown_words_have_no_limit() -> None:
     assert most_per_token(library, control=False) is None
     tokenizer = made(library)
     BoundedTokenizer(tokenizer, 2).check("prompt", 1 << 20)
-    assert BoundedTokenizer(tokenizer, 2).encode_batch(["a" * 10_000]) == [[0]]
+    assert BoundedTokenizer(tokenizer, 2).encode_batch([RawText("a" * 10_000)]) == [[0]]
 
 
 def test_families_have_a_limit(tmp_path: Path) -> None:
@@ -190,6 +193,21 @@ def test_families_have_a_limit(tmp_path: Path) -> None:
         assert 10 < blank_limit(tokenizer, 10) < 1000
 
 
+@pytest.mark.parametrize("strip", ["", "rstrip"])
+def test_raw_texts_are_bounded(strip: str) -> None:
+    """Also where a control token takes the blanks beside it, of which there may be any number."""
+    library = byte_level("ĠĠ", "ĠĠĠĠ")
+    library.add_special_tokens([AddedToken("<x>", **{strip: True} if strip else {})])
+    bounded = BoundedTokenizer(made(library), 10)
+    assert [len(ids) for ids in bounded.encode_batch([RawText("<x>" * 10)])] == [10]
+    fits = RawText("<x>" + " " * (10_000 if strip else 37))
+    assert bounded.encode_batch([fits]) == made(library).encode_batch([fits])
+    for text in ("a" * 41, "<x>" + "a" * 40, "<x>" + " a" * 5000):
+        for parse_special in (True, False):
+            with pytest.raises(RequestError, match=r"more than 10 tokens in any case: shorten it"):
+                bounded.encode_batch([RawText.of(text, parse_special)])
+
+
 def test_one_limit_for_all_texts(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sends them, and where no model's length applies."""
     monkeypatch.setattr(backend_module, "MOST_CHARACTERS", 100)
@@ -197,7 +215,7 @@ def test_one_limit_for_all_texts(tokenizer: Tokenizer, monkeypatch: pytest.Monke
         with pytest.raises(RequestError, match="a text has 101 characters, limit is 100: shorten"):
             call("a" * 101)
     with pytest.raises(RequestError, match="limit is 100"):
-        tokenizer.encode_batch(["a", "a" * 101])
+        tokenizer.encode_batch([RawText("a"), RawText("a" * 101)])
 
 
 def test_what_a_template_writes_is_bounded(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.rawtext import RawText
 from onestem.request import SamplingParams
 from tests.engine.tiny_tokenizers import (
     LLAMA_2_TEMPLATE,
@@ -113,19 +114,82 @@ def test_encode_control_reads_names_as_tokens_and_does_not_double_bos(
     assert tokenizer.encode_control("hello").count(tokenizer.bos_token_id) == 1
 
 
-def test_batches_are_single_texts(tokenizer: Tokenizer, kind: str) -> None:
-    texts = ["", "hello", f"x {NAMES[kind][1]} y", "你好 😀", "a" * 1000]
-    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
-    assert tokenizer.encode_batch(texts, add_special_tokens=False) == [
+def test_quoted_texts_are_characters(tokenizer: Tokenizer, kind: str) -> None:
+    texts = ["", "hello", f"x {NAMES[kind][1]} y", "".join(NAMES[kind]), "你好 😀", "a" * 1000]
+    quoted = [RawText.of(text, parse_special=False) for text in texts]
+    assert tokenizer.encode_batch(quoted) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch(quoted, add_special_tokens=False) == [
         tokenizer.encode(text, add_special_tokens=False) for text in texts
     ]
     assert tokenizer.encode_batch([]) == []
 
 
+PIECES = [
+    *sorted({name for names in NAMES.values() for name in names}),
+    "a", " the", "\n", "  ", "<", "s>", "|>", "é", "😀", "[INST] ", "hello world",
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=4))
+def test_raw_texts_are_the_librarys_with_bos_once(
+    tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], texts: list[str]
+) -> None:
+    for kind, tokenizer in tokenizers.items():
+        raw = [RawText(text) for text in texts]
+        plain = [oracles[kind](text, add_special_tokens=False)["input_ids"] for text in texts]
+        assert tokenizer.encode_batch(raw, add_special_tokens=False) == plain
+        bos = tokenizer.bos_token_id
+        begun = [ids if ids[:1] == [bos] else [bos, *ids] for ids in plain]
+        assert tokenizer.encode_batch(raw) == begun
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
+def test_quoted_parts_are_as_messages_in_a_template(directories: Any, value: str) -> None:
+    for kind, directory in directories.items():
+        bos, end, begin = NAMES[kind]
+        loaded = AutoTokenizer.from_pretrained(directory)
+        loaded.chat_template = f"{bos}{begin}x: {{{{ messages[0].content }}}}{end}y"
+        tokenizer = Tokenizer(loaded)
+        head, tail = f"{bos}{begin}x: ", f"{end}y"
+        parts = (RawText(head), RawText.of(value, parse_special=False), RawText(tail))
+        raw = RawText.joined(parts)
+        assert raw.text == head + value + tail
+        expected = tokenizer.apply_chat_template([{"role": "user", "content": value}])
+        assert tokenizer.encode_batch([raw]) == [expected]
+
+
+def test_a_name_that_is_quoted_in_part_is_characters(tokenizer: Tokenizer, kind: str) -> None:
+    name = NAMES[kind][1]
+    for cut in range(1, len(name)):
+        parts = (RawText(name[:cut]), RawText.of(name[cut:], parse_special=False))
+        (ids,) = tokenizer.encode_batch([RawText.joined(parts)])
+        assert ids == tokenizer.encode(name)
+
+
+def test_quoted_parts_that_touch_are_one() -> None:
+    parts = [RawText("a"), *(RawText.of(text, parse_special=False) for text in ("bc", "", "d"))]
+    assert RawText.joined([*parts, RawText("e")]) == RawText("abcde", ((1, 4),))
+
+
+def test_what_a_normaliser_makes_a_name_is_quoted_too() -> None:
+    backend = Backend(models.BPE({"<": 0, "x": 1, ">": 2, "y": 3}, []))
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("<x>", special=True, normalized=True)])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    control = tokenizer.control_token("<x>")
+    assert tokenizer.encode_batch([RawText("y<X>")]) == [[3, control]]
+    quoted = RawText.joined((RawText("<x>"), RawText.of("<X>", parse_special=False)))
+    assert tokenizer.encode_batch([quoted]) == [[control, 0, 1, 2]]
+
+
 def test_a_vocabulary_with_the_name_as_a_word_does_not_forge_it() -> None:
     tokenizer = word_tokenizer()
     assert tokenizer.encode("hello </s> world") == [2, 4, 5, 3]
-    assert tokenizer.encode_batch(["hello </s>", "nothing"]) == [[2, 4, 5], [0]]
+    quoted = [RawText.of(text, parse_special=False) for text in ("hello </s>", "nothing")]
+    assert tokenizer.encode_batch(quoted) == [[2, 4, 5], [0]]
+    assert tokenizer.encode_batch([RawText("hello </s>")]) == [[2, 1]]
     assert tokenizer.encode_control("hello </s>") == [2, 1]
 
 
@@ -133,7 +197,7 @@ def test_eos_of_the_post_processor_is_kept() -> None:
     template = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     tokenizer = word_tokenizer(post_processor=template)
     assert tokenizer.encode("hello world") == [2, 3, 1]
-    assert tokenizer.encode_batch(["hello"]) == [[2, 1]]
+    assert tokenizer.encode_batch([RawText("hello")]) == [[2, 1]]
 
 
 def test_truncation_and_padding_of_the_directory_are_not_used() -> None:
@@ -143,7 +207,7 @@ def test_truncation_and_padding_of_the_directory_are_not_used() -> None:
     backend.enable_padding(length=8)
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert tokenizer.encode("a a a a") == [0] * 4
-    assert tokenizer.encode_batch(["a a a a", "a"]) == [[0] * 4, [0]]
+    assert tokenizer.encode_batch([RawText("a a a a"), RawText("a")]) == [[0] * 4, [0]]
 
 
 # --- chat --------------------------------------------------------------------------------------
@@ -286,7 +350,7 @@ def test_half_a_character_is_named(tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match=r"has '\\ud800' at character 2, which is half"):
             encode("ab\ud800")
     with pytest.raises(RequestError, match="half a character"):
-        tokenizer.encode_batch(["a", "\udfff"])
+        tokenizer.encode_batch([RawText("a"), RawText("\udfff")])
     with pytest.raises(RequestError, match="half a character"):
         tokenizer.apply_chat_template(chat("\udfff"))
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from onestem.engine.text.detokenize import IncrementalDetokenizer
+from onestem.openai.echo import echoed, form_of_echo
 from onestem.openai.write import Chunks, ResponseFormat, answer_body
 from onestem.request import CompletionOutput, RequestOutput
 
@@ -70,17 +71,16 @@ def test_offsets_count_characters_of_the_text(spelled, offsets):
 
 
 @pytest.mark.parametrize(
-    ("skips", "num_echoed", "prompt", "offsets"),
-    [(True, 0, [3], [0, 0, 2, 2]), (True, 0, [0], [0, 0, 1, 1]), (True, 2, [], [0, 0, 1, 1]),
-     (False, 0, [3], [0, 3, 5, 8]), (False, 2, [], [0, 0, 1, 4])],
-)  # fmt: skip
-def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, prompt, offsets):
+    ("skips", "prompt", "offsets"),
+    [(True, [3], [0, 0, 2, 2]), (True, [0], [0, 0, 1, 1]), (False, [3], [0, 3, 5, 8])],
+)
+def test_offsets_leave_out_what_the_text_leaves_out(skips, prompt, offsets):
     """Control tokens; and the space of a text's first token, which SentencePiece drops."""
     spelled = [b"<s>", b" a", b"<i>", b"b"]
     form = ResponseFormat(
         kind="completion", model="m", logprobs=0, return_token_ids=False,
         token_bytes=spelled.__getitem__, first_token_bytes=lambda token: spelled[token].lstrip(),
-        special_ids={0, 2}, skips_special=skips, num_echoed=num_echoed,
+        special_ids={0, 2}, skips_special=skips,
     )  # fmt: skip
     whole = CompletionOutput(
         index=0, text="", token_ids=[*range(4)], logprobs=[{token: -1.0} for token in range(4)]
@@ -90,6 +90,42 @@ def test_offsets_leave_out_what_the_text_leaves_out(skips, num_echoed, prompt, o
     )
     (choice,) = answer_body("r", output, form)["choices"]
     assert choice["logprobs"]["text_offset"] == offsets
+
+
+ECHOED = [b"<s>", b" a", b"<i>", b"b", b" <i>", b"\xc3", b"\xa6"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "spells", "offsets"),
+    [
+        ("ab", [0, 1, 3], True, [0, 0, 1]),  # BOS is the tokenizer's; SentencePiece adds a space
+        (" ab", [0, 1, 3], True, [0, 0, 2]),
+        ("<s>a<i>b", [0, 1, 2, 3], True, [0, 3, 4, 7]),
+        ("<s> a<i> \n a", [0, 1, 2, 1], True, [0, 3, 5, 10]),  # <i> takes the blanks after it
+        ("a <i><i>b<s>", [0, 1, 2, 2, 3, 0], True, [0, 0, 2, 5, 8, 9]),
+        ("b<s>", [0, 3, 0], True, [0, 0, 1]),
+        ("b", [3, 0], True, [0, 1]),  # what the tokenizer adds behind
+        ("a <i>b", [0, 1, 4, 3], False, [0, 0, 1, 5]),  # characters
+        ("<s><i>\xe6b", [0, 2, 5, 6, 3], True, [0, 3, 6, 6, 7]),
+        ("ab", [0, 1, 2, 3], False, [0, 0, 1, 1]),  # ids, whose text leaves control tokens out
+    ],
+)
+def test_offsets_of_an_echoed_prompt(text, ids, spells, offsets):
+    form = ResponseFormat(
+        kind="completion", model="m", logprobs=0, return_token_ids=False,
+        token_bytes=ECHOED.__getitem__, first_token_bytes=lambda token: ECHOED[token].lstrip(),
+        special_ids={0, 2},
+    )  # fmt: skip
+    answer = CompletionOutput(index=0, text="bb", token_ids=[3, 3], logprobs=[{3: -1.0}] * 2)
+    logprobs = [None, *({token: -1.0} for token in ids[1:])]
+    whole = echoed(answer, text, ids, logprobs, alone=False)
+    output = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=ids, outputs=[whole], finished=True
+    )
+    own = form_of_echo(form, text, ids, spells_control=spells)
+    (choice,) = answer_body("r", output, own)["choices"]
+    assert choice["text"] == text + "bb"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(text), len(text) + 1]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from onestem import SamplingParams
 from onestem.errors import RequestError
 from onestem.openai.read import read_body, read_line_body
 from onestem.openai.schema import ChatBody, CompletionBody
+from onestem.rawtext import RawText
 
 PACKAGE = Path(__file__).parents[2] / "onestem"
 # Fields that mean nothing outside the engine.
@@ -99,7 +100,7 @@ def test_a_line_is_no_call() -> None:
     for fields in ({"stream": True}, {"prefix": "a"}, {"timeout": 3}, {"echo": True}):
         with pytest.raises(RequestError, match=r"not supported in a batch line, leave it out"):
             read_line_body("completion", {**PROMPT, **fields})
-    assert read_line_body("completion", {**PROMPT, "stream": False}).prompts[0].text == "a"
+    assert read_line_body("completion", {**PROMPT, "stream": False}).prompts[0].raw == RawText("a")
 
 
 def test_json_inside_texts_is_bounded_too() -> None:

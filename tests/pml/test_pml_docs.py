@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from onestem.batch.format import parse_line
+from onestem.batch.format import BatchLine, parse_line
 from onestem.pml import compile_prompt, lay_out, parse_prompt, parse_schema
 from tests.pml.characters import Characters
 
@@ -41,5 +41,5 @@ def test_what_runs_them_is_python():
 
 def test_a_line_of_a_job():
     (line,) = blocks("json")
-    request = parse_line(line.encode())
+    request = parse_line(BatchLine(line.encode()))
     assert parse_prompt(request.prompt.pml or "").schema == "cities"

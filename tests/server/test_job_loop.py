@@ -72,7 +72,7 @@ def test_a_panic_over_a_text_is_that_lines_error(http, monkeypatch, error):
     real = Tokenizer.encode_batch
 
     def encode_batch(self, texts, **how):
-        if any("panic" in text for text in texts):
+        if any("panic" in raw.text for raw in texts):
             raise error
         return real(self, texts, **how)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onestem.engine.grammar.state import GrammarState, packed
+from onestem.rawtext import RawText
 
 __all__ = ["TokenRules", "spelled"]
 
@@ -71,7 +72,8 @@ class TokenRules:
         return self._grammar is not None and self._grammar.is_finished
 
 
-def spelled(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """A word's token ids, at the beginning of a text and inside one."""
-    forms = [encode(word), encode(" " + word)]
+def spelled(word: str, encode: Callable[[Sequence[RawText]], list[list[int]]]) -> list[list[int]]:
+    """A word's token ids, at the beginning of a text and inside one. A control token's name is this
+    token."""
+    forms = encode([RawText(word), RawText(" " + word)])
     return [form for index, form in enumerate(forms) if form and form not in forms[:index]]

@@ -415,7 +415,7 @@ class SequenceFactory:
             return grammar
         bad: list[list[int]] = []
         if self._tokenizer is not None:
-            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
             bad = [form for word in params.bad_words for form in spelled(word, encode)]
         return TokenRules(
             self._config.vocab_size,

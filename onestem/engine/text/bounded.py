@@ -12,6 +12,7 @@ from typing import Any
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.tools import ToolForm
+from onestem.rawtext import RawText
 
 __all__ = ["BoundedTokenizer", "check_markup"]
 
@@ -47,10 +48,10 @@ class BoundedTokenizer:
         self.check(name, sum(map(len, _texts(messages))), control=True)
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self, texts: Sequence[RawText], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        for text in texts:
-            self.check("prompt", len(text))
+        for raw in texts:
+            self._tokenizer.check_raw(raw, self._max_model_len)
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(

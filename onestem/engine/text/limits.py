@@ -22,16 +22,19 @@ _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength
 _BYTES = range(256)
 
 
-def most_per_token(backend: Tokenizer, *, control: bool) -> int | None:
+def most_per_token(backend: Tokenizer, *, control: bool, blanks: bool = True) -> int | None:
     """Characters of a text that one token stands for at most; None: there is no such number, since
     characters may be dropped, or any number of them become one token.
 
     Args:
         control: whether names of control tokens in the text are these tokens.
+        blanks: whether blanks are counted among the characters.
     """
     added = backend.get_added_tokens_decoder().values()
     matched = [token for token in added if control or not token.special]
-    if any(token.lstrip or token.rstrip for token in matched):  # such a token takes all blanks
+    if blanks and any(
+        token.lstrip or token.rstrip for token in matched
+    ):  # such a token takes all blanks
         return None
     shortened = _shortened(_state(backend.normalizer))
     if shortened is None or not _keeps_all(_state(backend.pre_tokenizer)):

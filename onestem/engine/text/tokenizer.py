@@ -2,11 +2,12 @@
 
 Two rules hold everywhere:
 
-* What a user typed is text. `<|im_end|>` or `</s>` inside a prompt or a message gives the tokens
-  of those characters, never the control token of that name. Control tokens come from the
-  tokenizer's post-processing, from the chat template, and from callers who hand in ids.
+* What a user typed is text. `<|im_end|>` or `</s>` inside a message, an argument or a document
+  gives the tokens of those characters, never the control token of that name. Control tokens come
+  from the tokenizer's post-processing, from the chat template, and from callers: in ids, and by
+  their names in a raw text (`RawText`), but for its quoted parts.
 * The beginning-of-sequence token stands once, where the tokenizer's own post-processing puts one;
-  also where a chat template writes it itself, and where a template leaves it out.
+  also where a chat template or a raw text writes it itself, and where they leave it out.
 
 Decoding is defined over bytes. A token stands for bytes (`token_bytes`), the first token of a text
 may lose a leading space (SentencePiece), and the bytes are read as UTF-8 with U+FFFD for what is
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -31,11 +31,13 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.decoders import BYTE_LEVEL, BYTE_TOKEN, settled
 from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
+from onestem.engine.text.marker import Marker, any_of
 from onestem.engine.text.templates import render
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError, first_line
 from onestem.models.fields import read_json
 from onestem.native import is_panic
 from onestem.openai.tools import ToolForm, form_of
+from onestem.rawtext import RawText
 
 __all__ = ["Tokenizer"]
 
@@ -156,20 +158,38 @@ class Tokenizer:
         return [*self._prefix, *body, *self._suffix] if add_special_tokens else body
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self, texts: Sequence[RawText], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """`encode` of many texts, on all cores and without Python's lock.
+        """Ids of raw texts, with what the post-processor puts around them unless told otherwise;
+        what it puts before is not doubled. On all cores and without Python's lock.
 
         Raises:
             RequestError: a text holds half of a surrogate pair, or cannot be tokenised.
         """
-        encoded = self._text.encode_batch(texts)
+        encoded = self._control.encode_batch([raw.text for raw in texts])
         bodies = [
-            self._unforged(self._text, text, ids) for text, ids in zip(texts, encoded, strict=True)
+            self._quoting(raw) if raw.quoted and self._is_forged(raw, ids) else ids
+            for raw, ids in zip(texts, encoded, strict=True)
         ]
         if not add_special_tokens:
             return bodies
-        return [[*self._prefix, *body, *self._suffix] for body in bodies]
+        return [[*self._begun(body), *self._suffix] for body in bodies]
+
+    def _is_forged(self, raw: RawText, ids: list[int]) -> bool:
+        """Whether something quoted has become a control token."""
+        if self._unforgeable.isdisjoint(ids) or self._special_names is None:
+            return False
+        quotes = [raw.quotes(*found.span()) for found in self._special_names.finditer(raw.text)]
+        # A normaliser may make a name of other characters.
+        return any(quotes) or len(quotes) < sum(token in self._unforgeable for token in ids)
+
+    def _quoting(self, raw: RawText) -> list[int]:
+        """Ids of a text that quotes names of control tokens."""
+        with self._lock:
+            marker = self._marker
+        text = marker.mark_raw(raw)
+        ids = self._unforged(marker.backend, text, marker.backend.encode(text))
+        return [marker.ids.get(token_id, token_id) for token_id in ids]
 
     def check_length(
         self,
@@ -178,6 +198,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         *,
         control: bool = False,
+        blanks: bool = True,
     ) -> None:
         """Raise `RequestError` for a text that certainly has more than `max_tokens` tokens, or that
         is longer than any text may be.
@@ -185,10 +206,11 @@ class Tokenizer:
         Args:
             name: what the error calls it.
             control: whether names of control tokens in it are these tokens.
+            blanks: whether blanks are counted. A control token may take any number beside it.
         """
         if num_characters <= (MOST_CHARACTERS if max_tokens is None else max_tokens):
             return
-        per_token = self._most_per_token(control) if max_tokens is not None else None
+        per_token = self._most_per_token(control, blanks) if max_tokens is not None else None
         limit, why = MOST_CHARACTERS, ""
         if max_tokens is not None and per_token is not None:
             limit = min(limit, max_tokens * per_token)
@@ -198,11 +220,23 @@ class Tokenizer:
                 f"{name} has {num_characters} characters, limit is {limit}{why}: shorten it"
             )
 
+    def check_raw(self, raw: RawText, max_tokens: int | None = None) -> None:
+        """`check_length` of a prompt's raw text."""
+        text, names = raw.text, self._special_names
+        is_long = max_tokens is not None and len(text) > max_tokens
+        control = is_long and names is not None and names.search(text) is not None
+        if control and self._most_per_token(True, True) is None:
+            visible = len("".join(text.split()))
+            self.check_length(
+                "prompt without blanks", visible, max_tokens, control=True, blanks=False
+            )
+        self.check_length("prompt", len(text), max_tokens, control=control)
+
     @cached_property
-    def _most_per_token(self) -> Callable[[bool], int | None]:
-        return lru_cache(2)(
-            lambda control: most_per_token(
-                (self._control if control else self._text).library, control=control
+    def _most_per_token(self) -> Callable[[bool, bool], int | None]:
+        return lru_cache(4)(
+            lambda control, blanks: most_per_token(
+                (self._control if control else self._text).library, control=control, blanks=blanks
             )
         )
 
@@ -404,11 +438,11 @@ class Tokenizer:
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
         """Matches a control token's name, the longest that begins at a place."""
-        return _any_of(token.content for token in self._special.values())
+        return any_of(token.content for token in self._special.values())
 
     @cached_property
-    def _marker(self) -> _Marker:
-        return _Marker(self._text, self._special)
+    def _marker(self) -> Marker:
+        return Marker(self._text, self._special)
 
     # --- ids to text ---------------------------------------------------------------------------
 
@@ -507,15 +541,6 @@ class Tokenizer:
         raise UnsupportedError("the tokenizer's vocabulary has no token of letters or digits")
 
 
-# --- names -------------------------------------------------------------------------------------
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    # The longest first, as the tokenizer prefers it too.
-    ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
-
-
 # --- messages ----------------------------------------------------------------------------------
 
 
@@ -541,78 +566,3 @@ def _mentions(value: Any, names: re.Pattern[str]) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_mentions(part, names) for part in value)
     return False
-
-
-class _Marker:
-    """Tells the control tokens that a template writes from those that messages mention.
-
-    Attributes:
-        backend: reads control tokens' names as characters, and stand-ins of theirs as tokens.
-        ids: a stand-in's id -> the control token's.
-    """
-
-    def __init__(self, text_backend: Backend, special: Mapping[int, Any]) -> None:
-        from tokenizers import AddedToken
-
-        self._nonce = secrets.token_hex(12)
-        self._names = [token.content for token in special.values()]
-        names = _any_of(self._names)
-        assert names is not None
-        self._mentioned = names
-        self._rendered = re.compile(f"mark{self._nonce}n([0-9]+)n|({names.pattern})")
-        self._place = {name: place for place, name in enumerate(self._names)}
-        self.backend = text_backend.copy()
-        stand_ins = [
-            AddedToken(
-                self._stand_in(name),
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=False,
-                special=False,
-            )
-            for name, token in zip(self._names, special.values(), strict=True)
-        ]
-        self.backend.library.add_tokens(stand_ins)
-        vocabulary = self.backend.library.get_added_tokens_decoder()
-        by_name = {token.content: token_id for token_id, token in vocabulary.items()}
-        self.ids: dict[int, int] = {
-            by_name[token.content]: token_id
-            for token, token_id in zip(stand_ins, special, strict=True)
-        }
-
-    def _stand_in(self, name: str) -> str:
-        return f"token{self._nonce}n{self._place[name]}n"
-
-    def mark(self, value: Any) -> Any:
-        """The messages with marks in place of the names that they mention."""
-        if isinstance(value, str):
-            return self._mentioned.sub(
-                lambda found: f"mark{self._nonce}n{self._place[found.group()]}n", value
-            )
-        if isinstance(value, Mapping):
-            return {key: self.mark(part) for key, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.mark(part) for part in value]
-        return value
-
-    def unmark(self, rendered: str) -> tuple[str, bool]:
-        """Put stand-ins for the template's control tokens, and names for the marks. Also returns
-        whether there are marks: a template may have dropped the messages that mention names."""
-        literal = False
-
-        def replace(found: re.Match[str]) -> str:
-            nonlocal literal
-            mark, name = found.groups()
-            if mark is None:
-                return self._stand_in(name)
-            literal = True
-            meant: str = self._names[int(mark)]
-            return meant
-
-        kept = self._rendered.sub("", rendered)
-        if self._nonce in kept.lower():
-            raise RequestError(
-                "the chat template changes the letters of a message that mentions a control "
-                "token: leave the control token's name out of the message"
-            )
-        return self._rendered.sub(replace, rendered), literal

@@ -8,7 +8,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.errors import RequestError
+from onestem.openai.echo import echoed, form_of_echo
 from onestem.openai.read import Asked, Prompt, read_body, read_conversation, read_object
 from onestem.openai.schema import DetokenizeBody, Kind, TokenizeBody
 from onestem.openai.write import (
@@ -29,9 +30,9 @@ from onestem.openai.write import (
     NotANumberError,
     ResponseFormat,
     answer_body,
-    echoed,
     scores_body,
 )
+from onestem.rawtext import RawText
 from onestem.request import CompletionOutput, Request, RequestOutput, is_masked, masking_fields
 from onestem.scores import ScoreTask
 from onestem.server.api.calls import Call, usage_of
@@ -207,9 +208,9 @@ def _tasks(service: Service, asked: Asked) -> list[ScoreTask]:
     """Tokenise each prompt, and again with each of its completions."""
     some = asked.completions or [()] * len(asked.prompts)
     characters = sum(
-        len(prompt.text) * (1 + len(completions))
+        len(prompt.raw.text) * (1 + len(completions))
         for prompt, completions in zip(asked.prompts, some, strict=True)
-        if prompt.text is not None
+        if prompt.raw is not None
     )
     if characters > MOST_CHARACTERS:
         raise RequestError(
@@ -250,8 +251,8 @@ def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
 
 def _echo_of(service: Service, prompt: Prompt, ids: Sequence[int]) -> str:
     """A prompt's text, to give back."""
-    if prompt.text is not None:
-        return prompt.text
+    if prompt.raw is not None:
+        return prompt.raw.text
     return "" if service.tokenizer is None else service.tokenizer.decode(ids)
 
 
@@ -310,8 +311,8 @@ def _completion_ids(
     elif tokenizer is None:
         raise RequestError(NO_TOKENIZER)
     else:
-        assert prompt.text is not None
-        ids = tokenizer.encode_batch([prompt.text], add_special_tokens=prefix is None)[0]
+        assert prompt.raw is not None
+        ids = tokenizer.encode_batch([prompt.raw], add_special_tokens=prefix is None)[0]
     return ids if prefix is None else [*prefix.forms["completion"], *ids]
 
 
@@ -467,15 +468,6 @@ def check_piece(piece: CompletionOutput, call: Call) -> None:
     raise ApiError(500, message, code="engine_error")
 
 
-def _form_of_echo(form: ResponseFormat, text: str, ids: Sequence[int]) -> ResponseFormat:
-    """The form in which a prompt's first token begins its text: as it stands, where the text that
-    was sent begins with a space that the tokenizer keeps."""
-    if form.token_bytes is None or form.logprobs is None:
-        return form
-    spelled = b"".join(form.token_bytes(token) for token in ids if token not in form.special_ids)
-    return replace(form, first_token_bytes=None) if spelled == text.encode() else form
-
-
 def whole_body(
     call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
 ) -> dict[str, Any]:
@@ -495,7 +487,7 @@ def whole_body(
                 for piece in outputs
             ]
             prompt_logprobs = None
-            own = replace(_form_of_echo(form, text, ids), num_echoed=len(ids))
+            own = form_of_echo(form, text, ids, spells_control=call.echo.spells_control)
         output = RequestOutput(
             request_id=request.request_id,
             prompt=None,
@@ -545,9 +537,12 @@ def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer = BoundedTokenizer(service.tokenizer, TOKENIZED_LENGTHS * facts.max_model_len)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("body has not exactly one of prompt and messages")
+    if asked.prompt is None and asked.parse_special:
+        raise RequestError("parse_special and messages: messages are characters, leave it out")
     if asked.prompt is not None:
         special = asked.add_special_tokens is not False
-        ids = tokenizer.encode_batch([asked.prompt], add_special_tokens=special)[0]
+        raw = RawText.of(asked.prompt, asked.parse_special is not False)
+        ids = tokenizer.encode_batch([raw], add_special_tokens=special)[0]
     else:
         prompt = read_conversation(asked)
         assert prompt.messages is not None

@@ -22,6 +22,7 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.openai.read import read_object, read_prefix
 from onestem.openai.schema import Kind
+from onestem.rawtext import RawText
 from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
@@ -41,7 +42,7 @@ class Prefix:
 
     Attributes:
         owner: name of the key, or `APP_OWNER`.
-        source: {"text": ...}, {"messages": ...} or {"token_ids": ...}.
+        source: what `read_prefix` makes of its body.
         forms: kind of call -> the token ids that its prompt begins with.
     """
 
@@ -151,7 +152,8 @@ class Prefixes:
             raise RequestError(f"{NO_TOKENIZER}; a prefix needs token_ids")
         if "messages" in source:
             return {"chat": self._chat_form(source["messages"])}
-        forms: dict[Kind, list[int]] = {"completion": self._tokenizer.encode(source["text"])}
+        raw = RawText.of(source["text"], source.get("parse_special", True))
+        forms: dict[Kind, list[int]] = {"completion": self._tokenizer.encode_batch([raw])[0]}
         if self._tokenizer.has_chat_template:
             forms["chat"] = self._chat_form(messages_of(source))
         return forms

@@ -1,0 +1,153 @@
+"""Names of control tokens in a job's texts: what is a token, what is characters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onestem.batch import JobInput, JobInterrupted
+from onestem.errors import JobError
+from onestem.options import InputOptions
+from tests.batch.fakes import (
+    BOS,
+    FIRST_BYTE,
+    FakeEngine,
+    completion,
+    results,
+    run_fake,
+    write_lines,
+)  # fmt: skip
+
+QUOTED = [byte + FIRST_BYTE for byte in b"<s>"]
+ROW = {"q": "x<s>y", "many": ["<s>a", "b"]}
+
+
+def ids(*parts) -> list[int]:
+    """BOS, then texts and ids."""
+    found = [BOS]
+    for part in parts:
+        found += [part] if isinstance(part, int) else [byte + FIRST_BYTE for byte in part.encode()]
+    return found
+
+
+def asked(tmp_path: Path, lines: list[dict], **options) -> list[list[int]]:
+    """The prompts' ids, with those of their completions."""
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    engine = FakeEngine(room=1)
+    output = tmp_path / "out.jsonl"
+    run_fake(JobInput(source, InputOptions(**options)), output, engine, planner=None, force=True)
+    assert all(result["error"] is None for result in results(output))
+    return [list(request.prompt_token_ids) for request in engine.seen]
+
+
+@pytest.mark.parametrize(
+    ("template", "default", "read", "characters"),
+    [
+        ("<s>{q}", ids(BOS, "x<s>y"), ids(BOS, "x", BOS, "y"), ids("<s>x<s>y")),
+        ("{q}", ids("x", BOS, "y"), ids("x", BOS, "y"), ids("x<s>y")),
+        ("a{q}<s>{q}", ids("ax<s>y", BOS, "x<s>y"), ids("ax", BOS, "y", BOS, "x", BOS, "y"),
+         ids("ax<s>y<s>x<s>y")),
+        ("<{q}", ids("<x<s>y"), ids("<x", BOS, "y"), ids("<x<s>y")),
+    ],
+)  # fmt: skip
+def test_templates(tmp_path, template, default, read, characters):
+    for said, expected in ((None, default), (True, read), (False, characters)):
+        assert asked(tmp_path, [ROW], prompt=template, parse_special=said) == [expected]
+        if said is not None:
+            body = json.dumps({"parse_special": said})
+            assert asked(tmp_path, [ROW], prompt=template, body=body) == [expected]
+            other = {"prompt": template, "body": body, "parse_special": not said}
+            assert asked(tmp_path, [ROW], **other) == [expected]  # the request says it
+
+
+def test_a_name_that_a_value_completes_is_characters(tmp_path):
+    assert asked(tmp_path, [{"a": "s>"}], prompt="<{a}") == [ids("<s>")]
+
+
+def test_scores_of_rows(tmp_path):
+    scored = {"prompt": "<s>{q}", "completions": '["<s>{q}", "{q}"]'}
+    source = write_lines(tmp_path / "in.jsonl", [ROW])
+    run_fake(JobInput(source, InputOptions(**scored)), tmp_path / "out.jsonl")
+    first, second = results(tmp_path / "out.jsonl")[0]["response"]["body"]["data"][0]["scores"]
+    assert first["token_ids"] == ids(BOS, "x<s>y")[1:]
+    assert second["token_ids"] == ids("x", BOS, "y")[1:]
+    lists = InputOptions(prompt="{q}", completions="{many}")
+    run_fake(JobInput(source, lists), tmp_path / "lists.jsonl")
+    told = results(tmp_path / "lists.jsonl")[0]["response"]["body"]["data"][0]["scores"]
+    assert [one["token_ids"] for one in told] == [ids(BOS, "a")[1:], ids("b")[1:]]
+    assert asked(tmp_path, [ROW], text="{q}.")[0] == ids("x<s>y")
+
+
+def test_lines(tmp_path):
+    lines = [
+        completion("a", "<s>b"),
+        completion("b", "<s>b", parse_special=False),
+        completion("c", [7, 8]),
+        completion("d", "<s>b", parse_special=True),
+    ]
+    token, characters = ids(BOS, "b"), ids("<s>b")
+    assert asked(tmp_path, lines) == [token, characters, [7, 8], token]
+    held = asked(tmp_path, lines, parse_special=False)
+    assert held == [characters, characters, [7, 8], token]
+
+
+# ------------------------------------------------------------------------------- earlier versions
+
+
+class Stopping(FakeEngine):
+    def finish(self, request):
+        if len(self.seen) > 7:
+            raise KeyboardInterrupt
+        return super().finish(request)
+
+
+def earlier(path: Path) -> JobInput:
+    """An input as it was read before there was `parse_special`."""
+    source = JobInput(path)
+    del source.identity["parse_special"]
+    return source
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    lines = [completion(str(i), f"<s>{i} {'<s>' * (i % 3)}", max_tokens=9) for i in range(20)]
+    return write_lines(tmp_path / "in.jsonl", lines)
+
+
+@pytest.fixture
+def begun(tmp_path: Path, source: Path) -> tuple[Path, bytes]:
+    """The output of an unfinished job of an earlier version, and what it would have written."""
+    run_fake(earlier(source), tmp_path / "whole.jsonl")
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(JobInterrupted):
+        run_fake(earlier(source), output, Stopping())
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    run_fake(source, tmp_path / "new.jsonl")
+    assert (tmp_path / "new.jsonl").read_bytes() != whole
+    return output, whole
+
+
+@pytest.mark.parametrize("lost", [None, "ids", "manifest.json"])
+def test_a_job_of_an_earlier_version_goes_on_as_it_was_begun(source, begun, lost):
+    output, whole = begun
+    if lost is not None:  # then the input is read again
+        (output.with_name("out.jsonl.work") / lost).unlink()
+    engine = FakeEngine()
+    assert run_fake(source, output, engine).resumed > 0
+    assert output.read_bytes() == whole
+    assert all(len(request.prompt_token_ids) > 4 for request in engine.seen)
+    assert run_fake(source, output, engine).already_complete
+
+
+def test_a_job_of_an_earlier_version_is_no_job_that_reads_control_tokens(source, begun):
+    output, whole = begun
+    other = JobInput(source, InputOptions(parse_special=True))
+    with pytest.raises(JobError, match="parse_special was None, now True"):
+        run_fake(other, output)
+    same = JobInput(source, InputOptions(parse_special=False))
+    run_fake(same, output)
+    assert output.read_bytes() == whole
+    with pytest.raises(JobError, match="is not of this job"):
+        run_fake(other, output)
