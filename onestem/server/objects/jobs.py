@@ -399,11 +399,11 @@ class Jobs:
 
 def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
     """Check that all lines name the batch's endpoint. Other bad lines get their errors later."""
-    for number, raw in JobInput(source).read(lambda _: run.check()):
-        if isinstance(raw, LineError):
+    for number, line in JobInput(source).read(lambda _: run.check()):
+        if isinstance(line, LineError):
             continue  # it is too long to be read
         try:
-            url = url_of(read_object(raw))
+            url = url_of(read_object(line.raw))
         except JsonError:
             continue
         if url in KIND_OF_URL and url != endpoint:
