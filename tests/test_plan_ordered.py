@@ -21,6 +21,7 @@ from onestem.llm import LLM
 from onestem.options import EngineOptions, InputOptions
 from tests.batch.fakes import completion, write_lines
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.forked import onestem
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 
@@ -183,3 +184,17 @@ def test_a_job_that_is_refused_writes_nothing(options, tmp_path):
     with pytest.raises(JobError, match="0 of the first 3 lines"):
         write(source, tmp_path / "ordered.jsonl", options)
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_the_command_says_where_the_lines_are(model, tmp_path):
+    source, path = write_lines(tmp_path / "in.jsonl", shuffled()), tmp_path / "ordered.jsonl"
+    args = ("plan", source, "--model", model, "--device", "cpu", "--no-predict", "-q")
+    shown = onestem(*args, "--write", path).stdout
+    assert shown.endswith(f"{path}: 40 lines, in the order of the plan\n")
+    assert "replace it with --force" in onestem(*args, "--write", path, code=2).stderr
+    done = onestem(*args, "--write", path, "--force", "--json")
+    assert json.loads(done.stdout)["written"] == {"path": str(path), "lines": 40}
+    (tmp_path / "options.toml").touch()
+    for option in ("--write", "--html"):
+        same = (option, tmp_path / "options.toml", "--config", tmp_path / "options.toml")
+        assert "is the file of options" in onestem(*args, *same, code=2).stderr
