@@ -38,6 +38,7 @@ devices. This page is made of `benchmarks/results/paper/*.json` by `python -m be
 | `full`, `planned` | prefixes stored once and read once for all; `planned`: a job that is planned |
 | `storage`, `input order`, `sorted` | stored once and read by each sequence; in the order named |
 | `off`, `unshared` | nothing shared; `unshared`: attention reads a shared prefix for each row |
+| `copies`, `lru` | each row reads a copy of the prefix; an LRU cache in place of a plan |
 | `no-attention` | the ceiling: all but attention |
 | `device`, `host`, `cached` | modules in KV memory, in host memory, where the tier leaves them |
 | `one`, `all`, `heuristic`, `none` | `--levels` of the plan |

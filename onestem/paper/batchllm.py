@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from onestem.bench import BatchCase
 from onestem.lengths import Lengths, Pareto, Poisson
 from onestem.options import Levels
 from onestem.paper.attention import AttentionSweep, Decodes, Mixed
 from onestem.paper.experiment import Cell, Experiment, Measure, points
-from onestem.paper.jobs import JobRuns, Mode, PlanSavings, Setting, WorkloadLengths, job
+from onestem.paper.jobs import JobRuns, Mode, PlanSavings, Setting, job
 from onestem.paper.trace import StepRows
 
 __all__ = ["EXPERIMENTS"]
@@ -22,7 +23,14 @@ INPUT_ORDER = Mode("input order", "storage", LRU)
 SORTED = Mode("sorted", "storage", {"levels": "none", "order": "sorted"})
 OFF = Mode("off", "off", LRU)
 CAPPED = {"max_num_seqs": 256}
-INDUSTRY = "prefixes of about 1,570 tokens (Poisson), 3 requests each with about 30 of their own"
+QUERIES = Poisson(2.05)
+DOCUMENTS_PER_REQUEST = 1 / 2.39  # as drawn
+INDUSTRY = (
+    "an instruction of 40 tokens, documents of about 1,530, and queries of about 30, shuffled; 30% "
+    "of the documents have one query, the others 3 on average, so that 58.1% can be saved at most"
+)
+# What vLLM leaves of an A100-80GB, about 50 GiB, in tokens of each model.
+LLAMA_8B_KV, QWEN_7B_KV = 400_000, 900_000
 
 
 def _job(
@@ -36,12 +44,13 @@ def _job(
 
 
 def _industry(requests: int) -> BatchCase:
-    """Section 4.2.2; outputs as in the other jobs."""
-    return _job(requests, 3, Poisson(1570), Poisson(30))
+    """Section 4.2.2: an instruction, documents and queries; outputs as in the other jobs."""
+    documents = round(requests * DOCUMENTS_PER_REQUEST)
+    return job(1, (documents, QUERIES), (40, Poisson(1530)), Poisson(30), 100)
 
 
-def _lengths(model: str, poisson: bool = False) -> Measure:
-    """6,400 requests of three lengths at several sharing degrees (section 4.2.1)."""
+def _lengths(model: str, requests: int = 6400, *, poisson: bool = False, **weights: Any) -> Measure:
+    """Requests of three lengths at several sharing degrees (section 4.2.1)."""
 
     def tokens(count: int) -> Lengths:
         return Poisson(count) if poisson else count
@@ -50,13 +59,14 @@ def _lengths(model: str, poisson: bool = False) -> Measure:
         settings=tuple(
             Setting(
                 {"prefix/own": f"{prefix}/{own}", "degree": degree},
-                _job(6400, degree, tokens(prefix), tokens(own), tokens(100)),
+                _job(requests, degree, tokens(prefix), tokens(own), tokens(100)),
                 model,
             )
             for prefix, own in ((2000, 200), (2000, 1000), (1000, 1000))
             for degree in (2, 4, 8, 16)
         ),
         modes=(PLANNED, INPUT_ORDER, SORTED),
+        **weights,
     )
 
 
@@ -103,10 +113,13 @@ MIXED = tuple(
     for prefix, own in ((256, 2048), (2048, 256))
 )
 VLLM = "vLLM with prefix caching"
+LRU_TOKENS = "lru: requests one after another through a prefix cache of {:,} tokens, as vLLM's"
 THEIRS = {"planned": "BatchLLM", "input order": VLLM, "sorted": "vLLM, input sorted", "off": "vLLM"}
 
 
-def _throughput(letter: str, model: str, title: str, poisson: bool = False) -> Experiment:
+def _throughput(
+    letter: str, title: str, measure: Measure, machine: str = A100, assumed: str = ""
+) -> Experiment:
     published: tuple[Cell, ...] = ()
     if letter == "a":
         at = {"prefix/own": "2000/200", "degree": 16}
@@ -117,21 +130,37 @@ def _throughput(letter: str, model: str, title: str, poisson: bool = False) -> E
         source=f"{PAPER}, figure 6{letter}",
         title=title,
         claim="1.4 to 3 times vLLM's throughput, 1.2 to 2.5 times SGLang's.",
-        machine=A100,
+        machine=machine,
         unit="requests/s",
-        measure=_lengths(model, poisson),
+        measure=measure,
         published=published,
         theirs=THEIRS,
         ratio=("planned", "input order"),
         across="degree",
+        assumed=assumed,
     )
 
 
+BY_LENGTHS = "throughput by lengths:"
+BIG = ("llama3.1-70b", 800)
+IN_4_BITS = f"{BY_LENGTHS} 800 requests, Llama-3.1-70B in 4 bits"
+FOUR_BITS = "random weights rounded to 4 bits, in symmetric groups of 128, in place of GPTQ's"
+
 EXPERIMENTS = (
-    _throughput("a", "llama3.1-8b", "throughput of 6,400 requests by lengths, Llama-3.1-8B"),
-    _throughput("b", "qwen2.5-14b", "throughput of 6,400 requests by lengths, Qwen2.5-14B"),
+    _throughput("a", f"{BY_LENGTHS} 6,400 requests, Llama-3.1-8B", _lengths("llama3.1-8b")),
+    _throughput("b", f"{BY_LENGTHS} 6,400 requests, Qwen2.5-14B", _lengths("qwen2.5-14b")),
+    _throughput("c", IN_4_BITS, _lengths(*BIG, quantization="int4"), assumed=FOUR_BITS),
     _throughput(
-        "e", "llama3.1-8b", "the same as 6a with lengths drawn from Poisson distributions", True
+        "d",
+        f"{IN_4_BITS}, on two GPUs",
+        _lengths(*BIG, quantization="int4", ranks=2),
+        "two A100-80GB",
+        FOUR_BITS,
+    ),
+    _throughput(
+        "e",
+        "the same as 6a with lengths drawn from Poisson distributions",
+        _lengths("llama3.1-8b", poisson=True),
     ),
     Experiment(
         name="batch-fig7",
@@ -159,7 +188,7 @@ EXPERIMENTS = (
         claim="85.2% at degree 16 and prefixes of 2,000 (vLLM 40.1%), 92.6% at 16,000 (6.3%).",
         machine=A100,
         unit="% of the prompt tokens saved",
-        measure=PlanSavings(_sharing(6400)),
+        measure=PlanSavings(_sharing(6400), kv_tokens=LLAMA_8B_KV),
         published=(
             Cell({"degree": 16, "prefix": 2000}, "BatchLLM", 85.2),
             Cell({"degree": 16, "prefix": 2000}, VLLM, 40.1),
@@ -167,7 +196,8 @@ EXPERIMENTS = (
             Cell({"degree": 16, "prefix": 16000}, VLLM, 6.3),
             Cell({"degree": 16, "prefix": 16000}, "SGLang", 5.2),
         ),
-        theirs={"one": "BatchLLM"},
+        theirs={"one": "BatchLLM", "lru": VLLM},
+        assumed=LRU_TOKENS.format(LLAMA_8B_KV),
     ),
     Experiment(
         name="batch-table1",
@@ -186,23 +216,19 @@ EXPERIMENTS = (
         assumed=f"{INDUSTRY}; 100 tokens sampled",
     ),
     Experiment(
-        name="batch-fig8",
-        source=f"{PAPER}, figure 8",
-        title="lengths that the planner finds in the industry workload",
-        claim="Prefixes of about 1,570 tokens, about 30 own tokens, about 3 requests a prefix.",
-        machine="",
-        unit="tokens, requests",
-        measure=WorkloadLengths(_industry(8000)),
+        name="batch-industry",
+        source=f"{PAPER}, section 4.2.2",
+        title="saving of prompt tokens in the industry workload, by the plan alone",
+        claim="55% with one level and 56% with all, of 58.1% at best; vLLM 35.8%.",
+        machine=A100,
+        unit="% of the prompt tokens saved",
+        measure=PlanSavings((({"requests": 8000}, _industry(8000)),), kv_tokens=QWEN_7B_KV),
         published=points(
-            "of",
-            {
-                "prefix tokens": {"average": 1570},
-                "own tokens": {"average": 30},
-                "degree": {"average": 3},
-            },
+            "requests",
+            {8000: {"BatchLLM": 55.0, "BatchLLM, all levels": 56.0, "at best": 58.1, VLLM: 35.8}},
         ),
-        theirs={"mean": "average"},
-        assumed=INDUSTRY,
+        theirs={"one": "BatchLLM", "all": "BatchLLM, all levels", "lru": VLLM},
+        assumed=f"{INDUSTRY}; {LRU_TOKENS.format(QWEN_7B_KV)}",
     ),
     Experiment(
         name="batch-table2",

@@ -15,7 +15,7 @@ from onestem.ops.bench.measure import device_facts
 from onestem.paper.attention import AttentionSweep
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Experiment, Measure, Step, place
-from onestem.paper.jobs import JobRuns, PlanSavings, WorkloadLengths
+from onestem.paper.jobs import JobRuns, PlanSavings
 from onestem.paper.memory import TokenMemories
 
 __all__ = ["READ_WITHOUT_MODEL", "Progress", "run_experiment"]
@@ -23,7 +23,6 @@ __all__ = ["READ_WITHOUT_MODEL", "Progress", "run_experiment"]
 READ_WITHOUT_MODEL: Mapping[type[Measure], Sequence[str]] = {
     AttentionSweep: ("device", "dtype", "share", "impl"),
     PlanSavings: ("device", "share"),
-    WorkloadLengths: ("device", "share"),
     TokenMemories: ("device",),
 }
 """Measures that run no model, and the engine options that they read."""
@@ -44,7 +43,8 @@ def run_experiment(
     Raises:
         ConfigError: several devices are to hold a model together, and nothing runs a model.
     """
-    ranks, facts = bench.options.tensor_parallel_size, device_facts(bench.device)
+    ranks = bench.ranks(getattr(experiment.measure, "ranks", 1))
+    facts = device_facts(bench.device)
     if ranks > 1:
         if type(experiment.measure) in READ_WITHOUT_MODEL:
             raise ConfigError(f"{experiment.name} runs no model: leave tensor_parallel_size out")
