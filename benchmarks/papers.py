@@ -55,6 +55,7 @@ vLLM. *Compared with* names both.
 | `vllm`, `vllm, sorted` | vLLM with prefix caching; prompts as given, and sorted by their tokens |
 | `off` | nothing shared |
 | `unshared` | attention reads a prefix for each row, from the same pages, which a cache may hold |
+| `copies`, `lru` | each row reads a copy of the prefix; an LRU cache in place of a plan |
 | `no-attention` | the ceiling: all but attention |
 | `device`, `host`, `cached` | modules in KV memory, in host memory, where the tier leaves them |
 | `one`, `all`, `heuristic`, `none` | `--levels` of the plan |

@@ -32,13 +32,18 @@ PAPER_REPLICAS = 8
 
 
 def paper_jobs() -> Iterator[tuple[str, BatchCase]]:
-    """Those of section 4, each once, without the shorter prefixes of figure 6."""
+    """Those of section 4, each once; of figure 6 those of 6,400 requests and equal lengths, without
+    the shorter prefixes."""
     seen = set()
     for experiment in EXPERIMENTS:
         if isinstance(experiment.measure, JobRuns):
             for setting in experiment.measure.settings:
                 case = setting.job
-                if case not in seen and case.prefixes[0] != 1000 and experiment.name[-1] != "e":
+                if (
+                    case not in seen
+                    and case.prefixes[0] != 1000
+                    and experiment.name[-1] not in "cde"
+                ):
                     seen.add(case)
                     at = ", ".join(f"{name} {value}" for name, value in setting.at.items())
                     yield f"{experiment.source.partition(', ')[2]}: {at}", case

@@ -9,8 +9,6 @@ import resource
 import time
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from itertools import accumulate, product
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +33,7 @@ class BatchCase:
 
     Attributes:
         groups: top prefixes.
-        degrees: branches below each level; the last is requests per deepest prefix.
+        degrees: branches below each node of a level; the last is requests per deepest prefix.
         prefixes: tokens of each level's prefixes, as many as `degrees`.
         distinct, output: tokens of its own and sampled tokens of each request.
         input_order: `shuffled`, `sorted` (by prefix) or `round-robin` (all prefixes in turn: the
@@ -43,7 +41,7 @@ class BatchCase:
     """
 
     groups: int
-    degrees: tuple[int, ...]
+    degrees: tuple[Lengths, ...]
     prefixes: tuple[Lengths, ...]
     distinct: Lengths
     output: Lengths
@@ -90,6 +88,7 @@ class BatchCase:
         *prefixes, distinct, output = self._sizes
         return {
             **{one.name: getattr(self, one.name) for one in fields(self)},
+            "degrees": [named(degree) for degree in self.degrees],
             "prefixes": [named(lengths) for lengths in self.prefixes],
             "distinct": named(self.distinct),
             "output": named(self.output),
@@ -113,20 +112,29 @@ class BatchCase:
 
         *levels, output = self._sizes
         prompts: list[list[int]] = [[]]
-        for sizes in levels:
-            degree = len(sizes) // len(prompts)
-            parents = (parent for parent in prompts for _ in range(degree))
+        for sizes, below in zip(levels, self._branches, strict=True):
+            parents = (ids for ids, count in zip(prompts, below) for _ in range(count))
             prompts = [ids + draw(size) for ids, size in zip(parents, sizes, strict=True)]
         requests = list(zip(prompts, output, strict=True))
         if self.input_order == "shuffled":
             return [requests[i] for i in rng.permutation(len(requests))]
         if self.input_order == "round-robin":
-            per_group = len(requests) // self.groups
-            return [
-                requests[g * per_group + i]
-                for i, g in product(range(per_group), range(self.groups))
-            ]
+            group = np.arange(self.groups)
+            for below in self._branches[1:]:
+                group = np.repeat(group, below)
+            place = np.arange(len(group)) - np.searchsorted(group, group)
+            return [requests[i] for i in np.lexsort((group, place))]
         return requests
+
+    def batch_of(self, kv_tokens: int, shared: int) -> int:
+        """How many of the requests that many KV tokens hold, with answers, if their first `shared`
+        prefixes are stored once and nothing else is shared. A request counts as the mean one."""
+        *levels, output = self._sizes
+        own = np.zeros(1)
+        for level, (sizes, below) in enumerate(zip(levels, self._branches, strict=True)):
+            own = np.repeat(own, below) + (np.array(sizes) if level >= shared else 0)
+        left = kv_tokens - sum(map(sum, levels[:shared]))
+        return max(1, int(left / float((own + output).mean())))
 
     @property
     def shortest(self) -> int:
@@ -142,13 +150,22 @@ class BatchCase:
     def _sizes(self) -> list[list[int]]:
         """Tokens of each prefix, level by level, of each request's own part and of each answer; in
         the tree's order. Each list has its own random generator, and so have the token ids."""
-        counts = list(accumulate((self.groups, *self.degrees), mul))
+        counts = list(map(sum, self._branches))
         parts = (*self.prefixes, self.distinct, self.output)
         sizes = []
         for i, (lengths, count) in enumerate(zip(parts, [*counts, counts[-1]], strict=True), 1):
             rng = np.random.default_rng((self.seed, i))
             sizes.append([draw_length(lengths, rng) for _ in range(count)])
         return sizes
+
+    @cached_property
+    def _branches(self) -> list[list[int]]:
+        """How many nodes are below each node of a level, from the root on."""
+        found = [[self.groups]]
+        for level, degree in enumerate(self.degrees):
+            rng = np.random.default_rng((self.seed, 0, level))
+            found.append([draw_length(degree, rng) for _ in range(sum(found[-1]))])
+        return found
 
 
 def _degrees(text: str) -> tuple[int, ...]:

@@ -97,6 +97,10 @@ class Bench:
             asyncio.run(self._warm_up(range(1)))
         return run
 
+    def find(self, search: RateSearch) -> list[dict[str, Any]]:
+        """All runs of a search, to its end."""
+        return list(iter(lambda: self.step(search), None))
+
     def describe(self) -> dict[str, Any]:
         workload = asdict(self.workload)
         workload["systems"] = len(self.workload.systems)

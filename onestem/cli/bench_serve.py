@@ -317,7 +317,7 @@ def _run(bench: Bench, rates: list[float], search: RateSearch | None) -> dict[st
     result: dict[str, Any] = {"case": bench.describe()}
     if search is None:
         return result | {"runs": [bench.measure(rate) for rate in rates]}
-    runs = list(iter(lambda: bench.step(search), None))
+    runs = bench.find(search)
     return result | {
         "sustainable_rate": search.best,
         "resolution": search.resolution,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from onestem.ops.bench.cases import Case, Heads, Step, decodes, mixed_step
-from onestem.ops.bench.measure import measure_step
+from onestem.ops.bench.cases import Case, Heads, Step, decodes, mixed_step, tensor_bytes
+from onestem.ops.bench.measure import measure_step, memory_bytes
 from onestem.ops.bench.peers import absent_peers
 from onestem.ops.items import CostModel, SharedItem, make_items
 from onestem.paper.bench import Bench
@@ -20,7 +20,7 @@ from onestem.paper.experiment import Step as Task
 
 __all__ = ["AttentionSweep", "Decodes", "Mixed", "relay_speedup"]
 
-OURS, UNSHARED = "full", "unshared"
+OURS, UNSHARED, COPIES = "full", "unshared", "copies"
 REPEAT = 7
 
 
@@ -42,6 +42,11 @@ class Decodes:
             "degree": bench.size(self.degree, 2),
         }
         return decodes(ran["groups"], (ran["degree"],), (ran["prefix"],), ran["own"]), ran
+
+    @staticmethod
+    def copied(ran: Mapping[str, int]) -> Case:
+        """The step where each sequence has the prefix in pages of its own."""
+        return decodes(ran["groups"] * ran["degree"], (1,), (0,), ran["prefix"] + ran["own"])
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class AttentionSweep:
     Attributes:
         settings: place in the table, and the step that is measured.
         theory: whether eq. 10 of RelayAttention predicts the speed-up.
+        copies: whether each sequence also reads a copy of the prefix of its own, as an engine does
+            that stores prefixes as often as they are asked for. (`unshared` reads the same pages
+            for each, which a GPU's L2 cache may hold.)
     """
 
     q_heads: int
@@ -88,6 +96,7 @@ class AttentionSweep:
     settings: tuple[tuple[Mapping[str, Any], Decodes | Mixed], ...]
     head_dim: int = 128
     theory: bool = False
+    copies: bool = False
 
     def places(self) -> list[Mapping[str, Any]]:
         return [at for at, _ in self.settings]
@@ -124,20 +133,41 @@ class AttentionSweep:
         entry = measure_step(step, heads, bench.device, peers, impl, repeat, share)
         bench.refused.update(entry["refused"])
         for name, ms, shared in ((OURS, "ms", share), (UNSHARED, "unshared_ms", False)):
-            yield Cell(at, name, entry[ms], ran, {"keys_read": keys_read(step, shared)})
+            yield Cell(at, name, entry[ms], ran, keys_of(step, shared))
+        if self.copies and isinstance(kind, Decodes):
+            yield self._copied(bench, heads, at, kind.copied(ran), ran)
         for peer, ms in entry["others_ms"].items():
             yield Cell(at, peer, ms, ran)
         if self.theory and isinstance(kind, Decodes):
             yield Cell(at, THEORY, relay_speedup(ran["prefix"], ran["own"], ran["degree"]), ran)
 
+    def _copied(
+        self,
+        bench: Bench,
+        heads: Heads,
+        at: Mapping[str, Any],
+        case: Case,
+        ran: Mapping[str, int],
+    ) -> Cell:
+        step, heads = case.step(heads)
+        # Twice: the kernel has them in a layout of its own.
+        needed, there = 2 * tensor_bytes(step, heads), memory_bytes(bench.device)
+        if needed > there:
+            note = f"copies of the prefix take {needed >> 30} GiB, {bench.device} has {there >> 30}"
+            return Cell(at, COPIES, None, ran, note=note)
+        impl, repeat = bench.options.impl, bench.size(REPEAT, 2)
+        entry = measure_step(step, heads, bench.device, (), impl, repeat, share=False)
+        return Cell(at, COPIES, entry["ms"], ran, keys_of(step, False))
 
-def keys_read(step: Step, share: bool) -> int:
-    """Keys that the step's work items read. Keys read for several rows at once count once."""
+
+def keys_of(step: Step, share: bool) -> dict[str, float]:
+    """Keys that are stored, and keys that the step's work items read. Keys read for several rows at
+    once count once."""
     total = 0
     for item in make_items(step.plan, CostModel(), share):
         copies = len(item.rows) if isinstance(item, SharedItem) and item.copies else 1
         total += copies * item.slots.size
-    return total
+    return {"keys_stored": int(step.plan.run_len.sum()), "keys_read": total}
 
 
 def relay_speedup(system: int, context: int, batch: int) -> float:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +13,7 @@ from onestem.errors import ConfigError
 from onestem.llm import LLM, pick_device, pick_dtype
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
-from onestem.models.weights import expected_shapes
+from onestem.models.weights import formats_of, weight_bytes
 from onestem.ops.bench.measure import memory_bytes
 from onestem.ops.bench.peers import PEERS
 from onestem.options import EngineOptions, ShareMode
@@ -27,6 +25,8 @@ __all__ = ["Bench"]
 
 Value = TypeVar("Value")
 MOST_TURNS = 1000  # of `repeat`
+# Of `config.json`, for vLLM: 4 bits, in the groups that ours has.
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 
 
 class Bench(AbstractContextManager["Bench"]):
@@ -74,8 +74,8 @@ class Bench(AbstractContextManager["Bench"]):
         self.refused: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="onestem-paper-")
-        self._llm: tuple[Any, LLM] | None = None
-        self._vllm: tuple[str, Vllm] | None = None
+        self._llm: tuple[EngineOptions, LLM] | None = None
+        self._vllm: tuple[EngineOptions, Vllm] | None = None
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -123,71 +123,64 @@ class Bench(AbstractContextManager["Bench"]):
 
     # ----------------------------------------------------------------------------- models
 
-    def model(self, shape: str, positions: int) -> str:
-        """The model of the options, or a paper's shape at this scale with room for `positions`.
+    def ranks(self, least: int = 1) -> int:
+        """Devices that hold a model together, where an experiment asks for some."""
+        return max(least, self.options.tensor_parallel_size)
+
+    def engine_options(self, shape: str, positions: int, **more: Any) -> EngineOptions:
+        """Options of an engine for the model of the options, or for a paper's shape at this scale
+        with room for `positions`.
+
+        Args:
+            more: other options. A model of the options has a format of its own: `quantization` is
+                of the shape alone.
 
         Raises:
             ConfigError: the device cannot hold it.
         """
         if self.told_model is not None:
-            return self.told_model
-        folder = Path(self._folder.name) / f"{shape}-{positions}"
-        if not folder.exists():
-            folder.mkdir()
-            published = (find_shape(shape) / "config.json").read_text()
-            config = scaled(json.loads(published), self.scale)
-            config["max_position_embeddings"] = max(
-                positions, config.get("max_position_embeddings", 0)
-            )
-            (folder / "config.json").write_text(json.dumps(config))
-            self._check_memory(shape, folder)
-        return str(folder)
-
-    def engine_options(self, shape: str, positions: int, **more: Any) -> EngineOptions:
-        """Options of an engine for a shape of a paper (see `model`)."""
-        random = {"random_weights": True} if self.told_model is None else {}
-        return self.options.replace(model=self.model(shape, positions), **random, **more)
+            return self.options.replace(**{**more, "quantization": self.options.quantization})
+        options = self.options.replace(**more, random_weights=True)
+        return options.replace(model=self._shape(shape, positions, options))
 
     def llm(self, shape: str, positions: int, share: ShareMode = "full", **more: Any) -> LLM:
-        """An engine for a shape, with an empty cache. The last one stays loaded, so ask for equal
-        engines in succession."""
-        key = (self.model(shape, positions), self.share(share), *sorted(more.items()))
-        options = partial(self.engine_options, shape, positions, share=self.share(share), **more)
-        return self._loaded(key, options)
+        """An engine for a shape (see `engine_options`), with an empty cache. The last one stays
+        loaded, so ask for equal engines in succession."""
+        return self._loaded(self.engine_options(shape, positions, share=self.share(share), **more))
 
     def named_llm(self, model: str) -> LLM:
         """An engine for the model of the options, or else for `model`, with its own weights."""
-        return self._loaded(
-            (self.told_model or model,),
-            lambda: self.options.replace(model=self.told_model or model),
-        )
+        return self._loaded(self.options.replace(model=self.told_model or model))
 
-    def _loaded(self, key: Any, options: Callable[[], EngineOptions]) -> LLM:
-        if self._llm is None or self._llm[0] != key:
+    def _loaded(self, options: EngineOptions) -> LLM:
+        if self._llm is None or self._llm[0] != options:
             self.release()
-            self._llm = key, LLM.from_options(options())
+            self._llm = options, LLM.from_options(options)
         llm = self._llm[1]
         llm.engine.cache.clear()
         llm.engine.reset_stats()
         return llm
 
-    def vllm(self, shape: str, positions: int) -> tuple[Vllm, int]:
-        """(vLLM with a shape of a paper, see `model`; size of its vocabulary). The last one stays
-        loaded, and nothing else."""
-        model = self.model(shape, positions)
-        config = ModelConfig.from_directory(find_model(model))
-        if self._vllm is None or self._vllm[0] != model:
+    def vllm(self, shape: str, positions: int, **more: Any) -> tuple[Vllm, int]:
+        """(vLLM with a shape of a paper, see `engine_options`; size of its vocabulary). The last
+        one stays loaded, and nothing else."""
+        options = self.engine_options(shape, positions, **more)
+        folder = find_model(str(options.model))
+        config = ModelConfig.from_directory(folder)
+        if self._vllm is None or self._vllm[0] != options:
             self.release()
             dtype = pick_dtype(self.options.dtype, config, self.device)
             settings = {
-                "model": str(find_model(model)),
+                "model": str(folder),
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": positions,
-                "tensor_parallel_size": self.options.tensor_parallel_size,
+                "tensor_parallel_size": options.tensor_parallel_size,
             }
+            if options.quantization == "int4":
+                settings["hf_overrides"] = {"quantization_config": GPTQ}
             vllm = Vllm()
             self.versions["vllm"] = vllm.load(settings)["version"]
-            self._vllm = model, vllm
+            self._vllm = options, vllm
         return self._vllm[1], config.vocab_size
 
     def release(self) -> None:
@@ -199,12 +192,25 @@ class Bench(AbstractContextManager["Bench"]):
             self._vllm[1].close()
             self._vllm = None
 
-    def _check_memory(self, shape: str, folder: Path) -> None:
-        config = ModelConfig.from_directory(folder)
-        dtype = pick_dtype(self.options.dtype, config, self.device)
-        count = sum(math.prod(sizes) for sizes in expected_shapes(config).values())
-        on_gpus = self.options.tensor_parallel_size if self.device.type == "cuda" else 1
-        needed, there = count * dtype.itemsize, on_gpus * memory_bytes(self.device)
+    def _shape(self, shape: str, positions: int, options: EngineOptions) -> str:
+        folder = Path(self._folder.name) / f"{shape}-{positions}"
+        if not folder.exists():
+            folder.mkdir()
+            published = (find_shape(shape) / "config.json").read_text()
+            config = scaled(json.loads(published), self.scale)
+            config["max_position_embeddings"] = max(
+                positions, config.get("max_position_embeddings", 0)
+            )
+            (folder / "config.json").write_text(json.dumps(config))
+        self._check_memory(shape, ModelConfig.from_directory(folder), options)
+        return str(folder)
+
+    def _check_memory(self, shape: str, config: ModelConfig, options: EngineOptions) -> None:
+        dtype = pick_dtype(options.dtype, config, self.device)
+        formats = formats_of(config, options.quantization, dtype, self.device)
+        needed = weight_bytes(config, dtype, self.device, formats)
+        on_gpus = options.tensor_parallel_size if self.device.type == "cuda" else 1
+        there = on_gpus * memory_bytes(self.device)
         if needed > 0.9 * there:
             raise ConfigError(
                 f"{shape} takes {needed / 2**30:.0f} GiB of weights, {self.device.type} has "

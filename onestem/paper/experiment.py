@@ -160,7 +160,7 @@ class Experiment:
         if result["scale"] != 1:
             return f"{result['scale']:g} of the paper's sizes"
         if result["assumed"] != self.assumed:
-            return "run when other things were assumed"
+            return "run under earlier assumptions"
         if result["model"] is not None:
             return f"{result['model']} in place of the paper's model"
         return "" if result["share"] == "full" else f"ran with --share {result['share']}"

@@ -51,7 +51,8 @@ def run_experiment(
     Raises:
         ConfigError: several devices are to hold a model together, and nothing runs a model.
     """
-    ranks, facts = bench.options.tensor_parallel_size, device_facts(bench.device)
+    ranks = bench.ranks(getattr(experiment.measure, "ranks", 1))
+    facts = device_facts(bench.device)
     if ranks > 1:
         if type(experiment.measure) in READ_WITHOUT_MODEL:
             raise ConfigError(f"{experiment.name} runs no model: leave tensor_parallel_size out")

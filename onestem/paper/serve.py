@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from onestem.bench_serve.client import Target
+from onestem.bench_serve.crowd import default_clients
 from onestem.bench_serve.run import Bench as Load
 from onestem.bench_serve.run import model_name
 from onestem.bench_serve.search import RateSearch
@@ -22,11 +23,12 @@ from onestem.options import ShareMode
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Step
 
-__all__ = ["SustainableRates"]
+__all__ = ["SECONDS", "SustainableRates"]
 
-REQUESTS = 1000
-FEWEST_REQUESTS = 8
-BURST_RATE = 1e4  # all requests at once
+SECONDS = 300.0
+# A search begins at START_RATE and changes its rate by FACTOR; once another search has ended, where
+# that did, and by NEAR.
+START_RATE, FACTOR, NEAR = 4.0, 2.0, 1.25
 RESOLUTION = 0.05
 LONGEST_CHAT = sum(
     lengths.most for lengths in DATA_SETS["sharegpt"].values() if isinstance(lengths, LogNormal)
@@ -36,64 +38,91 @@ LONGEST_CHAT = sum(
 @dataclass(frozen=True)
 class SustainableRates:
     """Requests per second at which nine of ten requests stay below `limit` seconds per output
-    token, for each length of the system prompt. Arrivals are a Poisson process.
+    token, for each length of the system prompt: the highest rate that a search finds.
 
-    First all requests come at once. If these stay below the limit, no rate exceeds it, and what the
-    server completed per second counts. Else the search begins at that rate.
+    Arrivals are a Poisson process. A run is as many requests as arrive in `seconds`. A search goes
+    `reach` times above and below the rate with which it begins.
     """
 
     model: str
     systems: tuple[int, ...]
     modes: tuple[ShareMode, ...] = ("full", "storage", "off")
     limit: float = 0.5
+    seconds: float = SECONDS
+    reach: float = 64.0
 
     def places(self) -> list[dict[str, int]]:
         return [{"system prompt": system} for system in self.systems]
 
     def steps(self, bench: Bench) -> list[Step]:
-        return [partial(self._measure, bench, mode) for mode in self.modes]
+        found: dict[int, float] = {}  # rate of each system prompt, in the mode before
+        return [partial(self._measure, bench, mode, found) for mode in self.modes]
 
-    def _measure(self, bench: Bench, mode: ShareMode) -> Iterable[Cell]:
+    def _measure(self, bench: Bench, mode: ShareMode, found: dict[int, float]) -> Iterable[Cell]:
         bench.release()
         systems = bench.thin(self.systems)
         longest = bench.size(max(systems) + LONGEST_CHAT) + 64
         options = bench.engine_options(self.model, longest, share=bench.share(mode))
         vocabulary = ModelConfig.from_directory(find_model(options.model)).vocab_size
-        port = free_port()
+        port, near = free_port(), None
         with TemporaryDirectory() as state:
             command = onestem_command(port, Path(state), options.flags())
             with serving(command, port) as url:
                 for system in systems:
                     tokens = bench.size(system)
                     load = Workload(system_tokens=tokens, scale=bench.scale, vocab_size=vocabulary)
-                    rate, run = self._search(bench, url, load)
-                    ran = {"system": tokens, "requests": run["requests"]}
-                    counts = {name: run[name] for name in ("prompt_tokens", "cached_tokens")}
-                    note = "" if rate is not None else "even the lowest rate was too high"
-                    if run["rate"] == BURST_RATE:
-                        note = "all requests at once stay below the limit: completed per second"
-                    yield Cell({"system prompt": system}, mode, rate, ran, counts, note)
+                    cell = self._searched(
+                        bench, url, load, {"system prompt": system}, mode, found.get(system, near)
+                    )
+                    if cell.value is not None:
+                        near = found[system] = cell.value
+                    yield cell
 
-    def _search(
-        self, bench: Bench, url: str, load: Workload
-    ) -> tuple[float | None, dict[str, float]]:
-        """(the rate, the last run)."""
+    def _searched(
+        self,
+        bench: Bench,
+        url: str,
+        load: Workload,
+        at: dict[str, int],
+        mode: ShareMode,
+        near: float | None,
+    ) -> Cell:
+        """The cell of a search, which begins near a rate."""
+        seconds = self.seconds * bench.scale * bench.part
+        start = near or START_RATE / bench.scale
+        search = RateSearch(
+            start,
+            resolution=RESOLUTION,
+            factor=FACTOR if near is None else NEAR,
+            least=start / self.reach,
+            most=start * self.reach,
+        )
         made = Load(
             base_url=url,
             target=Target(model_name(url)),
             workload=load,
             limit=self.limit,
+            duration=seconds,
+            clients=default_clients(),
             told=False,
-            requests=max(FEWEST_REQUESTS, round(REQUESTS * bench.scale * bench.part)),
         )
         with closing(made):
             made.warm_up()
-            burst = made.measure(BURST_RATE)
-            start = burst["requests_per_s"]
-            if burst["held"] or not start:
-                return (start if burst["held"] else None), burst
-            search = RateSearch(
-                start, resolution=RESOLUTION / bench.scale, least=start / 64, most=64 * start
-            )
-            runs = list(iter(lambda: made.step(search), None))
-        return search.best, runs[-1]
+            runs = made.find(search)
+        run = next((run for run in runs if run["rate"] == search.best), runs[-1])
+        tried = [[run["rate"], run["held"]] for run in runs]
+        ran = {
+            "system": load.system_tokens,
+            "seconds": seconds,
+            "requests": run["requests"],
+            "tried": tried,
+        }
+        counts = {name: run[name] for name in ("prompt_tokens", "cached_tokens")}
+        if run["normalised"] is not None:
+            counts |= {f"normalised_{of}": run["normalised"][of] for of in ("mean", "p90")}
+        note = ""
+        if search.best is None:
+            note = "even the lowest rate was too high"
+        elif search.worst is None:
+            note = "even the highest rate that was tried holds"
+        return Cell(at, mode, search.best, ran, counts, note)

@@ -11,8 +11,8 @@ LEAST_VOCABULARY = 512
 
 
 def scaled(config: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """A config with layers, heads, inner size and vocabulary scaled, at least one of each. The size
-    of heads and the query heads per KV head stay."""
+    """A config with layers, heads, inner size (in 32s, which formats of 4 bits take) and vocabulary
+    scaled, at least one of each. The size of heads and the query heads per KV head stay."""
     if scale == 1:
         return dict(config)
 
@@ -29,6 +29,6 @@ def scaled(config: Mapping[str, Any], scale: float) -> dict[str, Any]:
         "num_attention_heads": kv_heads * group,
         "num_key_value_heads": kv_heads,
         "hidden_size": kv_heads * group * head_dim,
-        "intermediate_size": part("intermediate_size", head_dim),
+        "intermediate_size": max(head_dim, 32 * round(config["intermediate_size"] * scale / 32)),
         "vocab_size": part("vocab_size", LEAST_VOCABULARY),
     }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,18 +17,32 @@ from xml.etree import ElementTree
 
 import pytest
 
+from onestem.bench import BatchCase
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
-from onestem.options import EngineOptions
+from onestem.lengths import Poisson, Uniform
+from onestem.llm import LLM
+from onestem.models.find import find_model
+from onestem.options import EMBEDDED, EngineOptions
 from onestem.paper.accuracy import Accuracy
 from onestem.paper.attention import relay_speedup
 from onestem.paper.bench import Bench
 from onestem.paper.experiment import Cell, Experiment, points
-from onestem.paper.jobs import PlanSavings, planned_prompts, scaled_job
+from onestem.paper.jobs import (
+    PlanSavings,
+    Setting,
+    computed_with_lru,
+    job,
+    planned_prompts,
+    scaled_job,
+)
+from onestem.paper.needles import Needles, is_right
 from onestem.paper.registry import EXPERIMENTS
 from onestem.paper.report import html_of, picture_of
 from onestem.paper.run import run_experiment
 from onestem.paper.serve import SustainableRates
 from onestem.paper.table import table_of, text_of
+from onestem.request import SamplingParams
 
 SCALE = 0.01
 TINY = {
@@ -42,6 +58,7 @@ TINY = {
     "torch_dtype": "float32",
     "vocab_size": 512,
 }
+SHORT = {"systems": (64,), "modes": ("full",), "seconds": 0.05, "reach": 2}  # of relay-fig8
 OWN_MODEL = ("cache-fig6", "cache-fig7", "cache-fig8", "cache-table3")
 
 
@@ -83,7 +100,7 @@ def untold():
 
 def cut(experiment: Experiment) -> Experiment:
     if isinstance(experiment.measure, SustainableRates):
-        least = replace(experiment.measure, systems=(64,), modes=("full",))
+        least = replace(experiment.measure, **SHORT, limit=1e9)
         return replace(experiment, measure=least)
     if isinstance(experiment.measure, Accuracy):
         return replace(experiment, measure=Accuracy(isolations=("anchored",)))
@@ -117,12 +134,27 @@ def test_medians_of_turns_count(tiny):
 
 
 def test_no_rate_holds_below_an_impossible_limit(bench):
-    experiment = EXPERIMENTS["relay-fig8"]
-    least = replace(experiment.measure, systems=(64,), modes=("full",), limit=1e-9)
-    result = run_experiment(replace(experiment, measure=least), bench, "command")
-    (cell,) = result["cells"]
+    (cell,) = rates(bench, limit=1e-9)
     assert cell["value"] is None
     assert cell["note"] == "even the lowest rate was too high"
+    assert cell["ran"]["tried"] == [[400, False], [200, False]]
+
+
+def test_a_rate_is_searched_from_where_another_search_ended(bench):
+    first, second = rates(bench, limit=1e9, systems=(64, 128))
+    assert first["ran"]["tried"] == [[400, True], [800, True]]
+    assert [rate for rate, _ in second["ran"]["tried"]] == [800, 1000, 1250, 1562.5, 1600]
+    for cell, rate in ((first, 800), (second, 1600)):
+        assert cell["value"] == rate
+        assert cell["note"] == "even the highest rate that was tried holds"
+        assert cell["ran"]["requests"] == 20
+
+
+def rates(bench: Bench, **changes: object) -> list[dict]:
+    """Cells of a short relay-fig8."""
+    experiment = EXPERIMENTS["relay-fig8"]
+    measure = replace(experiment.measure, **SHORT | changes)
+    return run_experiment(replace(experiment, measure=measure), bench, "command")["cells"]
 
 
 def test_devices_hold_a_model_together(tmp_path):
@@ -158,6 +190,25 @@ def test_jobs_that_are_compared_have_the_same_size(scale, part):
     one, two = (made.groups * math.prod(made.degrees) for made in jobs)
     assert one == pytest.approx(120 * 128 * scale * part, rel=0.01)
     assert two == pytest.approx(one, rel=0.01)
+    if scale == 1:
+        assert len({made.batch_of(200_000, shared=1) for made in jobs}) == 1
+
+
+def test_the_equal_batch_is_that_of_the_baseline(tmp_path):
+    """Hydragen's table 1, with KV memory of 480 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    small = options("full", model=tmp_path, random_weights=True).replace(kv_memory="60KiB")
+    own = job(1, (24, 2), (20, 30), 1, 49)  # 100 tokens a request
+    measure = replace(
+        EXPERIMENTS["hydragen-table1"].measure,
+        settings=(Setting({"model": "m"}, own, "llama2-7b"),),
+    )
+    with Bench(small) as bench:
+        assert bench.llm("llama2-7b", 100).kv_tokens == 480
+        result = run_experiment(replace(EXPERIMENTS["hydragen-table1"], measure=measure), bench, "")
+    found = {cell["series"]: cell["ran"].get("max_num_seqs") for cell in result["cells"]}
+    assert found["full, equal batch"] == found["off"] == 4
+    assert found["full"] is None
 
 
 # One of each kind of measure.
@@ -218,6 +269,201 @@ def own_tokens(before: list[int], prompt: list[int]) -> int:
     while shared < min(len(before), len(prompt)) and before[shared] == prompt[shared]:
         shared += 1
     return len(prompt) - shared
+
+
+@pytest.mark.parametrize(("degree", "seed"), [(3, 0), (Poisson(2.05), 1)])
+def test_a_batch_is_counted_by_what_is_not_shared(degree, seed):
+    made = BatchCase(
+        2, (3, degree), (7, Uniform(5, 20)), Uniform(1, 9), Uniform(1, 30), "sorted", seed
+    )
+    requests = made.requests(10**9)
+    total = sum(len(ids) + output for ids, output in requests)
+    assert made.batch_of(5000, shared=0) == int(5000 / (total / len(requests)))
+    assert made.batch_of(5000, shared=1) == int((5000 - 14) / (total / len(requests) - 7))
+    assert made.batch_of(1, shared=0) == 1
+
+
+def test_a_drawn_number_of_branches_makes_that_many_requests():
+    made = BatchCase(1, (40, Poisson(2.05)), (5, 20), 3, 1, "sorted", 0)
+    prompts = [tuple(ids) for ids in made.prompts(10**9)]
+    assert len({ids[:5] for ids in prompts}) == 1
+    degrees = Counter(ids[:25] for ids in prompts).values()
+    assert len(degrees) == 40
+    assert len(set(degrees)) > 2
+    by_turns = replace(made, input_order="round-robin").prompts(10**9)
+    assert sorted(map(tuple, by_turns)) == sorted(prompts)
+
+
+# --------------------------------------------------------------------- Hydragen's other baselines
+
+
+@pytest.mark.parametrize("name", ["hydragen-fig5", "hydragen-fig8", "relay-fig1"])
+def test_copies_are_read_as_often_and_stored_as_often(name, bench):
+    result = run_experiment(EXPERIMENTS[name], bench, "command")
+    copies, unshared, full = (counts_of(result, each) for each in ("copies", "unshared", "full"))
+    assert copies.keys() == unshared.keys()
+    sizes = {json.dumps(c["at"]): c["ran"] for c in result["cells"] if c["series"] == "copies"}
+    for at, counts in copies.items():
+        rows = sizes[at]["groups"] * sizes[at]["degree"]
+        assert counts["keys_read"] == unshared[at]["keys_read"]
+        assert counts["keys_stored"] == rows * (sizes[at]["prefix"] + sizes[at]["own"])
+        assert full[at]["keys_stored"] == counts["keys_stored"] - (rows - 1) * sizes[at]["prefix"]
+
+
+def test_copies_that_do_not_fit_are_left_out(bench, monkeypatch):
+    monkeypatch.setattr("onestem.paper.attention.memory_bytes", lambda device: 0)
+    result = run_experiment(EXPERIMENTS["hydragen-fig5"], bench, "command")
+    left_out = [cell for cell in result["cells"] if cell["series"] == "copies"]
+    assert left_out
+    assert all(cell["value"] is None for cell in left_out)
+    assert all(cell["note"].startswith("copies of the prefix take 0 GiB") for cell in left_out)
+
+
+PAINT = Needles(
+    fact="{name} Bridge is painted {color}.",
+    question="What colour is {name} Bridge painted?",
+    facts=5,
+    shots=3,
+)  # of a form that the embedded model knows
+
+
+def test_right_answers_of_a_model_with_weights_are_counted():
+    """As many as where each question is asked in a call for itself."""
+    fig6 = EXPERIMENTS["hydragen-fig6"]
+    measure = replace(fig6.measure, batches=(6,), prefixes=(300,), new=6, needles=PAINT)
+    with Bench(options("full", model=EMBEDDED).replace(kv_memory="64MiB")) as bench:
+        result = run_experiment(replace(fig6, measure=measure), bench, "command")
+        llm = bench.llm("yi-6b-200k", 1000)
+        asked = PAINT.asked(llm.tokenizer, 6, 300, 5)
+        params = SamplingParams(temperature=0, max_tokens=6)
+        outputs = [llm.generate([prompt], params)[0].outputs[0] for prompt in asked.prompts]
+        right = sum(
+            is_right(llm.tokenizer, output.token_ids, color)
+            for output, color in zip(outputs, asked.right, strict=True)
+        )
+    assert right > 0
+    found = {cell["series"]: cell for cell in result["cells"]}
+    for mode in ("full", "off"):
+        assert found[mode]["counts"]["questions"] == 6
+        assert found[mode]["counts"]["right_answers"] == right
+        assert found[mode]["note"] == f"{right} of 6 answers are right"
+    assert "right_answers" not in found["no-attention"]["counts"]
+    assert found["full"]["ran"]["prefix"] == asked.prefix >= 300
+
+
+def test_random_weights_answer_nothing(bench):
+    result = run_experiment(EXPERIMENTS["hydragen-fig6"], bench, "command")
+    answering = [c for c in result["cells"] if c["value"] and c["series"] in ("full", "off")]
+    assert answering
+    for cell in answering:
+        assert cell["note"].startswith("no answers were counted: weights are random")
+        assert "right_answers" not in cell["counts"]
+
+
+def test_needles_stand_in_one_document():
+    tokenizer = Tokenizer.from_directory(find_model(EMBEDDED))
+    asked = Needles().asked(tokenizer, 20, 900, 12)
+    assert {tuple(ids[: asked.prefix]) for ids in asked.prompts} == {
+        tuple(asked.prompts[0][: asked.prefix])
+    }
+    assert 900 <= asked.prefix < 950
+    text = tokenizer.decode(asked.prompts[0][: asked.prefix])
+    for ids, color in zip(asked.prompts, asked.right, strict=True):
+        question = tokenizer.decode(ids[asked.prefix :])
+        name = re.fullmatch(
+            r"Question: What color is the fur of the dog named (\w+)\?\nAnswer:", question
+        )
+        assert text.count(f"The dog named {name[1]} has fur that is {color}.") == 1
+    assert text.count("The dog named") == 12 + 5
+    assert text.count("Answer:") == 5
+    assert asked.prompts[12:] == asked.prompts[:8]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (" white\nQuestion: black", True),
+        ("The fur of Bado is white.", True),
+        (" black", False),
+        (" black or white", False),
+        ("", False),
+    ],
+)
+def test_the_first_line_of_an_answer_counts(answer, right):
+    tokenizer = Tokenizer.from_directory(find_model(EMBEDDED))
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    assert is_right(tokenizer, ids, "white") is right
+    end = [tokenizer.eos_token_id, *tokenizer.encode("red")]
+    assert is_right(tokenizer, ids + end, "white") is right
+
+
+# ------------------------------------------------------------------ BatchLLM's 70B in 4 bits
+
+
+def test_a_shape_in_4_bits_on_two_devices(untold, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        "onestem.paper.bench.LLM.from_options",
+        lambda options, make=LLM.from_options: loaded.append(make(options)) or loaded[-1],
+    )
+    result = run_experiment(EXPERIMENTS["batch-fig6d"], untold, "command")
+    untold.release()
+    assert result["device"].startswith("2 x ")
+    assert {(llm.quantization, llm.options.tensor_parallel_size) for llm in loaded} == {("int4", 2)}
+    assert {c["series"] for c in result["cells"]} >= {"planned", "input order", "sorted"}
+    one = EXPERIMENTS["batch-fig6c"].measure
+    assert replace(one, ranks=2) == EXPERIMENTS["batch-fig6d"].measure
+
+
+def test_the_memory_of_4_bits_is_counted(monkeypatch):
+    monkeypatch.setattr("onestem.paper.bench.memory_bytes", lambda device: 80 * 2**30)
+    with Bench(EngineOptions(device="cpu", dtype="bfloat16")) as bench:
+        bench.engine_options("llama3.1-70b", 100, quantization="int4")
+        with pytest.raises(ConfigError, match=r"llama3\.1-70b takes 131 GiB"):
+            bench.engine_options("llama3.1-70b", 100)
+
+
+def test_a_model_that_is_named_keeps_its_format(bench):
+    assert bench.engine_options("llama3.1-70b", 100, quantization="int4").quantization is None
+
+
+# ------------------------------------------------------------------- BatchLLM's industry workload
+
+
+@pytest.fixture(scope="module")
+def industry():
+    with Bench(options("full"), scale=0.3) as bench:
+        return run_experiment(EXPERIMENTS["batch-industry"], bench, "command")
+
+
+def test_the_industry_workload_is_the_papers(industry):
+    """Figure 8's averages, and the 58.1% that can be saved at best."""
+    with Bench(options("full"), scale=0.3) as bench:
+        ((_, case),) = EXPERIMENTS["batch-industry"].measure.settings
+        prompts = [tuple(ids) for ids, _ in planned_prompts(bench, case)]
+    computed = sum(map(own_tokens, [[], *sorted(prompts)], sorted(prompts)))
+    total = sum(map(len, prompts))
+    assert round(100 * (1 - computed / total)) == 58
+    assert len({ids[:12] for ids in prompts}) == 1
+    degrees = [n for n in Counter(ids[:200] for ids in prompts).values() if n > 1]
+    assert round(sum(degrees) / len(degrees)) == 3
+    found = {cell["series"]: cell for cell in industry["cells"]}
+    assert found["all"]["counts"]["computed_tokens"] == computed
+    assert found["all"]["value"] > found["one"]["value"] > found["lru"]["value"] > 0
+
+
+def test_least_recently_used_pages_go_first():
+    first, second = list(range(8)), list(range(100, 108))
+
+    def computed(*prompts, kv_tokens):
+        return computed_with_lru([(ids, 1) for ids in prompts], kv_tokens, 4)
+
+    # A prompt with its answer fills two pages and a bit. The last token is computed always.
+    assert computed(first, first, kv_tokens=24) == 8 + 4
+    assert computed(first, second, first, kv_tokens=24) == 8 + 8 + 4
+    assert computed(first, second, first, kv_tokens=12) == 24
+    assert computed(first, [*first, 8, 9], kv_tokens=100) == 8 + 2
+    assert computed(first, first, kv_tokens=0) == 16
 
 
 def test_eq_10():

@@ -80,6 +80,16 @@ def test_it_runs_the_same_jobs_as_given_and_sorted(asked):
     assert told["settings"]["max_model_len"] >= max(map(len, first))
 
 
+def test_it_has_4_bits_where_ours_has(asked):
+    with Bench(options("full"), scale=0.01, against=("vllm",)) as bench:
+        measure = EXPERIMENTS["batch-fig6d"].measure
+        found = list(measure._measure_vllm(bench, measure.settings[0], "input", 100))
+    settings = json.loads(asked.read_text())["settings"]
+    assert settings["hf_overrides"]["quantization_config"].items() >= {"bits": 4}.items()
+    assert settings["tensor_parallel_size"] == 2
+    assert found[0].value > 0
+
+
 def test_it_fails_by_name(asked, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     with (
