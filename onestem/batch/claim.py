@@ -52,7 +52,9 @@ class Claim:
         if not output.exists() or output.stat().st_size == 0:
             return None
         is_known = False
-        for identity in (self.identity, replace(self.identity, options=self._settled)):
+        settled = replace(self.identity, options=self._settled)
+        names = (self.identity, settled, self.identity.as_earlier(), settled.as_earlier())
+        for identity in names:
             counts, is_whole = _results(output, identity.job)
             if is_whole and counts.done == num_lines:
                 if self._manifest is not None and not self._differences:
@@ -89,7 +91,10 @@ class Claim:
         is_damaged = manifest.exists()
         if not partial.exists() or partial.stat().st_size == 0:
             return
-        if _has_results(partial, self.identity.job):
+        names = (self.identity, self.identity.as_earlier())
+        known = next((one for one in names if _has_results(partial, one.job)), None)
+        if known is not None:
+            self.identity = known
             what = "is damaged" if is_damaged else "is missing"
             self._warn(f"{manifest} {what}: it is made anew, answers are kept")
         elif force:
