@@ -214,9 +214,7 @@ FIELDS = {
     **_same("add_generation_prompt", "continue_final_message", "user", "metadata"),
     **_same("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     "guided_decoding_backend": Name(None, "leave it out: xgrammar writes the masks"),
-    "guided_whitespace_pattern": Name(
-        None, "leave it out: `structured_outputs` has `disable_any_whitespace`"
-    ),
+    "guided_whitespace_pattern": Name(None, "leave it out: `response_format` has `whitespace`"),
     "best_of": Name(None, "give `n` and `logprobs`, and take the most probable answer"),
     "use_beam_search": Name(None, "give `n` and `logprobs`; there is no beam search"),
     **_refused("there is no beam search", "length_penalty", "early_stopping"),

@@ -41,6 +41,7 @@ from onestem.scores import PathScores, ScorePath
 
 __all__ = [
     "ONE_TOKEN",
+    "WHITESPACE",
     "Answer",
     "Completion",
     "CompletionOutput",
@@ -57,8 +58,10 @@ __all__ = [
     "SamplingParams",
     "Told",
     "TokenLogprobs",
+    "Whitespace",
     "is_masked",
     "masking_fields",
+    "whitespace_of",
     "why_masked",
 ]
 
@@ -193,6 +196,10 @@ Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
+Whitespace = Literal["spaced", "compact", "any"]
+WHITESPACE: Whitespace = "spaced"  # where a request says nothing
+
+
 class NamedSchema(Object):
     """A JSON schema that an answer is held to."""
 
@@ -240,8 +247,12 @@ class ResponseFormat(Object):
     triggers: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     """Texts that a structure begins with: from there on it has to follow."""
 
+    whitespace: Whitespace | None = None
+    """Between values of JSON: `spaced` (the default: a space after each comma and colon, as models
+    write it), `compact` (none), or `any`."""
+
     any_whitespace: bool | None = None
-    """Let JSON have whitespace between its values; else it is compact."""
+    """True: another name of `"whitespace": "any"`."""
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> ResponseFormat:
@@ -254,9 +265,20 @@ class ResponseFormat(Object):
             names.remove("triggers")
         contents = {name: getattr(self, name) for name in names}
         check_content("response_format", self.type, needed, contents)
-        if self.any_whitespace and not self.type.startswith("json"):
-            raise RequestError(f"response_format of type {self.type} has any_whitespace")
+        for name in ("whitespace", "any_whitespace"):
+            if getattr(self, name) and not self.type.startswith("json"):
+                raise RequestError(f"response_format of type {self.type} has {name}")
+        if self.whitespace is not None and self.any_whitespace is not None:
+            raise RequestError("response_format has whitespace and any_whitespace: give whitespace")
         return self
+
+
+def whitespace_of(response_format: Mapping[str, Any]) -> Whitespace | None:
+    """What a format says of whitespace between values of JSON; None: nothing."""
+    if response_format.get("any_whitespace"):
+        return "any"
+    said: Whitespace | None = response_format.get("whitespace")
+    return said
 
 
 class StructuredOutputs(Object):
@@ -294,7 +316,7 @@ class StructuredOutputs(Object):
             is_whole = tag.get("type", kind) == kind
             made = {**tag, "type": kind} if is_whole else {"type": kind, "format": tag}
         if self.disable_any_whitespace is False and kind.startswith("json"):
-            made["any_whitespace"] = True
+            made["whitespace"] = "any"
         return made
 
 

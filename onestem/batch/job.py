@@ -229,7 +229,6 @@ class _Job:
     def go(self, force: bool) -> JobSummary:
         with file_errors(self._place.output):
             claim = Claim(self._place, self._identity, self._max_model_len, self._warn)
-            self._identity = claim.identity
             complete = claim.complete(self._survey.num_lines, force)
             if complete is not None:
                 self._summary.resumed, self._summary.failed = complete.done, complete.failed
@@ -254,7 +253,8 @@ class _Job:
         began = time.perf_counter()
         with file_errors(self._place.output):
             self._read()
-            spool = Spool(self._place, self._identity.job, self._compile_pml)
+            identity = self._identity
+            spool = Spool(self._place, identity.job, self._compile_pml, identity.whitespace)
         self._summary.read_seconds += time.perf_counter() - began
         with contextlib.closing(spool):
             self._tell_open_ended(spool)

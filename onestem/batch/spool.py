@@ -37,6 +37,7 @@ from onestem.batch.guard import guarded
 from onestem.batch.inputs import JobInput, Numbered
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
+from onestem.engine.grammar.earlier import as_earlier
 from onestem.engine.grammar.schema import check_schema
 from onestem.errors import JobError, OnestemError, RequestError
 from onestem.openai.read import Prompt, unknown_model
@@ -44,7 +45,7 @@ from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
 from onestem.planner import Prompts
 from onestem.pml import CompiledPrompt
-from onestem.request import Request, SamplingParams
+from onestem.request import WHITESPACE, Request, SamplingParams, Whitespace
 from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
@@ -169,13 +170,23 @@ class Spool:
 
     What is read raises `DamagedSpoolError` where it is not as it was written.
 
+    Args:
+        whitespace: of the job's `JobIdentity`.
+
     Attributes:
         line_numbers: `[num_lines]` line numbers in the input, rising.
         folder: of its files.
     """
 
-    def __init__(self, place: Workplace, job: str, compile_pml: CompilePml | None = None) -> None:
+    def __init__(
+        self,
+        place: Workplace,
+        job: str,
+        compile_pml: CompilePml | None = None,
+        whitespace: Whitespace | None = WHITESPACE,
+    ) -> None:
         self.job, self.folder = job, place.folder
+        self._whitespace = whitespace
         self._compile_pml = compile_pml
         self._table: npt.NDArray[np.int64] = _mapped(place.lines).reshape(-1, len(COLUMNS))
         self.line_numbers = np.ascontiguousarray(self._table[:, LINE_NUMBER])
@@ -253,13 +264,22 @@ class Spool:
             request_id=result_id(self.job, spooled.line_number),
             prompt_token_ids=prompt,
             prompt_array=ids,
-            params=_params(self.job, spooled.custom_id, spooled.sampling),
+            params=self._params(spooled),
             pml=compiled,
             paths=task.paths if task is not None else (),
             group=group if plain else None,
             group_prefix_tokens=group_prefix_tokens if plain else 0,
             group_only=group_only and plain,
         )
+
+    def _params(self, line: SpooledRequest) -> SamplingParams:
+        fields = dict(line.sampling)
+        if fields.get("seed") is None:
+            fields["seed"] = derived_seed(self.job, line.custom_id)
+        params = SamplingParams(**fields)
+        if self._whitespace is not None or params.response_format is None:
+            return params
+        return params.replace(response_format=as_earlier(params.response_format))
 
 
 def _checked(file: IO[bytes], start: int, size: int, checksum: int) -> bytes:
@@ -275,14 +295,6 @@ def _mapped(path: Path) -> npt.NDArray[np.int64]:
     if path.stat().st_size == 0:
         return np.empty(0, np.int64)
     return np.asarray(np.memmap(path, np.int64, "r"))
-
-
-def _params(job: str, custom_id: str, sampling: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters of a line."""
-    fields = dict(sampling)
-    if fields.get("seed") is None:
-        fields["seed"] = derived_seed(job, custom_id)
-    return SamplingParams(**fields)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from typing import Any
 
 from onestem.errors import JobError
 from onestem.files import check_place
+from onestem.request import WHITESPACE, Whitespace
 from onestem.seeds import SAMPLER_VERSION
 
 __all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "is_full", "sync_folder"]
@@ -69,16 +70,22 @@ def file_errors(path: Path) -> Iterator[None]:
 class JobIdentity:
     """All that answers depend on. Runs with equal identities write equal bytes.
 
-    `options` are those that change answers (dtype, seed, ...), as JSON values.
+    Attributes:
+        options: those that change answers (dtype, seed, ...), as JSON values.
+        whitespace: between values of JSON, where a line says none. None: the job is of a version
+            that did not write this down, and whose JSON was compact.
     """
 
     input_sha256: str
     model: str
     model_name: str
     options: Mapping[str, Any]
+    whitespace: Whitespace | None = WHITESPACE
 
     def record(self) -> dict[str, Any]:
+        written = {} if self.whitespace is None else {"whitespace": self.whitespace}
         return {
+            **written,
             "format": FORMAT,
             "input_sha256": self.input_sha256,
             "model": self.model,
@@ -96,9 +103,9 @@ class JobIdentity:
     def differences(self, other: Mapping[str, Any]) -> list[str]:
         """What keeps this job from going on with work of the manifest `other`, in words.
 
-        The model's name may differ, since it is in no answer; and the seed that the job began with
-        stays where none is asked for, as does an earlier version's reading of control tokens' names
-        (see `as_begun`).
+        The model's name may differ, since it is in no answer; and the seed and the whitespace that
+        the job began with stay where none is asked for, as does an earlier version's reading of
+        control tokens' names (see `as_begun`).
         """
         mine = json.loads(json.dumps(self.record()))
         if other.get("format") != FORMAT:
@@ -131,16 +138,22 @@ class JobIdentity:
         return read
 
     def earlier(self) -> list[JobIdentity]:
-        """This job as an earlier version names it; empty: none could have begun it."""
-        if self.options.get(PARSE_SPECIAL, True) is True:
+        """This job as an earlier version names it, which wrote neither the whitespace down nor how
+        names of control tokens are read; empty: none could have begun it."""
+        if self.options.get(PARSE_SPECIAL) is True:
             return []
         options = {name: value for name, value in self.options.items() if name != PARSE_SPECIAL}
-        return [replace(self, options=options)]
+        return [replace(self, options=options, whitespace=None)]
 
     def as_begun(self, manifest: Mapping[str, Any]) -> JobIdentity:
         """This job as its manifest, without differences, has it: results that come go with those
         that are there."""
-        return replace(self, model_name=manifest["model_name"], options=manifest["options"])
+        return replace(
+            self,
+            model_name=manifest["model_name"],
+            options=manifest["options"],
+            whitespace=manifest.get("whitespace"),
+        )
 
 
 class Workplace:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from onestem.errors import RequestError, UnsupportedError
+from onestem.request import whitespace_of
 
 __all__ = ["CallParser", "Calls", "CheckSchema", "ToolCallEvent", "ToolForm", "Tools", "form_of"]
 
@@ -215,8 +216,8 @@ _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def _arguments(function: Mapping[str, Any], place: int, check: CheckSchema) -> JsonObject:
-    """The format of a function's arguments. `spaced`: as chat templates write them (`tojson`), so
-    that the next prompt has the tokens that were sampled."""
+    """The format of a function's arguments, spaced as chat templates write them (`tojson`), so that
+    the next prompt has the tokens that were sampled."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     name = f"tools[{place}].function.parameters"
     try:
@@ -225,18 +226,20 @@ def _arguments(function: Mapping[str, Any], place: int, check: CheckSchema) -> J
         if function.get("strict"):
             raise RequestError(f"{error}, or leave out strict") from error
         schema = _ANY_OBJECT
-    return {"type": "json_schema", "json_schema": schema, "spaced": True, "name": name}
+    return {"type": "json_schema", "json_schema": schema, "whitespace": "spaced", "name": name}
 
 
 def _format_of(response_format: Mapping[str, Any]) -> JsonObject:
+    said = whitespace_of(response_format)
+    form = {"type": "json_schema", **({"whitespace": said} if said else {})}
     if response_format["type"] == "json_object":
-        return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+        return {**form, "json_schema": _ANY_OBJECT}
     if response_format["type"] != "json_schema":
         raise RequestError(
             f"response_format of type {response_format['type']} beside tools: leave one of them out"
         )
     return {
-        "type": "json_schema",
+        **form,
         "json_schema": response_format["json_schema"]["schema"],
         "name": "response_format.json_schema.schema",
     }

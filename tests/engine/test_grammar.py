@@ -29,12 +29,12 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
-OBJECT = {"type": "json_object", "any_whitespace": True}
+OBJECT = {"type": "json_object", "whitespace": "any"}
 
 
 def json_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     named = {"name": "answer", "schema": schema, **more}
-    return {"type": "json_schema", "json_schema": named, "any_whitespace": True}
+    return {"type": "json_schema", "json_schema": named, "whitespace": "any"}
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
@@ -98,17 +98,76 @@ def test_texts_that_fit_a_schema(tokenizer: Tokenizer, compiler: GrammarCompiler
         assert fits(tokenizer, state_of(compiler, json_schema(SCHEMA)), text) is expected
 
 
-def test_json_is_compact_unless_whitespace_is_asked_for(
-    tokenizer: Tokenizer, compiler: GrammarCompiler
+WRITTEN = {
+    '{"name": "Ada L", "age": 36}': {"spaced", "any"},
+    '{"name":"Ada L","age":36}': {"compact", "any"},
+    '{"name": "Ada L","age":36}': {"any"},
+    '{"name":"Ada L", "age":36}': {"any"},
+    '{\n"name": "Ada L", "age": 36\n}': {"any"},
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "whitespace"),
+    [
+        ({}, "spaced"),
+        ({"whitespace": "spaced"}, "spaced"),
+        ({"any_whitespace": False}, "spaced"),
+        ({"whitespace": "compact"}, "compact"),
+        ({"whitespace": "any"}, "any"),
+        ({"any_whitespace": True}, "any"),
+    ],
+)
+def test_a_space_follows_commas_and_colons_unless_another_form_is_asked_for(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, said: dict[str, Any], whitespace: str
 ) -> None:
-    for text, expected in (
-        ('{"name":"Ada L","age":36}', True),
-        ('{"name": "Ada L","age":36}', False),
-        ('{"name":"Ada L", "age":36}', False),
-        ('{\n"name":"Ada L","age":36}', False),
+    named = {"type": "json_schema", "json_schema": {"schema": SCHEMA}, **said}
+    unnamed = {"type": "json_object", **said}
+    tag = {"type": "json_schema", "json_schema": SCHEMA, "whitespace": whitespace}
+    for text, forms in WRITTEN.items():
+        for one in (named, unnamed, {"type": "structural_tag", "format": tag}):
+            expected = whitespace in forms
+            assert fits(tokenizer, state_of(compiler, one), text) is expected, (one, text)
+
+
+@pytest.mark.parametrize("whitespace", ["spaced", "compact", "any"])
+def test_values_of_an_enum_are_written_like_others(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, whitespace: str
+) -> None:
+    values = [{"b/é": [1, 2.5, {}, []], "a": None}, [[1], "q"], {}, [], "x", 3]
+    separators = {"spaced": (", ", ": "), "compact": (",", ":"), "any": (",  ", ":\n")}
+    for schema, good in (({"enum": values}, values), ({"const": values[0]}, values[:1])):
+        form = {**json_schema(schema), "whitespace": whitespace}
+        for used, marks in separators.items():
+            for value in values:
+                text = json.dumps(value, ensure_ascii=False, separators=marks)
+                other = used != whitespace and whitespace != "any"
+                expected = value in good and (not other or _is_same_in_all(value))
+                assert fits(tokenizer, state_of(compiler, form), text) is expected, text
+        for text in ('[["1"], "q"]', '{"b/é": [1, 2.5, {}, []]}', "[[1]]"):
+            assert not fits(tokenizer, state_of(compiler, form), text)
+
+
+def _is_same_in_all(value: Any) -> bool:
+    return value in ({}, [], "x", 3)
+
+
+def test_a_form_beside_another_is_refused() -> None:
+    for more, message in (
+        ({"type": "json_object", "any_whitespace": True, "whitespace": "any"}, "give whitespace"),
+        ({"type": "json_object", "whitespace": "wide"}, "'wide', expected spaced, compact or any"),
+        ({"type": "regex", "regex": "a", "whitespace": "any"}, "of type regex has whitespace"),
     ):
-        compact = {**json_schema(SCHEMA), "any_whitespace": None}
-        assert fits(tokenizer, state_of(compiler, compact), text) is (expected and len(text) < 26)
+        with pytest.raises(RequestError, match=message):
+            SamplingParams(response_format=more)
+
+
+def test_vllms_name_of_a_form() -> None:
+    for value, expected in ((None, None), (True, None), (False, "any")):
+        given = {"json": SCHEMA, "disable_any_whitespace": value}
+        asked = SamplingParams(structured_outputs=given).response_format
+        assert asked is not None
+        assert asked.get("whitespace") == expected
 
 
 @pytest.mark.parametrize(
@@ -130,8 +189,8 @@ def test_json_is_compact_unless_whitespace_is_asked_for(
                     "end": "</n>",
                 },
             },
-            "<n>[1,2]</n>",
             "<n>[1, 2]</n>",
+            "<n>[1,2]</n>",
         ),
     ],
 )
@@ -190,6 +249,14 @@ NULL = {"type": "json_schema", "json_schema": {"type": "null"}}
         ({"content": {"value": "a"}}, r"format\.content\.type is None, expected one of any_text"),
         ({"content": {**NULL, "name": 5}}, r"format\.content\.name is 5, expected text"),
         (
+            {"content": {**NULL, "whitespace": "wide"}},
+            r"format\.content\.whitespace is 'wide', expected one of spaced, compact, any",
+        ),
+        (
+            {"content": {**NULL, "style": "qwen_xml", "whitespace": "any"}},
+            r"format\.content\.whitespace is not honoured beside a style",
+        ),
+        (
             {"content": {"type": "json_schema", "json_schema": {"type": "frob"}}},
             r"format\.content\.json_schema cannot be used: type is 'frob'",
         ),
@@ -213,7 +280,7 @@ def test_fields_of_tags_are_xgrammars() -> None:
     }
     assert theirs.keys() == FIELDS.keys()
     for kind, fields in FIELDS.items():
-        assert fields - {"name", "spaced"} <= theirs[kind]
+        assert fields - {"name", "whitespace"} <= theirs[kind]
 
 
 @pytest.mark.parametrize(

@@ -352,8 +352,40 @@ def test_lengths_are_of_characters(
     for length, fits in ((least - 1, False), (least, True), (most, True), (most + 1, False)):
         if length < 0:
             continue
-        text = json.dumps({"a": character * length}, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps({"a": character * length}, ensure_ascii=False)
         ids = tokenizer.encode(text, add_special_tokens=False)
+        if fits:
+            state = compiler.compile(json_schema(schema), ids)
+            assert state is not None
+            assert state.is_finished
+        else:
+            with pytest.raises(RequestError, match="does not follow the response_format"):
+                compiler.compile(json_schema(schema), ids)
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 5), (1, 16), (0, 40), (1, 300)])
+def test_strings_of_limited_length_have_escapes(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, least: int, most: int
+) -> None:
+    """An escape is one character; of a limit that is a budget it takes two."""
+    schema = an_object(properties={"a": string(minLength=least, maxLength=most)}, required=["a"])
+    is_budget = most > 16
+    for count, fits in ((1, True), (most // 2, True), (most, not is_budget), (most + 1, False)):
+        for character in '\n"\\':
+            ids = tokenizer.encode(json.dumps({"a": character * count}), add_special_tokens=False)
+            if fits:
+                state = compiler.compile(json_schema(schema), ids)
+                assert state is not None
+                assert state.is_finished
+            else:
+                with pytest.raises(RequestError, match="does not follow the response_format"):
+                    compiler.compile(json_schema(schema), ids)
+
+
+def test_an_escape_at_a_limit_is_finished(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    schema = an_object(properties={"a": string(maxLength=40)}, required=["a"])
+    for text, fits in (("x" * 39 + "\n", True), ("x" * 40 + "\n", False), ("x" * 41, False)):
+        ids = tokenizer.encode(json.dumps({"a": text}), add_special_tokens=False)
         if fits:
             state = compiler.compile(json_schema(schema), ids)
             assert state is not None
@@ -390,6 +422,7 @@ def test_a_token_that_opens_a_string_may_not_pass_its_limit() -> None:
     """A budget that begins inside a token is read over, so short strings have none."""
     tokens = [b'"', b':"ab', b'x"abcdefg', '"漢字'.encode(), b'","', b'"a"bcd']
     assert longest_entry(tokens, in_json=True) == 2
+    assert longest_entry([*tokens, b'"\\n\\"', b': "\\'], in_json=True) == 4
     assert longest_entry(tokens, in_json=False) == 7
     core = xgrammar.base._core
     assert "max_chars" not in ebnf_of(core, string(maxLength=40), strict=True, short=40)

@@ -436,7 +436,7 @@ def test_what_took_long_comes_compiled(
     sent = GrammarCompiler(tokenizer, limits=GrammarLimits(again_seconds=0))
     monkeypatch.setattr(xgrammar, "GrammarCompiler", Mock(side_effect=AssertionError("compiled")))
     other = state_of(sent, given)
-    for token in tokenizer.encode('{"a":"the the"}', add_special_tokens=False):
+    for token in tokenizer.encode('{"a": "the the"}', add_special_tokens=False):
         assert torch.equal(again.fill_mask(), other.fill_mask())
         again.accept(token)
         other.accept(token)

@@ -45,6 +45,7 @@ from onestem.engine.grammar.trial import (
 )
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import OnestemError, RequestError, UnsupportedError
+from onestem.request import WHITESPACE, Whitespace, whitespace_of
 
 if TYPE_CHECKING:
     import xgrammar
@@ -67,7 +68,7 @@ class _Wanted(NamedTuple):
     schema: dict[str, Any] | None
     tags: dict[str, Any] | None
     strict: bool = True
-    any_whitespace: bool = False
+    whitespace: Whitespace = WHITESPACE
     name: str = SCHEMA
 
     @property
@@ -96,12 +97,12 @@ def _wanted(response_format: Mapping[str, Any] | None) -> _Wanted | None:
         return _Wanted(
             None, tags, name=kind if kind in response_format else "response_format.format"
         )
-    any_whitespace = bool(response_format.get("any_whitespace"))
+    whitespace = whitespace_of(response_format) or WHITESPACE
     if response_format["type"] == "json_object":
-        return _Wanted({"type": "object"}, None, False, any_whitespace)
+        return _Wanted({"type": "object"}, None, False, whitespace)
     given = response_format["json_schema"]
     strict = given.get("strict") is not False
-    return _Wanted(dict(given["schema"]), None, strict, any_whitespace)
+    return _Wanted(dict(given["schema"]), None, strict, whitespace)
 
 
 class _Task:

@@ -21,16 +21,22 @@ __all__ = ["SHORT", "Refused", "ebnf_of", "longest_entry", "with_grammars"]
 SHORT = 16
 # Models that never saw a schema may write spaces for ever; nobody indents deeper than this.
 _MOST_WHITESPACE = 64
+_SEPARATORS = {"spaced": (", ", ": "), "compact": (",", ":")}
+# The compiler's rules (0.2.8) for values that no schema names: they always have this comma.
+_COMMA = re.compile(r'^(basic_(?:array_items|object_properties) ::= \(\()", "', re.MULTILINE)
 # The compiler's rule (0.2.8) for the characters of a string of limited length. It lets raw control
-# characters in, which JSON forbids; only literals may have the same text, and never as a rule.
+# characters in, which JSON forbids, and no escapes, which models write for line breaks and quotes;
+# only literals may have the same text, and never as a rule.
 _RULE = re.compile(r'^(\S+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)', re.MULTILINE)
-_CHARACTER = r"[^\0-\x1f\"\\]"
+_PLAIN = r"[^\0-\x1f\"\\]"
+# Not \uD83D, which is half of a character: that may be written as it is.
+_ESCAPE = r'"\\" [\"\\/bfnrt]'
 # Literals and classes of characters are passed over: they may have any text.
 _USE = re.compile(
     r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]'
     r'|(?P<rule>\w++)\{(?P<least>\d++), (?P<most>-?\d++)\} "\\""'
 )
-_QUOTED = re.compile(rb'"([^\x00-\x1f"\\]*+)')
+_QUOTED = re.compile(rb'"((?:[^\x00-\x1f"\\]|\\["\\/bfnrt])*+\\?)')
 _OPENING = frozenset(b":,[{ \n\r\t")  # what stands before a value in JSON
 
 
@@ -49,8 +55,7 @@ def ebnf_of(
     *,
     strict: bool,
     short: int,
-    any_whitespace: bool = False,
-    spaced: bool = False,
+    whitespace: str = "spaced",
     name: str = SCHEMA,
 ) -> str:
     """A checked schema's JSON as a grammar.
@@ -59,40 +64,68 @@ def ebnf_of(
         native: xgrammar's native part.
         strict: no properties and items that no keyword names.
         short: longest string whose limit is no budget, at least `longest_entry`.
-        any_whitespace: allow any between values; else there is none, or what `spaced` says.
-        spaced: a space after each comma and colon, as `json.dumps` writes.
+        whitespace: between values (`request.Whitespace`).
         name: what errors call the schema.
 
     Raises:
         Refused: xgrammar refuses it.
     """
-    separators = (", ", ": ") if spaced else (",", ":")
+    is_any = whitespace == "any"
     try:
         grammar = native.Grammar.from_json_schema(
-            json.dumps(_with_any_of(schema)),
-            any_whitespace,
+            json.dumps(_for_compiler(schema)),
+            is_any,
             None,
-            None if any_whitespace else separators,
+            None if is_any else _SEPARATORS[whitespace],
             strict,
-            _MOST_WHITESPACE if any_whitespace else None,
+            _MOST_WHITESPACE if is_any else None,
             False,
             False,
         )
     except Exception as error:  # it raises many kinds for a bad schema
         raise Refused(name, str(error)) from error
-    return _with_budgets(str(grammar.to_string()), short)
+    text = str(grammar.to_string())
+    if whitespace == "compact":
+        text = _COMMA.sub(r'\1","', text)
+    return _with_budgets(text, short)
 
 
-def _with_any_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with `anyOf` for each `oneOf`: no value fits two of its schemas (`check_schema` sees
-    to it), but the compiler cannot prove that, and would warn."""
+def _for_compiler(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which the compiler reads what is meant.
+
+    * `anyOf` for each `oneOf`: no value fits two of its schemas (`check_schema` sees to it), but it
+      cannot prove that, and would warn.
+    * Objects and lists that are values have schemas: it writes values as compact texts.
+    """
     copied: dict[str, Any] = json.loads(json.dumps(schema))
     for _, part in list(subschemas(copied)):
+        assert isinstance(part, dict)
         if "oneOf" in part:
-            assert isinstance(part, dict)
             part["anyOf"] = part.pop("oneOf")
+        values = [part["const"]] if "const" in part else part.get("enum", [])
+        if any(isinstance(value, (dict, list)) for value in values):
+            for keyword in ("type", "const", "enum"):
+                part.pop(keyword, None)
+            part["anyOf"] = list(map(_of_value, values))
     unescape_references(copied)
     return copied
+
+
+def _of_value(value: Any) -> dict[str, Any]:
+    """A schema that a JSON value alone fits."""
+    if isinstance(value, dict):
+        named = {name: _of_value(part) for name, part in value.items()}
+        return {
+            "type": "object",
+            "properties": named,
+            "required": list(named),
+            "additionalProperties": False,
+        }
+    if isinstance(value, list):
+        items = list(map(_of_value, value))
+        return {"type": "array", **({"prefixItems": items} if items else {}), "items": False,
+                "minItems": len(items), "maxItems": len(items)}  # fmt: skip
+    return {"const": value}
 
 
 def _with_budgets(grammar: str, short: int) -> str:
@@ -110,7 +143,7 @@ def _with_budgets(grammar: str, short: int) -> str:
             return use[0]
         return tails.of(int(use["least"]), int(use["most"]))
 
-    grammar = _RULE.sub(lambda rule: f"{rule[1]} ::= (({_CHARACTER}))", grammar)
+    grammar = _RULE.sub(lambda rule: f"{rule[1]} ::= (({_PLAIN}))", grammar)
     return _USE.sub(replaced, grammar) + "".join(f"\n{rule}" for rule in tails.rules.values())
 
 
@@ -118,27 +151,31 @@ class _Tails:
     """Rules for what follows a string's opening quote. Attributes: `rules`: by their names."""
 
     def __init__(self, prefix: str, short: int) -> None:
-        self.rules: dict[str, str] = {}
+        self._character = f"{prefix}_character"
+        self.rules = {self._character: f"{self._character} ::= {_PLAIN} | {_ESCAPE}"}
         self._prefix = prefix
         self._short = short
 
     def of(self, least: int, most: int) -> str:
         """Characters from `least` to `most` (-1: any number), and the closing quote."""
-        first = f"{_CHARACTER}{{{least}}} " * (least > 0)
+        one = self._character
+        # Masks of several characters that may be escapes, where all have to come, take long.
+        first = f"{one} " if least == 1 else f"{_PLAIN}{{{least}}} " * (least > 1)
         if most < 0:
-            return rf'{first}{_CHARACTER}* "\""'
+            return rf'{first}{one}* "\""'
         if most - least <= self._short:
             return first + self._chain(most - least)
         # The budget is of all characters: the compiler reads over one that begins inside a token.
+        # An escape counts as two of it; one at its end may be finished.
         name = f"{self._prefix}_{least}_{most}"
-        self.rules[name] = f"{name}[max_chars={most}] ::= {first}{_CHARACTER}*"
+        self.rules[name] = f"{name}[max_chars={most}] ::= {first}{one}*"
         return rf'{name} "\""'
 
     def _chain(self, most: int) -> str:
         """The rule for a number of characters or fewer, and the quote; it goes on with the next."""
         for left in range(most + 1):
             name = f"{self._prefix}_{left}"
-            further = rf" | {_CHARACTER} {self._prefix}_{left - 1}" if left else ""
+            further = rf" | {self._character} {self._prefix}_{left - 1}" if left else ""
             self.rules[name] = rf'{name} ::= "\""{further}'
         return f"{self._prefix}_{most}"
 
@@ -176,13 +213,13 @@ def with_grammars(native: Any, value: Any, short: int) -> Any:
     if value.get("type") != "json_schema" or not isinstance(schema, dict):
         return {key: with_grammars(native, part, short) for key, part in value.items()}
     if value.get("style", "json") != "json":
-        return {key: value[key] for key in value.keys() - {"name", "spaced"}}
+        return {key: value[key] for key in value.keys() - {"name"}}
     grammar = ebnf_of(
         native,
         schema,
         strict=True,
         short=short,
-        spaced=value.get("spaced", False),
+        whitespace=value.get("whitespace", "spaced"),
         name=value.get("name", "a json_schema of response_format.format"),
     )
     return {"type": "grammar", "grammar": grammar}

@@ -53,8 +53,8 @@ Schema = Mapping[str, Any]
 def check_schema(schema: Schema, strict: bool, name: str = SCHEMA) -> None:
     """Refuse a schema that is not valid, or that would not be enforced.
 
-    Strings with a `minLength` or `maxLength` are written without escapes, so without quotes and
-    newlines. Formats are enforced as far as a regular expression can: a date may be 31 June.
+    Strings with a `minLength` or `maxLength` are written without hexadecimal escapes. Formats are
+    enforced as far as a regular expression can: a date may be 31 June.
 
     Args:
         strict: whether properties that no keyword names are forbidden.

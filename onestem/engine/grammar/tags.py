@@ -1,20 +1,20 @@
 """Structural tags: constraints on an answer that a JSON schema alone does not express.
 
 A format is xgrammar's (`structural_tag.Format`): texts, schemas, regular expressions and grammars,
-put together. Schemas in it are written without whitespace between their values, or with a space
-after each comma and colon (`spaced`); their `name` is what errors call them.
+put together. Schemas in it may say what `whitespace` is between their values; their `name` is what
+errors call them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from onestem.engine.grammar.keywords import regex_fault
 from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema
 from onestem.errors import RequestError, UnsupportedError
-from onestem.request import MAX_DEPTH, is_deep
+from onestem.request import MAX_DEPTH, Whitespace, is_deep
 
 __all__ = [
     "FIELDS",
@@ -29,7 +29,7 @@ __all__ = [
 Format = Mapping[str, Any]
 
 # Fields of each type (xgrammar 0.2.8). Others are refused here: properties in any order may come
-# twice, limits of whitespace mean nothing in compact JSON.
+# twice, and `whitespace` says what there is of it.
 FIELDS: Mapping[str, frozenset[str]] = {
     "any_text": frozenset(("excludes", "max_tokens", "max_chars")),
     "any_tokens": frozenset(("exclude_tokens", "max_tokens")),
@@ -37,7 +37,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "dispatch": frozenset(("rules", "loop", "excludes")),
     "exclude_token": frozenset(("exclude_tokens",)),
     "grammar": frozenset(("grammar",)),
-    "json_schema": frozenset(("json_schema", "style", "spaced", "name")),
+    "json_schema": frozenset(("json_schema", "style", "whitespace", "name")),
     "optional": frozenset(("content",)),
     "or": frozenset(("elements",)),
     "plus": frozenset(("content",)),
@@ -140,8 +140,12 @@ def _check_fields(path: str, one: Format) -> None:
         )
     if not isinstance(one.get("name", ""), str):
         raise RequestError(f"{path}.name is {one['name']!r:.80}, expected text")
-    if not isinstance(one.get("spaced", False), bool):
-        raise RequestError(f"{path}.spaced is {one['spaced']!r:.80}, expected true or false")
+    whitespace = one.get("whitespace")
+    if "whitespace" in one and whitespace not in get_args(Whitespace):
+        expected = ", ".join(get_args(Whitespace))
+        raise RequestError(f"{path}.whitespace is {whitespace!r:.80}, expected one of {expected}")
+    if whitespace is not None and one.get("style", "json") != "json":
+        raise RequestError(f"{path}.whitespace is not honoured beside a style: leave it out")
 
 
 def _formats(path: str, value: Any) -> Iterator[tuple[str, Format]]:

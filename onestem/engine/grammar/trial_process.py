@@ -125,7 +125,7 @@ class _Compiler:
             self._native,
             task["schema"],
             strict=task["strict"],
-            any_whitespace=task["any_whitespace"],
+            whitespace=task["whitespace"],
             short=self.limits["short"],
         )
         return grammar, None
