@@ -64,6 +64,7 @@ def run_experiment(
     model = bench.told_model
     if model is not None and type(experiment.measure) in READ_WITHOUT_MODEL:
         bench.refused[f"model {model}"], model = "no model runs here", None
+    commit = commit_of(Path(onestem.__file__).parents[1], onestem.__version__)  # as it begins
     began = time.perf_counter()
     turns: dict[Any, list[Cell]] = {}
     steps = experiment.measure.steps(bench)
@@ -83,7 +84,7 @@ def run_experiment(
         "assumed": experiment.assumed,
         "machine": experiment.machine,
         "command": command,
-        "commit": commit_of(Path(onestem.__file__).parents[1], onestem.__version__),
+        "commit": commit,
         "date": date.today().isoformat(),
         "scale": bench.scale,
         "part": bench.part,
