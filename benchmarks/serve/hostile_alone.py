@@ -85,8 +85,9 @@ class Alone:
         before = [] if prefix is None else tokenizer.encode(PREFIXES[prefix])
         if prompt.token_ids is not None:
             return [*before, *prompt.token_ids]
-        assert prompt.text is not None
-        return [*before, *tokenizer.encode(prompt.text, add_special_tokens=prefix is None)]
+        assert prompt.raw is not None
+        text = tokenizer.encode_batch([prompt.raw], add_special_tokens=prefix is None)
+        return [*before, *text[0]]
 
     def _reply(self, asked: Asked, outputs: Sequence[RequestOutput]) -> Reply:
         assert self._llm.tokenizer is not None

@@ -138,12 +138,13 @@ class JobIdentity:
         return read
 
     def earlier(self) -> list[JobIdentity]:
-        """This job as an earlier version names it, which wrote neither the whitespace down nor how
-        names of control tokens are read; empty: none could have begun it."""
-        if self.options.get(PARSE_SPECIAL) is True:
-            return []
-        options = {name: value for name, value in self.options.items() if name != PARSE_SPECIAL}
-        return [replace(self, options=options, whitespace=None)]
+        """This job as earlier versions name it, which wrote down neither the whitespace nor how
+        names of control tokens are read."""
+        known = [self]
+        if self.options.get(PARSE_SPECIAL, True) is not True:
+            options = {name: value for name, value in self.options.items() if name != PARSE_SPECIAL}
+            known.append(replace(self, options=options))
+        return [*known[1:], *(replace(one, whitespace=None) for one in known)]
 
     def as_begun(self, manifest: Mapping[str, Any]) -> JobIdentity:
         """This job as its manifest, without differences, has it: results that come go with those

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from onestem.batch import JobInterrupted, identity, model_identity
+from onestem.batch.inputs import JobInput
 from onestem.batch.workplace import JobIdentity
 from onestem.engine.grammar.earlier import as_earlier as as_compact
 from onestem.engine.grammar.tags import check_tags, tags_of
@@ -413,7 +414,8 @@ def test_an_earlier_job_without_its_manifest_goes_on_as_it_began(tmp_path, sourc
     begun = JobIdentity(**known, model_name="tiny", options={"dtype": "float32"}, whitespace=None)
     run_fake(source, other)
     name = json.loads(other.read_bytes().splitlines()[0])["id"]
-    now = replace(begun, whitespace="spaced").job
+    options = {**begun.options, **JobInput(source).identity}
+    now = replace(begun, whitespace="spaced", options=options).job
     assert now in name
     kept = other.read_bytes().replace(now.encode(), begun.job.encode()).splitlines(keepends=True)
     (tmp_path / "out.jsonl.partial").write_bytes(b"".join(kept[:5]))

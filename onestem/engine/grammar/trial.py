@@ -37,7 +37,6 @@ __all__ = [
     "Trials",
 ]
 
-LATER = "ask again later, or simplify it"
 _PROGRAM = "onestem.engine.grammar.trial_process"
 _NICE, _NICER = 5, 15  # the engine's steps come first
 _IDLE_WAIT = 8  # times the processor seconds, for what runs in idle time
@@ -231,11 +230,19 @@ class Trial:
             return _of_version()
         number = signal.Signals(-status)
         if number == signal.SIGALRM:
-            why = f"within {pace.wall_seconds:g} s, because the machine is busy"
-            return _passing(SlowGrammarError(f"{name} was not compiled {why}: {LATER}"))
+            return _passing(
+                SlowGrammarError(
+                    f"{name} was not compiled within {pace.wall_seconds:g} s, because the machine "
+                    "is busy: ask again later, or simplify it"
+                )
+            )
         if number == signal.SIGKILL:
-            why = "because the machine has too little memory left"
-            return _passing(CostlyGrammarError(f"{name} was not compiled, {why}: {LATER}"))
+            return _passing(
+                CostlyGrammarError(
+                    f"{name} was not compiled, because the machine has too little memory left: ask "
+                    "again later, or simplify it"
+                )
+            )
         if number == signal.SIGPROF:
             seconds = pace.cpu_seconds
             return SlowGrammarError(_why(name, f"takes more than {seconds:g} s to compile"))
