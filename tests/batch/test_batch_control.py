@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from onestem.batch import JobInput, JobInterrupted
+from onestem.batch import JobInput, JobInterrupted, JobSummary, job
+from onestem.batch.workplace import JobIdentity
 from onestem.errors import JobError
 from onestem.options import InputOptions
 from tests.batch.fakes import (
@@ -103,11 +106,12 @@ class Stopping(FakeEngine):
         return super().finish(request)
 
 
-def earlier(path: Path) -> JobInput:
-    """An input as it was read before there was `parse_special`."""
+def run_earlier(path: Path, output: Path, engine: FakeEngine | None = None) -> JobSummary:
+    """`run_fake` as it was before there were `parse_special` and `whitespace`."""
     source = JobInput(path)
     del source.identity["parse_special"]
-    return source
+    with patch.object(job, "JobIdentity", partial(JobIdentity, whitespace=None)):
+        return run_fake(source, output, engine)
 
 
 @pytest.fixture
@@ -119,10 +123,10 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def begun(tmp_path: Path, source: Path) -> tuple[Path, bytes]:
     """The output of an unfinished job of an earlier version, and what it would have written."""
-    run_fake(earlier(source), tmp_path / "whole.jsonl")
+    run_earlier(source, tmp_path / "whole.jsonl")
     output = tmp_path / "out.jsonl"
     with pytest.raises(JobInterrupted):
-        run_fake(earlier(source), output, Stopping())
+        run_earlier(source, output, Stopping())
     whole = (tmp_path / "whole.jsonl").read_bytes()
     run_fake(source, tmp_path / "new.jsonl")
     assert (tmp_path / "new.jsonl").read_bytes() != whole

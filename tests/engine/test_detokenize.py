@@ -254,6 +254,35 @@ def test_a_control_token_that_a_stop_string_names_is_not_in_the_text(tokenizer: 
     assert (early.append(eot), early.stop_reason) == ("", "<|eot_id|>")
 
 
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "ids", "shown", "found"),
+    [
+        (["bc", "<|eot_id|>!"], "ab.c", "a", "bc"),  # as readers see the text
+        (["bc", "<|eot_id|>!"], "ab...c", "a", "bc"),
+        (["bc", "<|eot_id|>c"], "ab.c", "ab", "<|eot_id|>c"),  # the longest of two
+        (["bcd", "<|eot_id|>c"], "ab.cd", "ab", "<|eot_id|>c"),  # ends first
+        (["bcd", "<|eot_id|>!"], "ab.c.a", "abca", None),
+        (["bcd", "<|eot_id|>."], "ab" + "." * 60 + "cd", "a", "bcd"),
+    ],
+)
+def test_tokens_that_one_stop_string_names_are_not_in_the_way_of_others(
+    tokenizer: Tokenizer,
+    stops: list[str],
+    ids: str,
+    shown: str,
+    found: str | None,
+    included: bool,
+) -> None:
+    eot = tokenizer.control_token("<|eot_id|>")
+    assert eot is not None
+    tokens = [eot if one == "." else byte_ids(tokenizer, one.encode())[0] for one in ids]
+    params = SamplingParams(stop=stops, include_stop_str_in_output=included)
+    detokenizer = IncrementalDetokenizer(tokenizer, params)
+    text = streamed(detokenizer, tokens)
+    assert (text, detokenizer.stop_reason) == (shown + (found or "") * included, found)
+
+
 def test_stop_strings_before_min_tokens_do_not_count(tokenizer: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="ab"))
     ids = byte_ids(tokenizer, b"abxaab")

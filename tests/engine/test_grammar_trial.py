@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import platform
 import resource
 import select
 import signal
@@ -280,6 +281,36 @@ def test_without_idle_time_a_grammar_is_tried_all_the_same(
     monkeypatch.setattr(Trial, "answer", starved)
     state_of(compiler, regex("[^x]?" * 30))
     assert tried[:2] == compiler._limits.paces[0]
+
+
+# A filter (seccomp, BPF) that refuses a system call of this number, as sandboxes do, and no other.
+REFUSES = """
+import ctypes, struct
+def refuse(number):
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
+    steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in code))
+    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(steps))
+    control = ctypes.CDLL(None, use_errno=True).prctl
+    assert control(38, 1, 0, 0, 0) == 0
+    assert control(22, 2, program) == 0, ctypes.get_errno()
+"""
+SCHED_SETSCHEDULER = {"x86_64": 144, "aarch64": 119}
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in SCHED_SETSCHEDULER,
+    reason="numbers of system calls are known of these alone",
+)
+def test_where_no_process_may_be_idle_it_is_nice() -> None:
+    program = f"""
+refuse({SCHED_SETSCHEDULER[platform.machine()]})
+import os
+from onestem.engine.grammar.trial_process import _yield_to_others
+_yield_to_others(None)
+print(os.sched_getscheduler(0) == os.SCHED_OTHER, os.nice(0))
+"""
+    done = subprocess.run([sys.executable, "-c", REFUSES + program], capture_output=True, text=True)
+    assert done.stdout == "True 19\n", done.stderr
 
 
 def test_tries_take_longer_and_longer() -> None:

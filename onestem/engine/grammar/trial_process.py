@@ -171,7 +171,8 @@ def _yield_to_others(nice: int | None) -> None:
     """
     os.nice(_NICEST if nice is None else nice)
     if nice is None and sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # sandboxes have no such policy: there it is nice at least
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Forks:

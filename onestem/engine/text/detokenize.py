@@ -152,8 +152,10 @@ class _StopStrings:
 
     def __init__(self, params: SamplingParams, with_marks: Callable[[str], str]) -> None:
         assert isinstance(params.stop, tuple)
-        # What is looked for, and the stop string that it is.
+        # What is looked for, and the stop string that it is. Forms with marks are looked for in the
+        # text with marks, others in the text that readers get.
         self._stops = {form: stop for stop in params.stop for form in (with_marks(stop), stop)}
+        self._marked = any(form != stop for form, stop in self._stops.items())
         self._included = params.include_stop_str_in_output
         self._longest = max(map(len, self._stops), default=0)
         self.any = bool(self._stops)
@@ -162,43 +164,53 @@ class _StopStrings:
     def take(self, text: str, *, counts: bool) -> tuple[str, str | None]:
         """Text to give out now, and the stop string that ended it, if one did.
 
-        With `counts` False no stop string may end within `text`.
+        With `counts` False no stop string may end within `text`, which is a mark or has none.
         """
         if not self._stops:
             return text, None
-        old = len(self._held)
         self._held += text
         if counts and text:
-            found = self._first(old)
+            found = self._first(text)
             if found is not None:
-                end, form = found
-                stop = self._stops[form]
-                before = _MARKS.sub("", self._held[: end - len(form)])
+                before, stop = found
                 return before + stop * self._included, stop
         kept = len(self._held) - self._beginning()
         released, self._held = self._held[:kept], self._held[kept:]
-        return _MARKS.sub("", released), None
+        if self._marked:  # no form begins at those further back
+            far = max(0, len(self._held) - self._longest)
+            self._held = self._shown(self._held[:far]) + self._held[far:]
+        return self._shown(released), None
 
     def rest(self) -> str:
         rest, self._held = self._held, ""
-        return _MARKS.sub("", rest)
+        return self._shown(rest)
 
-    def _first(self, old: int) -> tuple[int, str] | None:
-        """End and form of the stop string that ends first, past the `old` leading characters."""
-        best: tuple[int, str] | None = None
-        for stop in self._stops:
-            start = self._held.find(stop, max(0, old - len(stop) + 1))
+    def _shown(self, text: str) -> str:
+        """The text without marks."""
+        return _MARKS.sub("", text) if self._marked else text
+
+    def _first(self, added: str) -> tuple[str, str] | None:
+        """The stop string that ends first in what was added, and the text before it."""
+        shown, new = self._shown(self._held), self._shown(added)
+        best: tuple[tuple[int, int], str, str] | None = None
+        for form, stop in self._stops.items():
+            text, last = (shown, new) if form == stop else (self._held, added)
+            start = text.find(form, max(0, len(text) - len(last) - len(form) + 1))
             if start < 0:
                 continue
-            end = start + len(stop)
-            if best is None or (end, -len(stop)) < (best[0], -len(best[1])):
-                best = end, stop
-        return best
+            rank = len(text) - start - len(form), len(stop)
+            if best is None or rank > best[0]:
+                best = rank, text[:start], stop
+        return None if best is None else (self._shown(best[1]), best[2])
 
     def _beginning(self) -> int:
-        """How many last characters of the text may be a stop string's beginning."""
-        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
+        """How many last characters of what is held may be a stop string's beginning."""
+        most = len(self._held) if self._marked else min(self._longest - 1, len(self._held))
+        for size in range(most, 0, -1):
             end = self._held[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
-                return size
+            shown = self._shown(end)
+            for form, stop in self._stops.items():
+                seen = shown if form == stop else end
+                if seen and len(form) > len(seen) and form.startswith(seen):
+                    return size
         return 0
