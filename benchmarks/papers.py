@@ -43,7 +43,10 @@ Seconds, rates and bytes get no verdict; they stand under *Figures*, with both m
 | holds | every place of the claim ran, and reaches the paper's number to three digits |
 | partly | some places do; or all that ran do, and others did not run |
 | does not | no place does |
-| not run | there is no result, or it is of another model, other data or other sizes |
+| not run | no result, or one of another model, other data, sizes or assumptions |
+
+Of "A to B" the two ends count in place of the places: the least of ours against A, the largest
+against B. Of "up to" the best place that ran counts.
 
 The paper's baseline is an engine of its time. Ours is another series of this engine, or a newer
 vLLM. *Compared with* names both.
@@ -65,7 +68,7 @@ the published lengths.
 
 | option | what it does |
 |---|---|
-| `--part 0.1` | fewer requests, and fewer points of a sweep |
+| `--part 0.1` | fewer requests and points of a sweep; a cache may hold all of so few |
 | `--scale 0.1` | all of it smaller: no verdicts |
 | `--share off` | the control: the gains of `full` and `planned` are gone |
 | `--against vllm` | jobs on vLLM too; `ONESTEM_VLLM_PYTHON` names a Python that has it |
@@ -160,7 +163,8 @@ def _here(claim: Claim, finding: Finding, run: Run) -> str:
         return claim.refused(run) or "no such number in the run"
     ran, parts = sum(point.found is not None for point in finding.points), []
     if ran > 1 and finding.met < ran:
-        parts.append(f"{finding.met} of {ran} reach it")
+        ends = " ends" if isinstance(claim.stated, tuple) else ""
+        parts.append(f"{finding.met} of {ran}{ends} reach it")
     if finding.missing:
         parts.append(f"{finding.missing} of {finding.places} places did not run")
     return found_in(finding) + (f" ({'; '.join(parts)})" if parts else "")
@@ -273,6 +277,9 @@ def _notes(experiment: Experiment, result: Result) -> Iterator[str]:
     parts = [f"Ours to choose: {result['assumed']}."] if result["assumed"] else []
     if experiment.stand_in:
         parts.append(f"Ran: {experiment.stand_in}.")
+    elif why := experiment.run(result).refused:
+        parts.append(f"Its figures have no verdict: {why}.")
+    parts += [f"Its series answer differently at {at}." for at in _answered_apart(result)]
     noted = Counter((cell["series"], cell["note"]) for cell in result["cells"] if cell["note"])
     parts += [
         f"`{series}` at {count} {'place' if count == 1 else 'places'}: {note}."
@@ -281,6 +288,16 @@ def _notes(experiment: Experiment, result: Result) -> Iterator[str]:
     parts += [f"Left out: {peer}: {why}." for peer, why in result["refused"].items()]
     if parts:
         yield f"* `{experiment.name}`: {' '.join(parts)}"
+
+
+def _answered_apart(result: Result) -> Iterator[str]:
+    """The places where series gave different answers: one that is sooner may be wrong."""
+    answers: dict[str, set[str]] = {}
+    for cell in result["cells"]:
+        if "answer" in cell["ran"]:
+            at = ", ".join(f"{name} {value}" for name, value in cell["at"].items())
+            answers.setdefault(at, set()).add(cell["ran"]["answer"])
+    return (at for at, given in answers.items() if len(given) > 1)
 
 
 def _row(*cells: object) -> str:

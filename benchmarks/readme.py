@@ -2,9 +2,9 @@
 
     python -m benchmarks.readme
 
-Reads benchmarks/results/peers-*-amx.json (jobs on a CPU) and the results of
-`benchmarks.beside_vllm` (jobs on a GPU). Writes docs/beside-vllm-light.svg and -dark.svg, and the
-block of README.md.
+Reads benchmarks/results/peers-*-amx.json (jobs on a CPU), peers-*-second.json (cases that ran once
+more, on a second machine) and the results of `benchmarks.beside_vllm` (jobs on a GPU). Writes
+docs/beside-vllm-light.svg and -dark.svg, and the block of README.md.
 """
 
 from __future__ import annotations
@@ -62,6 +62,17 @@ def _cases() -> list[Result]:
     return sorted(found, key=lambda case: -_against(case)["median"])
 
 
+def _again() -> str:
+    """The cases that ran a second time, which the picture does not show."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("peers-*-second.json"))]
+    told = [
+        f"{_labels(case['sizes'])[0]}, {times['median']:.2f} times "
+        f"({times['min']:.2f} to {times['max']:.2f})"
+        for case, times in ((case, _against(case)) for case in found)
+    ]
+    return f"On a second such machine: {'; '.join(told)}."
+
+
 def _against(case: Result) -> dict[str, float]:
     against: dict[str, float] = case["onestem_against"]["vllm"]
     return against
@@ -86,7 +97,8 @@ src="docs/beside-vllm-light.svg" width="720">
 Above: all {len(cases)} cases of `benchmarks.peers` that ran on two cores with AMX, in bf16 with \
 random weights, in turns with vLLM's compiled
 CPU engine ({version}). Bars are medians of {min(turns)} to {max(turns)} turns. In parentheses are \
-the median ratio and those of single turns ({worst:.1f} to {best:.1f}). {day},
+the median ratio and those of single turns ({worst:.1f} to {best:.1f}).
+{_again()} {day},
 `python -m benchmarks.peers.run CASE --engines onestem,vllm --stay --suffix=-amx`; \
 [docs/cpu.md](docs/cpu.md#with-amx)."""
 
@@ -213,10 +225,11 @@ def _told(work: str, runs: list[Result]) -> tuple[str, str]:
             "log-probabilities", ""  # fmt: skip
     heads, questions = sizes
     some = runs[0]["output_tokens"] // OPTIONS_OF_A_QUESTION
-    part = f" on {some} of them" if some < questions else ""
+    part = f" on {some} of them, for all by their tokens" if some < questions else ""
+    cached = "" if any(run["cached_tokens"] for run in runs) else ", which leaves its cache unused"
     return (
         f"{questions:,} questions of four options behind {heads} few-shot heads",
-        f"{part}, asked as lm-eval does",
+        f"{part}; asked as lm-eval does{cached}",
     )
 
 

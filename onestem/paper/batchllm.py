@@ -249,8 +249,6 @@ EXPERIMENTS = (
             Claim(
                 text="That is 2.12 and 14.7 times what vLLM's cache saves.",
                 number=Gain("one", ("vllm", "lru")),
-                at={"degree": 16, "prefix": (2000, 16000)},
-                stated=(2.12, 14.7),
                 theirs=CACHING,
             ),
         ),

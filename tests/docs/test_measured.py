@@ -37,6 +37,9 @@ def test_every_case_beside_vllm_is_shown():
         shown = f"({times['median']:.1f}x; {times['min']:.1f} to {times['max']:.1f})"
         assert f"{case['median_seconds']['onestem']:.1f}  {shown}<" in picture
     page = (readme.ROOT / "README.md").read_text()
+    for path in readme.RESULTS.glob("peers-*-second.json"):
+        again = json.loads(path.read_text())
+        assert f", {again['onestem_against']['vllm']['median']:.2f} times (" in page
     for result in readme.RESULTS.glob("*.json"):
         found = json.loads(result.read_text())
         for work in found.get("works", []) if isinstance(found, dict) else []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -275,6 +276,8 @@ def test_each_claim_of_a_paper_states_its_number(name):
     for claim in one.claims:
         finding = claim.finding(same)
         assert claim.text.endswith(".")
+        if isinstance(claim.stated, tuple):  # ends alone: two places' numbers are judged apart
+            assert re.search(r"\d to \d", claim.text)
         assert claim.stated is not None or finding.points or one.stand_in
         if claim.stated is None and isinstance(claim.number, Gain) and not one.stand_in:
             reached = [p for p in finding.points if p.found is not None]
@@ -302,6 +305,20 @@ def test_the_page_says_all(monkeypatch):
     notes = "* `x`: Ours to choose: the lengths. `full` at 1 place: does not fit KV memory."
     assert notes in lines
     assert "| `x` | Twice. |  | 2 | no result | not run |" in page({}).splitlines()
+
+
+def test_the_page_says_where_figures_are_not_the_papers_or_answers_differ(monkeypatch):
+    span = Claim(text="1 to 2 times.", number=GAIN, stated=(1.0, 2.0))
+    monkeypatch.setattr("benchmarks.papers.EXPERIMENTS", {"x": experiment(span, assumed="all")})
+    found = result(rates(1.5, 1.6, 1.7), assumed="all")
+    assert "| 1 to 2 | 1.5 to 1.7 (1 of 2 ends reach it) | partly |" in page({"x": found})
+    for cell, answer in zip(found["cells"], ("a", "b", "c", "a", "x", "c"), strict=True):
+        cell["ran"] = {"answer": answer}
+    notes = "* `x`: Ours to choose: all. Its series answer differently at batch 2."
+    assert notes in page({"x": found}).splitlines()
+    earlier = "Its figures have no verdict: run under earlier assumptions."
+    assert earlier not in page({"x": found})
+    assert earlier in page({"x": {**found, "assumed": "some"}})
 
 
 def test_the_page_knows_no_commit_of_old_results(monkeypatch):
