@@ -126,7 +126,7 @@ def test_a_call_that_the_end_of_the_server_cuts_gets_an_error():
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
 def test_a_text_on_which_the_library_panics(embedded, monkeypatch, path):
     """Costs its request alone."""
-    library = embedded.service.tokenizer._text.library
+    library = embedded.service.tokenizer._control.library
 
     class Panics:
         def __getattr__(self, name):
@@ -142,7 +142,7 @@ def test_a_text_on_which_the_library_panics(embedded, monkeypatch, path):
                 self.encode(text, **how)
             return library.encode_batch_fast(texts, **how)
 
-    monkeypatch.setattr(embedded.service.tokenizer, "_text", wrapped := Backend(library))
+    monkeypatch.setattr(embedded.service.tokenizer, "_control", wrapped := Backend(library))
     monkeypatch.setattr(wrapped, "library", Panics())
     with embedded.http() as http:
         answer = http.post(path, json={"prompt": "panic"})

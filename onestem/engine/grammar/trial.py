@@ -140,7 +140,8 @@ class Trials:
             name: what errors call it.
 
         Raises:
-            UnsupportedError: this version of xgrammar cannot be used, or there is no process.
+            UnsupportedError: this version of xgrammar cannot be used.
+            CostlyGrammarError: there is no process now.
         """
         asked = json.dumps({**task, **pace._asdict()}).encode()
         try:
@@ -149,7 +150,7 @@ class Trials:
             except ConnectionError:  # it ended just now
                 return Trial(self._running(), asked, name, pace, self._limits)
         except OSError as error:  # the system has no more processes, say
-            raise UnsupportedError(f"{name} cannot be compiled now: {error}") from error
+            raise _passing(CostlyGrammarError(f"{name} cannot be compiled now: {error}")) from error
 
     def _running(self) -> _Process:
         with self._lock:
