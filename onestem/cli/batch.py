@@ -273,8 +273,8 @@ class JobProgress(AbstractContextManager["JobProgress"]):
             self._bar.stop()
 
     def __call__(self, progress: Progress) -> None:
-        if self._bar is None:
-            return
+        if self._bar is None or (progress.stage == "read" and not progress.done):
+            return  # a file whose first lines are refused gets no bar
         names = {"read": "reading (bytes)", "run": "answering", "write": "writing"}
         if progress.stage != self._stage:
             self._stage = progress.stage
