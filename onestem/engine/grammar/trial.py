@@ -70,7 +70,7 @@ class GrammarLimits(children.Limits):
     memory_bytes: int = 2 << 30
     short_tries: tuple[float, ...] = (0.05, 0.5)
     mask_seconds: float = 0.1
-    again_seconds: float = 1.5
+    again_seconds: float = 2.5
     kept_bytes: int = 64 << 20
     all_kept_bytes: int = 512 << 20
 
