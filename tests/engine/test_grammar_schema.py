@@ -240,6 +240,19 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer)
 
 
+def check_follows(
+    compiler: GrammarCompiler, schema: dict[str, Any], ids: list[int], *, fits: bool
+) -> None:
+    """Tokens that fit a schema end its answer; others are refused."""
+    if fits:
+        state = compiler.compile(json_schema(schema), ids)
+        assert state is not None
+        assert state.is_finished
+    else:
+        with pytest.raises(RequestError, match="does not follow the response_format"):
+            compiler.compile(json_schema(schema), ids)
+
+
 def is_text(data: bytes) -> bool:
     try:
         data.decode()
@@ -354,13 +367,7 @@ def test_lengths_are_of_characters(
             continue
         text = json.dumps({"a": character * length}, ensure_ascii=False)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if fits:
-            state = compiler.compile(json_schema(schema), ids)
-            assert state is not None
-            assert state.is_finished
-        else:
-            with pytest.raises(RequestError, match="does not follow the response_format"):
-                compiler.compile(json_schema(schema), ids)
+        check_follows(compiler, schema, ids, fits=fits)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 5), (1, 16), (0, 40), (1, 300)])
@@ -373,26 +380,14 @@ def test_strings_of_limited_length_have_escapes(
     for count, fits in ((1, True), (most // 2, True), (most, not is_budget), (most + 1, False)):
         for character in '\n"\\':
             ids = tokenizer.encode(json.dumps({"a": character * count}), add_special_tokens=False)
-            if fits:
-                state = compiler.compile(json_schema(schema), ids)
-                assert state is not None
-                assert state.is_finished
-            else:
-                with pytest.raises(RequestError, match="does not follow the response_format"):
-                    compiler.compile(json_schema(schema), ids)
+            check_follows(compiler, schema, ids, fits=fits)
 
 
 def test_an_escape_at_a_limit_is_finished(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     schema = an_object(properties={"a": string(maxLength=40)}, required=["a"])
     for text, fits in (("x" * 39 + "\n", True), ("x" * 40 + "\n", False), ("x" * 41, False)):
         ids = tokenizer.encode(json.dumps({"a": text}), add_special_tokens=False)
-        if fits:
-            state = compiler.compile(json_schema(schema), ids)
-            assert state is not None
-            assert state.is_finished
-        else:
-            with pytest.raises(RequestError, match="does not follow the response_format"):
-                compiler.compile(json_schema(schema), ids)
+        check_follows(compiler, schema, ids, fits=fits)
 
 
 @pytest.mark.parametrize("most", [17, 100, 2_000])
