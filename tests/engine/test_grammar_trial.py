@@ -477,6 +477,17 @@ def test_what_took_long_comes_compiled(
     sent.close()
 
 
+def test_what_is_large_serialised_is_compiled_again(tokenizer: Tokenizer) -> None:
+    """Each rule comes with all states: 85 MB for this one."""
+    many = {f"p{number}": {"type": "string"} for number in range(500)}
+    compiler = GrammarCompiler(tokenizer, limits=GrammarLimits(again_seconds=0))
+    state = state_of(compiler, schema({"type": "object", "properties": many}))
+    for token in tokenizer.encode('{"p0": "the the"}', add_special_tokens=False):
+        state.accept(token)
+    assert state.is_finished
+    compiler.close()
+
+
 ENGINE = """
 import sys
 from onestem.engine.grammar.compiler import MOST_TRIES, GrammarCompiler

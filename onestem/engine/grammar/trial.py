@@ -61,6 +61,7 @@ class GrammarLimits(children.Limits):
         mask_seconds: for a token's mask, which all others in its step wait for.
         again_seconds: of processor time, up to which what was compiled is compiled once more where
             it is used, because that is quicker than to send it there.
+        sent_bytes: serialised, about; what is larger is compiled once more in any case.
         kept_bytes: compiled, which is kept for the next request.
         all_kept_bytes: of all that are kept. The least recently used is forgotten first.
     """
@@ -70,7 +71,8 @@ class GrammarLimits(children.Limits):
     memory_bytes: int = 2 << 30
     short_tries: tuple[float, ...] = (0.05, 0.5)
     mask_seconds: float = 0.1
-    again_seconds: float = 2.5
+    again_seconds: float = 1.5
+    sent_bytes: int = 16 << 20
     kept_bytes: int = 64 << 20
     all_kept_bytes: int = 512 << 20
 
