@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=HERE / "results" / "attention-h100.json")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "lab" / "notes" / "gpu-attention.svg")
+    parser.add_argument(
+        "--out", type=Path, default=HERE.parent / "lab" / "notes" / "gpu-attention.svg"
+    )
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     figure = plot(json.loads(options.result.read_text()))
