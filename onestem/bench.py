@@ -239,7 +239,7 @@ def _answer(
 def _warm_up(llm: LLM, prompts: list[list[int]]) -> None:
     # Other tokens than the job's, because nothing of it may be cached when the clock starts. A full
     # step, because its kernels differ from those of a few rows, and a first launch takes long.
-    room, other = llm.engine.scheduler.budget.most, []
+    room, other = llm.engine.limits.step_tokens, []
     for ids in prompts[: room // 64]:
         other.append([(token + 1) % llm.config.vocab_size for token in ids[: max(room, 8)]])
         room -= len(ids)

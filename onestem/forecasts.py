@@ -117,7 +117,7 @@ class Target:
         )
         if llm.team is not None:  # rates are those of one device
             find = _Known(None)
-        most, size = llm.engine.scheduler.budget.most, llm.options.page_size
+        most, size = llm.engine.limits.step_tokens, llm.options.page_size
         return Target(shape, llm.kv_tokens, find, size, most, llm.options.max_num_seqs)
 
     def settled(self) -> Target:

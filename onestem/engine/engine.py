@@ -28,6 +28,7 @@ from onestem.engine.schedule.admission import (
     model_len,
 )
 from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory, answer_memory_bytes
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.pins import (
     PREFIXES,
     PinnedPrefixes,
@@ -36,8 +37,9 @@ from onestem.engine.schedule.pins import (
     prefix_id,
 )
 from onestem.engine.schedule.queue import Gate, HybridQueue, Jobs, PlannedQueue
-from onestem.engine.schedule.scheduler import Scheduler, SourceError
-from onestem.engine.schedule.throttle import FEWEST_ROWS
+from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.schedule.throttle import FEWEST_ROWS, StepLimits
+from onestem.engine.schedule.waiting import SourceError
 from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
@@ -162,13 +164,16 @@ class Engine:
             max_model_len=self.max_model_len,
             kv_tokens=num_pages * page_size,
         )
+        self.limits = StepLimits(
+            step_tokens=max_step_tokens,
+            step_seconds=options.max_step_ms / 1000 if options.max_step_ms else None,
+        )
         self.scheduler = Scheduler(
             self.cache,
             self._queue,
             self._factory,
             self.pins,
-            max_step_tokens=max_step_tokens,
-            max_step_seconds=options.max_step_ms / 1000 if options.max_step_ms else None,
+            limits=self.limits,
             max_num_seqs=options.max_num_seqs,
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
             answers=AnswerMemory(answers),
@@ -224,7 +229,7 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.decoder.config.vocab_size,
             tokenizer=self.tokenizer,
-            max_num_seqs=self.scheduler.max_num_seqs,
+            max_num_seqs=self.options.max_num_seqs,
             answers=self.scheduler.answers.limit,
         )
         self._sampler.settings_of(request.params)
@@ -355,7 +360,7 @@ class Engine:
         """Unpin a prefix: it stays cached until its memory is wanted."""
         if not self.pins.remove(name):
             self.abort(prefix_id(name))
-        self.scheduler.is_short = False
+        self.scheduler.waiting.forget_short()
 
     def prefixes(self) -> list[PrefixInfo]:
         """The pinned prefixes."""
@@ -370,7 +375,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Sequences that are admitted."""
-        return len(self.scheduler.running)
+        return self.scheduler.room.num_running
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""
@@ -426,7 +431,7 @@ class Engine:
                 "the engine has unfinished requests: let them end first, or use another engine"
             )
         self._runs_a_job = True
-        self.scheduler.queue = PlannedQueue(map(self._validated, requests))
+        self.scheduler.waiting.queue = PlannedQueue(map(self._validated, requests))
         try:
             with collecting_less():
                 while self.has_unfinished():
@@ -436,8 +441,8 @@ class Engine:
             with uninterrupted():
                 for request_id in list(self._states):
                     self.abort(request_id)
-                self.scheduler.queue = self._queue
-                self.scheduler.groups.release_all()
+                self.scheduler.waiting.queue = self._queue
+                self.scheduler.waiting.groups.release_all()
                 self._factory.arrivals.clear()
                 self._results.touched.clear()
                 self._runs_a_job = False
@@ -483,15 +488,16 @@ class Engine:
         streaming requests that have news and go on."""
         if self._queue.holds and not self._states and self._queue.peek() is None:
             self._factory.wait(GATE_SECONDS)
+        draft = StepDraft(may_preempt=not self.launcher.flights, only=self._suspects.tried)
         with uninterrupted() as interrupts:
             try:
                 if self.can_step:
-                    self._step(interrupts)
+                    self._step(draft, interrupts)
             except BaseException as error:
                 if not isinstance(error, Exception) or error is interrupts.raised:
-                    self._recover()  # Ctrl-C, or what another signal's handler raised
+                    self._recover(draft)  # Ctrl-C, or what another signal's handler raised
                     raise
-                self._contain(error)
+                self._contain(error, draft)
         self._forget_ended()
         touched, self._results.touched = self._results.touched, {}
         outputs, self._factory.refused = self._factory.refused, []
@@ -505,34 +511,34 @@ class Engine:
                 going_on.append(state)
         return outputs, going_on
 
-    def _step(self, interrupts: Held) -> None:
-        """Choose the rows of the next step, launch it, and take what the one before gave (on a CPU:
-        what it gave itself)."""
-        tried, launcher = self._suspects.tried, self.launcher
+    def _step(self, draft: StepDraft, interrupts: Held) -> None:
+        """Decide the next step, launch it, and take what the one before gave (on a CPU: what it
+        gave itself)."""
+        launcher = self.launcher
         began = time.perf_counter()
-        edits = self.scheduler.edits(self.order, may_preempt=not launcher.flights, only=tried)
-        if self.scheduler.opened:
-            self.on_begin(self.scheduler.opened)
-        has_rows = edits is not None and self._apply(edits)
+        self.scheduler.decide(draft, self.order)
+        if draft.opened:
+            self.on_begin(draft.opened)
+        has_rows = not draft.waits and self._apply(draft.edits)
         self.stats.host_seconds += time.perf_counter() - began
-        if edits is not None and has_rows:
+        if has_rows:
             if launcher.runner.may_be_interrupted:
                 with interrupts.lifted():
                     logits = launcher.forward(self.order)
             else:
                 interrupts.deliver()
                 logits = launcher.forward(self.order)
-            self._sample(edits, logits)
-        depth = launcher.runner.depth if has_rows and tried is None else 1
+            self._sample(draft, logits)
+        depth = launcher.runner.depth if has_rows and draft.only is None else 1
         self._commit(depth - 1 if has_rows else 0)
         self._rest()
         self._suspects.passed(has_rows=has_rows)
 
     def _rest(self) -> None:
         """Where nothing runs, keep nothing of the last steps; what is in flight has ended."""
-        if not self.scheduler.running:
+        if not self.scheduler.room.num_running:
             self.launcher.abandon()
-            self.scheduler.forget_step()
+            self.scheduler.waiting.forget_short()
             self.order.forget_chunks()
 
     def _apply(self, edits: Edits) -> bool:
@@ -546,9 +552,10 @@ class Engine:
             self._commit(0)
         return len(self.order.inputs.positions) > 0
 
-    def _sample(self, edits: Edits, logits: Logits) -> None:
+    def _sample(self, draft: StepDraft, logits: Logits) -> None:
         """Sample the launched step's rows, and count the step."""
-        self.scheduler.note_launched()
+        edits = draft.edits
+        draft.commit()
         self._results.note_launched(edits.chunks)
         self._save_modules(edits.chunks)
         if self.order.slots.masked:  # a grammar must have seen the tokens of the step before
@@ -559,7 +566,7 @@ class Engine:
         stats.steps += 1
         stats.shared_read_tokens += self.order.shared_read_tokens
         stats.note_held(pool.num_held * pool.page_size)
-        stats.num_preempted = self.scheduler.num_preempted
+        stats.num_preempted = self.scheduler.room.num_preempted
         stats.model_seconds += time.perf_counter() - self.launcher.began
         if self.trace is not None:
             self.trace.note(
@@ -660,10 +667,10 @@ class Engine:
             with uninterrupted():
                 self._commit(0)
         except Exception as error:
-            self._contain(error)
+            self._contain(error, StepDraft())
         with uninterrupted():
             self.launcher.abandon()
-            self.scheduler.preempt_all()
+            self.scheduler.room.preempt_all()
             self.order.clear()
             self._forget_ended()
             self.pins.let_go()
@@ -671,11 +678,10 @@ class Engine:
 
     # ----------------------------------------------------------------------------- errors
 
-    def _contain(self, error: Exception) -> None:
+    def _contain(self, error: Exception, draft: StepDraft) -> None:
         """End only requests that cause an error inside a step, if the device can go on."""
-        scheduler, handled = self.scheduler, self.scheduler.handling
-        involved = [handled] if handled is not None else list(scheduler.running)
-        self._recover()
+        involved = self.scheduler.running if draft.handling is None else [draft.handling]
+        self._recover(draft)
         if isinstance(error, SourceError):
             assert error.__cause__ is not None
             raise error.__cause__
@@ -691,11 +697,11 @@ class Engine:
         for sequence in found:
             self._results.end_broken(sequence, error)
 
-    def _recover(self) -> None:
+    def _recover(self, draft: StepDraft) -> None:
         """After any exception: drop what is in flight; rows are made anew from the sequences."""
         with uninterrupted():
             self.launcher.abandon()
-            self.scheduler.recover()
+            self.scheduler.recover(draft)
             self.order.clear()
 
     def tell_ranks(self) -> None:
@@ -705,7 +711,7 @@ class Engine:
     def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""
         if self.cache.enabled and (host is not None or disk is not None):
-            self.tiers = self.scheduler.tiers = ModuleTiers(
+            self.tiers = self.scheduler.chunks.tiers = ModuleTiers(
                 self.launcher.runner.kv_pages,
                 host=host,
                 disk=disk,
@@ -737,7 +743,7 @@ class Engine:
     def reset_stats(self) -> None:
         """Count anew from here on; a trace begins anew."""
         self.stats.reset()
-        self.scheduler.num_preempted = 0
+        self.scheduler.room.num_preempted = 0
         if self.trace is not None:
             self.trace.restart()
 

@@ -25,7 +25,7 @@ def warm_up(engine: Engine) -> None:
         return [next(tokens) % vocab_size for _ in range(length)]
 
     for share in SHARES:
-        rows = int(share * min(engine.scheduler.budget.most, pool.num_pages * pool.page_size // 2))
+        rows = int(share * min(engine.limits.step_tokens, pool.num_pages * pool.page_size // 2))
         own = min(rows // (2 * PROMPTS), room // 2)
         prefix = some(min(rows - PROMPTS * own, room - own))
         prompts = [prefix + some(own) for _ in range(PROMPTS)]
@@ -39,4 +39,4 @@ def warm_up(engine: Engine) -> None:
             pass
     engine.cache.clear()
     engine.reset_stats()
-    engine.scheduler.budget.forget()
+    engine.limits.forget()

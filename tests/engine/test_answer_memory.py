@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.engine.schedule import scheduler
+from onestem.engine.schedule import waiting
 from onestem.engine.schedule.answers import ENTRY_BYTES, TOKEN_BYTES, AnswerLimit
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
@@ -138,7 +138,7 @@ def test_those_that_need_none_pass(tiny, jobs):
 
 def test_jobs_leave_room_for_who_comes_next(tiny, monkeypatch):
     """Jobs have half at most. Whoever comes then begins in the next step, however many wait."""
-    monkeypatch.setattr(scheduler, "MOST_PARKED", 1)
+    monkeypatch.setattr(waiting, "MOST_PARKED", 1)
     fields = {"max_tokens": 40, "n": 2, "logprobs": 1}
     one = LIMIT.bytes_of(request("a", **fields))
     engine = make_engine(tiny("llama"), answer_memory=4 * one)
@@ -192,6 +192,6 @@ def test_one_that_is_preempted_keeps_it(tiny):
     while engine.has_unfinished():
         outputs += engine.step()
         assert engine.scheduler.answers.taken <= most
-    assert engine.scheduler.num_preempted > 0
+    assert engine.stats.num_preempted > 0
     assert len(outputs) == 4
     assert engine.scheduler.answers.taken == 0

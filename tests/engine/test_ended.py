@@ -14,6 +14,7 @@ import pytest
 
 from onestem.engine.engine import Engine
 from onestem.engine.sampling.sampler import SamplingRow
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.sequence import Chunk, Edits, RequestState, ScoreSpan, Scoring, Sequence
 from onestem.engine.step.launch import Flight
 from onestem.engine.step.slots import Slots
@@ -33,7 +34,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OF_A_REQUEST = (
     Request, RequestState, Sequence, SamplingRow, SamplingParams, Scoring,
-    ScoreSpan, Chunk, Flight, RequestOutput, CompletionOutput, RankedLogprobs,
+    ScoreSpan, Chunk, Edits, StepDraft, Flight, RequestOutput, CompletionOutput, RankedLogprobs,
 )  # fmt: skip
 SCHEMA = {
     "type": "json_schema",
@@ -226,7 +227,7 @@ def test_preempted(tiny):
         assert len(drain(engine)) == 6
 
     assert leaves(run) == (Counter(), Counter())
-    assert engine.scheduler.num_preempted > 0
+    assert engine.stats.num_preempted > 0
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -260,7 +261,3 @@ def test_what_the_sampler_knows_goes_with_the_request(llm):
     assert len(sampler._settings) == before[0] + 20
     drain(llm.engine)
     assert (len(sampler._settings), len(sampler._prompts)) == before
-
-
-def test_an_edit_that_comes_to_nothing_is_not_kept(llm):
-    assert vars(llm.engine.scheduler._edits) == vars(Edits())

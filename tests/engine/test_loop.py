@@ -35,7 +35,7 @@ def counted(engine: Engine) -> dict[str, int]:
 
         setattr(owner, name, counting)
 
-    count(engine.scheduler, "edits")
+    count(engine.scheduler, "decide")
     count(engine.order, "apply")
     count(engine.launcher, "forward")
     count(engine.launcher, "sample")

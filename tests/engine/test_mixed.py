@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from onestem.engine.schedule import scheduler
+from onestem.engine.schedule import waiting
 from onestem.engine.schedule.pins import prefix_id
 from onestem.engine.step.runner import Logits
 from onestem.errors import RequestError
@@ -91,7 +91,7 @@ def test_a_job_gives_way_before_an_interactive_request_waits():
     engine.add_request(request("a", [7, 6, 5] * 9, max_tokens=3, stream=True))
     engine.step()
     assert [s.state.request.request_id for s in engine.scheduler.running if not s.is_job] == ["a"]
-    assert engine.scheduler.num_preempted > 0
+    assert engine.stats.num_preempted > 0
     assert engine.num_waiting == 0  # jobs that wait keep no interactive request out
     outputs = drain(engine)
     assert len(outputs) == 9
@@ -168,7 +168,7 @@ def test_a_newcomers_first_step_is_its_own(room: int):
     assert "a" in {chunk.sequence.state.request.request_id for chunk in chunks}
     job_rows = sum(chunk.end - chunk.start for chunk in chunks if chunk.sequence.is_job)
     job_rows += sum(sequence.is_job for sequence in engine.order.sequences)
-    assert job_rows <= engine.scheduler.job_share.limit == 1
+    assert job_rows <= engine.scheduler.jobs.share.limit == 1
     assert len(drain(engine)) == 41
 
 
@@ -180,16 +180,17 @@ def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
         engine.step()
     scheduler = engine.scheduler
     newest = scheduler.running[-1]
-    choose = scheduler._choose_rows
+    choose = scheduler.jobs.choose_rows
 
-    def pausing(rows):
-        choose(rows)
-        scheduler._edits.leave = [newest]
-        scheduler.preempt(newest)
+    def pausing(draft):
+        choose(draft)
+        draft.edits.leave = [newest]
+        scheduler.room.preempt(newest)
+        draft.forget(newest)
 
-    scheduler._choose_rows = pausing
+    scheduler.jobs.choose_rows = pausing
     engine.step()
-    scheduler._choose_rows = choose
+    scheduler.jobs.choose_rows = choose
     outputs = drain(engine)
     assert_idle(engine)
     for i in range(3):
@@ -390,7 +391,7 @@ def test_groups_close_though_another_job_waits():
     pinned = []
     while engine.has_unfinished():
         engine.step()
-        pinned.append(engine.scheduler.groups.num_pinned)
+        pinned.append(engine.scheduler.waiting.groups.num_pinned)
     assert max(pinned) <= 6
 
 
@@ -481,7 +482,7 @@ def test_ctrl_c_waits_until_the_books_are_written(moment):
     for i in range(4):
         engine.add_request(request(i, [1, 2, i], max_tokens=9))
     owner, name = {
-        "schedule": (engine.scheduler, "_attach"), "commit": (engine._results, "_take"),
+        "schedule": (engine.scheduler.room, "admit"), "commit": (engine._results, "_take"),
     }[moment]  # fmt: skip
     method, armed = getattr(owner, name), [True]
 
@@ -562,14 +563,14 @@ def test_many_choices_wait_in_order_without_a_look_at_each(monkeypatch):
         looks += 1
         return place(sequence)
 
-    place = scheduler._place
-    monkeypatch.setattr(scheduler, "_place", counted)
+    place = waiting._place
+    monkeypatch.setattr(waiting, "_place", counted)
     engine = make_symbolic(num_pages=400, page_size=4)
     sequences = [
         engine._factory.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
         for i in range(1024)
     ]
     for sequence in sequences:
-        engine.scheduler._wait(sequence)
+        engine.scheduler.waiting.put(sequence)
     assert list(engine.scheduler.waiting) == sequences
     assert looks <= 1024 * 12

@@ -124,7 +124,7 @@ def test_a_job_fills_the_batch() -> None:
 
 def test_newcomers_join_while_a_job_waits(watch: Watch) -> None:
     engine = make_symbolic(num_pages=400)
-    engine.scheduler.job_share.rows = lambda interactive: 0
+    engine.scheduler.jobs.share.rows = lambda interactive: 0
     engine.add_request(request("a", [1, 2, 3], max_tokens=60))
     steps(engine, 3)
     engine.add_job("j", [request("j", [7, 7, 7], max_tokens=4)])
@@ -228,7 +228,7 @@ def test_jobs_that_pause_where_memory_is_short(seed: int, depth: int) -> None:
     engine = make_symbolic(
         num_pages=rng.choice([14, 20, 40]), page_size=3, max_model_len=36, max_step_tokens=5
     )
-    engine.scheduler.job_share.rows = lambda interactive: rng.choice([0, 1, 2, 9])
+    engine.scheduler.jobs.share.rows = lambda interactive: rng.choice([0, 1, 2, 9])
     anew.watched(at_depth(engine, depth))
     requests = of_all_kinds(rng, 14)
     job = [replace(one, params=one.params.replace(n=rng.choice([1, 3]))) for one in requests[:6]]

@@ -81,7 +81,7 @@ def test_random_traffic(seed):
     if limit > 6 and rng.random() < 0.5:
         requests += continuation(rng, requests, limit)
     if rng.random() < 0.4:
-        engine.scheduler.queue = PlannedQueue(iter(grouped(rng, requests)))
+        engine.scheduler.waiting.queue = PlannedQueue(iter(grouped(rng, requests)))
     else:
         for one in requests:
             engine.add_request(one)
@@ -103,7 +103,7 @@ def test_random_traffic(seed):
     outputs = drain(engine, each_step=disturb)
     assert_idle(engine)
     assert not engine._states
-    assert engine.scheduler.groups.num_pinned == 0
+    assert engine.scheduler.waiting.groups.num_pinned == 0
     assert sorted({**outputs, **aborted}) == sorted(one.request_id for one in requests)
     for one in requests:
         if one.request_id not in aborted:

@@ -80,7 +80,7 @@ def test_memory_for_few(two, tiny):
         while engine.has_unfinished():
             outputs |= {output.request_id: output for output in engine.step()}
             engine.check()
-        assert engine.scheduler.num_preempted > 0
+        assert engine.stats.num_preempted > 0
         return {name: output.outputs[0].token_ids for name, output in outputs.items()}
 
     alone = run(make_engine(tiny("llama"), **options))

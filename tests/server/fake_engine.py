@@ -13,7 +13,7 @@ def load(options: EngineOptions) -> SimpleNamespace:
     engine = SimpleNamespace(
         stats=stats, num_waiting=0, num_running=0, has_unfinished=lambda: False, can_step=True,
         residence=SimpleNamespace(version=0, is_ready=True),
-        scheduler=SimpleNamespace(budget=SimpleNamespace(seconds=None)),
+        limits=SimpleNamespace(step_seconds=None),
     )  # fmt: skip
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
     return SimpleNamespace(engine=engine, decoder=decoder, options=settled, kv_tokens=64, team=None)

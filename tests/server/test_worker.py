@@ -41,13 +41,13 @@ def made(seconds: float | None = 0.3):
     """A worker, and its engine, whose steps take no time and bring nothing unless told."""
     llm = load(EngineOptions())
     engine = llm.engine
-    engine.scheduler.budget.seconds = seconds
+    engine.limits.step_seconds = seconds
     engine.added, engine.bounds = [], []
     engine.add_request = lambda request, **whose: engine.added.append((request.request_id, whose))
     engine.abort = lambda name: None
 
     def step():
-        engine.bounds.append(engine.scheduler.budget.seconds)
+        engine.bounds.append(engine.limits.step_seconds)
         return [], []
 
     engine.step_news = step

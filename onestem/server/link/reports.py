@@ -199,9 +199,9 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
             {"owner": owner, "name": name, "pages": count}
             for (owner, name), count in holders.items()
         ],
-        "running": sum(not sequence.is_job for sequence in scheduler.running),
-        "running_jobs": sum(sequence.is_job for sequence in scheduler.running),
-        "paused_jobs": scheduler.num_paused,
+        "running": len(scheduler.interactive.running),
+        "running_jobs": len(scheduler.jobs.running),
+        "paused_jobs": scheduler.jobs.num_paused,
         "waiting": engine.num_waiting,
         "jobs": engine.job_ids,
         "prefixes": [dataclasses.asdict(info) for info in engine.prefixes()],

@@ -234,7 +234,7 @@ class Worker:
         self._answers: list[Answered] = []
         self._running = True
         self._stats_at = 0.0
-        self._step_seconds = self._engine.scheduler.budget.seconds
+        self._step_seconds = self._engine.limits.step_seconds
         self._interactive_at = float("-inf")
         self._job_step_seconds = 0.0
 
@@ -325,7 +325,7 @@ class Worker:
     def _bound_step(self, *, short: bool) -> None:
         if self._step_seconds is not None:
             bound = self._step_seconds * SHORT_STEP if short else self._step_seconds
-            self._engine.scheduler.budget.seconds = bound
+            self._engine.limits.step_seconds = bound
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Take what has come; sleep for it if there is nothing else to do."""
