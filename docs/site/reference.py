@@ -25,7 +25,8 @@ from onestem.beside_vllm import (
 from onestem.checked import words
 from onestem.options import EngineOptions, Options
 from onestem.request import SamplingParams
-from onestem.server.api.app import api, document, open_routes, tokens
+from onestem.server.api.app import api, open_routes, tokens
+from onestem.server.api.openapi import document
 from onestem.server.page.reference import body_name, kind_of, objects_of
 from onestem.server.settings import Settings
 
