@@ -196,13 +196,13 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
     stats = llm.engine.stats
     return {
         **case.describe(),
-        "share": llm.engine.share,
+        "share": llm.engine.options.share,
         "levels": llm.options.levels,
         "order": llm.options.order,
         "max_num_seqs": llm.options.max_num_seqs,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention": llm.engine.impl.name,
+        "attention": llm.engine.options.impl,
         "kv_tokens": llm.kv_tokens,
         "requests": len(prompts),
         "seconds": seconds,

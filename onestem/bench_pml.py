@@ -310,10 +310,10 @@ def _encode(llm: LLM, modules: _Modules, case: LibraryCase) -> None:
 
 def _setting(llm: LLM) -> dict[str, Any]:
     return {
-        "share": llm.engine.share,
+        "share": llm.engine.options.share,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention": llm.engine.impl.name,
+        "attention": llm.engine.options.impl,
         "kv_tokens": llm.kv_tokens,
         "kv_bytes_per_token": llm.decoder.kv_bytes_per_token,
     }

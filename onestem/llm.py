@@ -503,7 +503,7 @@ class LLM(Beside):
         for i, leaf in zip(whose, tree.leaf_of, strict=True):
             if len(tree.leaves[leaf]) > self.engine.max_model_len:
                 with named_one("prompt", i, whose[-1] + 1):
-                    self.engine.validate(requests[leaf])
+                    self.engine.requests.validate(requests[leaf])
         outputs = {
             output.request_id: output
             for output in self.engine.run(planned(requests, RunningOrder(plan)))
@@ -552,7 +552,7 @@ class LLM(Beside):
     @property
     def weights_version(self) -> int:
         """Version of the weights; those of the checkpoint are version 0."""
-        return self.engine.residence.version
+        return self.engine.weights.version
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None = None
@@ -574,14 +574,14 @@ class LLM(Beside):
                 changed then.
             RequestError: the weights are asleep.
         """
-        return self.engine.update_weights(named_tensors, version)
+        return self.engine.weights.update(named_tensors, version)
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory for other uses: KV memory and the weights. Weights wait in host
         memory (level 1; on a CPU they stay where they are) or are dropped (level 2;
         `update_weights` must give each of them before the next request). Requests are refused until
         `wake_up`; an answer that runs goes on then."""
-        self.engine.sleep(level)
+        self.engine.weights.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take the memory again.
@@ -589,7 +589,7 @@ class LLM(Beside):
         Args:
             tags: `weights`, `kv_cache` or both; None: both.
         """
-        self.engine.wake_up(tags)
+        self.engine.weights.wake_up(tags)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop the keys and values that are cached.
@@ -651,7 +651,7 @@ class LLM(Beside):
         requests = [self.pml_request(*one) for one in zip(compiled, each, texts, strict=True)]
         self._validate(requests)
         for one in compiled:
-            self.engine.prefetch_modules(self.schemas.alternatives(one))
+            self.engine.requests.prefetch_modules(self.schemas.alternatives(one))
         outputs = {o.request_id: o for o in self._run(sorted(requests, key=_imported))}
         return [outputs[request.request_id] for request in requests]
 
@@ -666,7 +666,7 @@ class LLM(Beside):
         prompts = encoding_prompts(self.schemas.encoding(name, isolation))
         requests = [self.pml_request(prompt, ONE_TOKEN) for prompt in prompts]
         for request in requests:
-            self.engine.validate(request)
+            self.engine.requests.validate(request)
         yield from self.engine.run(requests)
         if self.engine.tiers is not None:
             self.engine.tiers.flush()
@@ -767,7 +767,7 @@ class LLM(Beside):
         self, requests: Iterable[Request], output_kind: OutputKind = "cumulative"
     ) -> Iterator[Answer]:
         """The engine's answers, with log-probabilities as users have them."""
-        self.engine.tell_ranks()
+        self.engine.launcher.sampler.tell_ranks()
         run = self.engine.run(requests)
         self._running = weakref.ref(run)
         outputs = _news(run) if output_kind == "delta" else run
@@ -777,7 +777,7 @@ class LLM(Beside):
     def _validate(self, requests: Sequence[Request]) -> None:
         for i, request in enumerate(requests):
             with named_one("prompt", i, len(requests)):
-                self.engine.validate(request)
+                self.engine.requests.validate(request)
 
     def _request(
         self,
@@ -817,7 +817,7 @@ class _Awake(Iterator[Answer]):
     def __next__(self) -> Answer:
         engine = self._engine()
         if engine is not None and (not self._has_begun or engine.has_unfinished()):
-            engine.residence.check_ready()
+            engine.weights.check_ready()
         del engine
         self._has_begun = True
         return next(self._answers)

@@ -16,10 +16,10 @@ SHARES = (1.0, 0.75, 0.5)
 
 def warm_up(engine: Engine) -> None:
     """Run full steps of prompts behind a prefix, then forget them; nothing on a CPU."""
-    if engine.decoder.device.type != "cuda":
+    if engine.weights.decoder.device.type != "cuda":
         return
     tokens, names, pool = count(), map(str, count()), engine.cache.pool
-    vocab_size, room = engine.decoder.config.vocab_size, engine.max_model_len - 2
+    vocab_size, room = engine.weights.decoder.config.vocab_size, engine.max_model_len - 2
 
     def some(length: int) -> list[int]:
         return [next(tokens) % vocab_size for _ in range(length)]

@@ -47,7 +47,7 @@ def test_what_a_request_may_keep(fields, expected):
 
 def test_one_that_asks_for_more_than_there_is_is_refused(tiny):
     engine = make_engine(tiny("llama"), answer_memory=40 * 2 * ENTRY_BYTES)
-    engine.validate(request("fits", max_tokens=40, logprobs=1))
+    engine.requests.validate(request("fits", max_tokens=40, logprobs=1))
     with pytest.raises(RequestError) as error:
         engine.add_request(request("large", max_tokens=41, logprobs=1))
     assert str(error.value) == (
@@ -55,9 +55,9 @@ def test_one_that_asks_for_more_than_there_is_is_refused(tiny):
         "lower one of them, or raise answer_memory"
     )
     with pytest.raises(RequestError, match=r"^prompt_logprobs, n, max_tokens and logprobs ask"):
-        engine.validate(request("prompt", prompt=50, max_tokens=1, prompt_logprobs=20))
+        engine.requests.validate(request("prompt", prompt=50, max_tokens=1, prompt_logprobs=20))
     with pytest.raises(RequestError, match="ask for answers of up to"):
-        engine.validate(request("many", max_tokens=40, n=100))
+        engine.requests.validate(request("many", max_tokens=40, n=100))
 
 
 @pytest.mark.parametrize("most", [7, 14])

@@ -167,7 +167,7 @@ def test_jobs(llm):
         lines = (request(f"line-{i}", n=2, logprobs=2, seed=i) for i in range(6))
         llm.engine.add_job("job", lines)
         llm.engine.step()
-        llm.engine.remove_job("job")
+        llm.engine.requests.remove_job("job")
         drain(llm.engine)
         answers = llm.engine.run(request(f"{i}", max_tokens=i + 1) for i in range(3))
         next(answers)
@@ -245,16 +245,16 @@ def test_modules(tiny, private):
 
 def test_pinned_prefixes(llm):
     def run() -> None:
-        llm.engine.pin_prefix("p", list(range(3, 60)))
+        llm.engine.requests.pin_prefix("p", list(range(3, 60)))
         drain(llm.engine)
-        llm.engine.unpin_prefix("p")
+        llm.engine.requests.unpin_prefix("p")
 
     assert leaves(run) == (Counter(), Counter())
 
 
 def test_what_the_sampler_knows_goes_with_the_request(llm):
     """Parameters may be as large as a body of HTTP."""
-    sampler = llm.engine._sampler
+    sampler = llm.engine.launcher.sampler
     before = len(sampler._settings), len(sampler._prompts)
     for i in range(20):
         llm.engine.add_request(request(f"{i}", repetition_penalty=1.1, logit_bias={i: 1.0}))

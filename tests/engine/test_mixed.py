@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 
@@ -21,10 +22,13 @@ from tests.engine.test_symbolic import grouped, interrupted_step, random_request
 
 def fast(engine):
     """An engine whose steps all take a second, so that its decisions do not depend on the clock."""
-    note = engine.scheduler.note_step
-    engine.scheduler.note_step = lambda edits, seconds, is_steady: note(
-        edits, 1.0, is_steady=is_steady
-    )
+    note, numbers = engine.scheduler.note_step, itertools.count()
+
+    def noted(edits, began, ended):
+        second = next(numbers)
+        return note(edits, second, second + 1)
+
+    engine.scheduler.note_step = noted
     return engine
 
 
@@ -71,7 +75,7 @@ def test_random_traffic_of_both_kinds(seed):
         assert most is None or engine.num_running <= most
     assert_idle(engine)
     assert outputs.keys() == everything.keys()
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
     for name, one in everything.items():
         same_as_alone(one, outputs[name], limit)
 
@@ -199,12 +203,12 @@ def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
 
 def test_a_request_named_like_a_prefix_is_one_like_any_other():
     engine = make_symbolic(num_pages=200, page_size=4, max_model_len=100)
-    engine.pin_prefix("p", [1, 2, 3, 4, 5])
+    engine.requests.pin_prefix("p", [1, 2, 3, 4, 5])
     assert drain(engine) == {}
     name = prefix_id("p")
     engine.add_request(request(name, [1, 2, 3, 4, 5, 6], max_tokens=3))
     engine.step()
-    engine.unpin_prefix("p")
+    engine.requests.unpin_prefix("p")
     assert len(drain(engine)[name].outputs[0].token_ids) == 3
 
 
@@ -214,7 +218,7 @@ def test_a_job_goes_on_beside_prompts_that_never_decode():
     for i in range(40):
         engine.add_request(request(i, [i % 8, 5], max_tokens=1))
         engine.step()
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
 
 
 def test_jobs_run_one_after_the_other_and_can_be_removed():
@@ -224,12 +228,12 @@ def test_jobs_run_one_after_the_other_and_can_be_removed():
     with pytest.raises(RequestError, match="'x' is in use"):
         engine.add_job("x", [])
     engine.step()
-    assert engine.job_ids == ["x", "y"]
-    removed = engine.remove_job("x")
+    assert engine.requests.job_ids == ["x", "y"]
+    removed = engine.requests.remove_job("x")
     assert 0 < len(removed) < 6
     assert {o.outputs[0].finish_reason for o in removed} == {"abort"}
     assert list(drain(engine)) == ["y"]
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
     assert_idle(engine)
 
 
@@ -248,20 +252,20 @@ def test_a_request_of_a_job_that_can_never_be_answered():
 def test_a_pinned_prefix_is_computed_ahead_and_stays():
     engine = make_symbolic(num_pages=24, page_size=4, max_model_len=40)
     prefix = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
-    engine.pin_prefix("support", prefix)
-    (before,) = engine.prefixes()
+    engine.requests.pin_prefix("support", prefix)
+    (before,) = engine.requests.prefixes()
     assert (before.ready, before.num_computed_tokens, before.readers) == (False, 0, 0)
     assert drain(engine) == {}
-    (info,) = engine.prefixes()
+    (info,) = engine.requests.prefixes()
     assert (info.ready, info.num_tokens, info.hits, info.bytes) == (True, 10, 0, 80)
     for i in range(6):  # as much as KV memory holds, several times
         run_all(engine, [request(i, [i, 7] * 17, max_tokens=5)])
     output = run_all(engine, [request("a", [*prefix, 3, 3], max_tokens=2)])["a"]
     assert output.metrics.num_cached_tokens == 10
     assert output.reuse == Reuse(matched_tokens=10, prefix="support", ended="new", here=3, there=())
-    assert engine.prefixes()[0].hits == 1
+    assert engine.requests.prefixes()[0].hits == 1
     engine.check()
-    engine.unpin_prefix("support")
+    engine.requests.unpin_prefix("support")
     engine.cache.clear()
     assert_idle(engine)
     assert engine.cache.pool.num_free == engine.cache.pool.num_pages
@@ -270,34 +274,34 @@ def test_a_pinned_prefix_is_computed_ahead_and_stays():
 def test_prefixes_that_cannot_be_pinned():
     engine = make_symbolic(num_pages=24, page_size=4, max_model_len=40)
     with pytest.raises(RequestError, match="'long' has 60 tokens; KV memory of 96 tokens holds"):
-        engine.pin_prefix("long", [1] * 60)
-    engine.pin_prefix("a", [1, 2, 3])
+        engine.requests.pin_prefix("long", [1] * 60)
+    engine.requests.pin_prefix("a", [1, 2, 3])
     with pytest.raises(RequestError, match="'a' is pinned already"):
-        engine.pin_prefix("a", [1])
+        engine.requests.pin_prefix("a", [1])
     with pytest.raises(RequestError, match="'b' is not pinned"):
-        engine.unpin_prefix("b")
+        engine.requests.unpin_prefix("b")
     with pytest.raises(RequestError, match="share off"):
         make_symbolic(share="off").pin_prefix("a", [1])
-    engine.unpin_prefix("a")
+    engine.requests.unpin_prefix("a")
     assert drain(engine) == {}
     assert_idle(engine)
 
 
 def test_the_longest_request_fits_beside_pinned_prefixes():
     engine = make_symbolic(num_pages=20, page_size=4, max_model_len=40)
-    engine.pin_prefix("a", [1, 2, 3, 4, 5, 6])
-    engine.pin_prefix("b", [1, 2, 3, 7])
+    engine.requests.pin_prefix("a", [1, 2, 3, 4, 5, 6])
+    engine.requests.pin_prefix("b", [1, 2, 3, 7])
     drain(engine)
     longest = [[1, 2, 3, 4, 5, 6, *[i] * 30] for i in range(3)] + [[7 - i] * 36 for i in range(3)]
     outputs = run_all(engine, [request(i, ids, max_tokens=None) for i, ids in enumerate(longest)])
     assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(6)] == [4] * 6
-    assert [info.ready for info in engine.prefixes()] == [True, True]
+    assert [info.ready for info in engine.requests.prefixes()] == [True, True]
 
 
 def test_a_common_prefix_serves_all_salts_and_nothing_else_is_shared():
     engine = make_symbolic(num_pages=100, max_model_len=50)
     prefix, own = [1, 2, 3, 4, 5], [6, 6, 6, 6]
-    engine.pin_prefix("app", prefix)
+    engine.requests.pin_prefix("app", prefix)
     drain(engine)
     cached = []
     for i, salt in enumerate(["x", "y", "x"]):
@@ -331,7 +335,7 @@ def test_reuse_says_where_a_match_ended():
 
 def test_a_snapshot_adds_up():
     engine = make_symbolic(num_pages=100, page_size=4, max_model_len=50)
-    engine.pin_prefix("p", [1, 2, 3, 4, 5])
+    engine.requests.pin_prefix("p", [1, 2, 3, 4, 5])
     drain(engine)
     run_all(engine, [request("gone", [7, 7, 7, 7, 7], max_tokens=1)])
     engine.add_request(request("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
@@ -371,7 +375,7 @@ def test_an_id_that_a_job_has_read_is_in_use():
     engine.add_job("j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()])
     engine.step()
     engine.step()
-    assert "a" in engine._factory.arrivals  # read, and not open
+    assert "a" in engine.requests.factory.arrivals  # read, and not open
     with pytest.raises(RequestError, match="'a' is in use"):
         engine.add_request(request("a", [3, 4]))
     assert sorted(drain(engine)) == ["a", "b", "c"]
@@ -412,13 +416,13 @@ def test_pinned_prefixes_in_many_short_runs_make_room():
     prefix = [(i * i + i // 3) % 8 for i in range(20)]
     for n in range(1, 21):
         run_all(engine, [request(n, prefix[:n], max_tokens=1)])
-    engine.pin_prefix("many", prefix)
-    engine.pin_prefix("other", [7] * 200)
+    engine.requests.pin_prefix("many", prefix)
+    engine.requests.pin_prefix("other", [7] * 200)
     drain(engine)
     assert engine.cache.pool.num_held == 33
     output = run_all(engine, [request("long", [5, 6, 7] * 84, max_tokens=None)])["long"]
     assert len(output.outputs[0].token_ids) == 4
-    assert [info.ready for info in engine.prefixes()] == [True, True]
+    assert [info.ready for info in engine.requests.prefixes()] == [True, True]
     assert engine.cache.pool.num_held < 33
 
 
@@ -482,7 +486,7 @@ def test_ctrl_c_waits_until_the_books_are_written(moment):
     for i in range(4):
         engine.add_request(request(i, [1, 2, i], max_tokens=9))
     owner, name = {
-        "schedule": (engine.scheduler.room, "admit"), "commit": (engine._results, "_take"),
+        "schedule": (engine.scheduler.room, "admit"), "commit": (engine.results, "_take"),
     }[moment]  # fmt: skip
     method, armed = getattr(owner, name), [True]
 
@@ -548,7 +552,7 @@ def test_a_job_whose_iterator_raises_goes_on_where_that_can():
         engine.check()
     assert len(outputs) == 13
     assert errors == 4
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
     assert_idle(engine)
     for one in [*job, request("a", [1, 2, 3], max_tokens=9)]:
         same_as_alone(one, outputs[one.request_id], engine.max_model_len)
@@ -567,7 +571,7 @@ def test_many_choices_wait_in_order_without_a_look_at_each(monkeypatch):
     monkeypatch.setattr(waiting, "_place", counted)
     engine = make_symbolic(num_pages=400, page_size=4)
     sequences = [
-        engine._factory.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
+        engine.requests.factory.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
         for i in range(1024)
     ]
     for sequence in sequences:

@@ -99,7 +99,7 @@ def test_what_others_were_promised_is_free_once_they_are_gone(depth: int) -> Non
 
 def test_an_unpinned_prefix_makes_room() -> None:
     engine = make_symbolic(num_pages=44, max_model_len=70)
-    engine.pin_prefix("p", A)
+    engine.requests.pin_prefix("p", A)
     drain(engine)
     engine.add_request(request("long", [1, 2, 3], max_tokens=60))
     steps(engine, 4)
@@ -107,7 +107,7 @@ def test_an_unpinned_prefix_makes_room() -> None:
     engine.add_request(request("x", [7] * 40, max_tokens=10))
     steps(engine, 4)
     assert engine.num_waiting == 1
-    engine.unpin_prefix("p")
+    engine.requests.unpin_prefix("p")
     steps(engine, 2)
     assert engine.num_waiting == 0
     drain(engine)
@@ -145,9 +145,9 @@ def test_a_prefix_is_pinned_that_a_running_answer_has_reached(depth: int) -> Non
     want = alone(long, 80)[0]
     engine.add_request(long)
     steps(engine, 4)
-    engine.pin_prefix("p", [1, 2, 3, *want[0].token_ids[:1]])
+    engine.requests.pin_prefix("p", [1, 2, 3, *want[0].token_ids[:1]])
     assert drain(engine)["long"].outputs == want
-    (info,) = engine.prefixes()
+    (info,) = engine.requests.prefixes()
     assert info.ready
     assert info.num_computed_tokens == 4
     assert engine.cache.pool.num_held == 1
@@ -284,9 +284,9 @@ def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) 
         engine.check()
         disturb(outputs)
     engine.launcher.runner.fail = None
-    for prefix in engine.prefixes():
+    for prefix in engine.requests.prefixes():
         assert prefix.ready
-        engine.unpin_prefix(prefix.name)
+        engine.requests.unpin_prefix(prefix.name)
     assert_idle(engine)
     assert outputs.keys() | aborted.keys() == {one.request_id for one in requests}
     for one in requests:
@@ -333,10 +333,10 @@ def of_all_kinds(rng: random.Random, count: int) -> list[Request]:
 def pin_or_unpin(engine: Engine, rng: random.Random, requests: list[Request]) -> None:
     if rng.random() > 0.05:
         return
-    if "p" in engine.pins:
-        engine.unpin_prefix("p")
+    if "p" in engine.requests.pins:
+        engine.requests.unpin_prefix("p")
         return
     other = rng.choice(requests)
     answered = alone(other, 40)[0][0].token_ids
     with contextlib.suppress(RequestError):  # there is no room for it
-        engine.pin_prefix("p", [*other.prompt_token_ids, *answered[:2]][:20])
+        engine.requests.pin_prefix("p", [*other.prompt_token_ids, *answered[:2]][:20])

@@ -12,8 +12,8 @@ def load(options: EngineOptions) -> SimpleNamespace:
     settled = options.replace(max_model_len=64)
     engine = SimpleNamespace(
         stats=stats, num_waiting=0, num_running=0, has_unfinished=lambda: False, can_step=True,
-        residence=SimpleNamespace(version=0, is_ready=True),
-        limits=SimpleNamespace(step_seconds=None),
+        weights=SimpleNamespace(version=0, is_ready=True),
+        limits=SimpleNamespace(step_seconds=None), requests=SimpleNamespace(),
     )  # fmt: skip
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
     return SimpleNamespace(engine=engine, decoder=decoder, options=settled, kv_tokens=64, team=None)

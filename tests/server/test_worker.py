@@ -82,7 +82,7 @@ def test_a_request_waits_in_its_keys_line(clock):
     worker.take(dataclasses.replace(add("a", 0), key="alice", weight=2.0))
     worker.turn()
     assert engine.added == [("a", {"key": "alice", "weight": 2.0})]
-    engine.on_begin(["a"])
+    engine.requests.on_begin(["a"])
     assert channel.of(Begun) == [Begun(["a"])]
 
 
@@ -264,7 +264,7 @@ class AtOnce:
 
 def checked(prepare, pool=None) -> tuple[Checks, list[Answered]]:
     answers: list[Answered] = []
-    engine = SimpleNamespace(prepare=prepare)
+    engine = SimpleNamespace(requests=SimpleNamespace(prepare=prepare))
     return Checks(engine, answers.append, pool or AtOnce()), answers
 
 

@@ -320,6 +320,10 @@ class Sampler:
         self._settings: dict[int, tuple[ref[SamplingParams], SamplingSettings]] = {}
         self._prompts: WeakValueDictionary[int, NDArray[np.int64]] = WeakValueDictionary()
 
+    def tell_ranks(self) -> None:
+        """Give log-probabilities as `RankedLogprobs` from now on."""
+        self.tells_ranks = True
+
     def warm_up(self) -> None:
         """Sample in every way, so that no request waits until a GPU's kernels are compiled."""
         kinds: list[dict[str, Any]] = [

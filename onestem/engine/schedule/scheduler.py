@@ -97,6 +97,8 @@ class Scheduler:
         self.chunks = PromptChunks(cache, self.room)
         self.step = 0
         self._cache = cache
+        self._ended = 0.0  # when the last step did
+        self._kinds = (False, False)  # whether it had interactive decodes, and jobs
 
     @property
     def _lanes(self) -> tuple[Lane, Lane]:
@@ -322,13 +324,16 @@ class Scheduler:
                 elif sequence not in lane.prompts:
                     lane.standing[sequence] = None
 
-    def note_step(self, edits: Edits, seconds: float, *, is_steady: bool) -> None:
-        """Note how long a step took, for `throttle`. `is_steady`: the one before it had rows of the
-        same kinds."""
+    def note_step(self, edits: Edits, began: float, ended: float) -> float:
+        """Note when a step began and ended, for `throttle`. Returns the seconds that it took."""
+        seconds, self._ended = ended - max(self._ended, began), ended
+        kinds, self._kinds = self._kinds, (edits.decodes > 0, edits.jobs > 0)
         self.limits.note(edits.prompt_rows, seconds)
+        is_steady = kinds == self._kinds
         if is_steady and edits.decodes and not edits.has_interactive_prompts:
             assert self.jobs.share is not None
             self.jobs.share.note(edits.decodes, edits.jobs, seconds)
+        return seconds
 
     def finish(self, sequence: Sequence) -> None:
         """Release the memory of a sequence that has ended."""

@@ -8,7 +8,10 @@ enough, and shrinks fast when they are not (as TCP fits its window to a line).
 
 from __future__ import annotations
 
-__all__ = ["JobShare", "StepLimits"]
+import time
+from collections.abc import Callable
+
+__all__ = ["CheckPace", "JobShare", "StepLimits"]
 
 
 SLOWDOWN = 1.15  # of a step, so that the 99th percentile stays below 1.25
@@ -96,8 +99,26 @@ class StepLimits:
         self._row = None
 
 
+CHECK_SHARE = 0.001  # of the time may go into checks
 FIRST_ROWS = 64  # where nothing is known of a row's time yet
 FEWEST_ROWS = 16  # below it a step is not shorter: weights are read whole
+
+
+class CheckPace:
+    """Checks now and then: recounting many runs takes long, and a request may come any moment."""
+
+    def __init__(self) -> None:
+        self._step = 0  # of the last check
+        self._next = 0.0  # the time of the next one
+
+    def call(self, check: Callable[[], object], step: int) -> None:
+        """Check, if there were steps since the last time and that is not too short ago."""
+        started = time.monotonic()
+        if self._step != step and started >= self._next:
+            self._step = step
+            check()
+            ended = time.monotonic()
+            self._next = ended + (ended - started) / CHECK_SHARE
 
 
 def _mean(old: float, new: float) -> float:

@@ -35,7 +35,7 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
     scheduler, pool = engine.scheduler, engine.cache.pool
     reading = _reading(engine)
     readers = _readers(reading)
-    pinned = engine.pins.runs
+    pinned = engine.requests.pins.runs
     owners = {run: _owner(run, readers, pinned) for run in engine.cache.runs()}
     holders = _pages_by_holder(owners, {**_names(reading), **pinned})
     modules = set(engine.cache.modules)
@@ -57,8 +57,8 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
         "running_jobs": len(scheduler.jobs.running),
         "paused_jobs": scheduler.jobs.num_paused,
         "waiting": engine.num_waiting,
-        "jobs": engine.job_ids,
-        "prefixes": [dataclasses.asdict(info) for info in engine.prefixes()],
+        "jobs": engine.requests.job_ids,
+        "prefixes": [dataclasses.asdict(info) for info in engine.requests.prefixes()],
         "stats": engine.stats.to_dict(),
         "num_runs": len(tree),
         "runs": [_run(run, readers, owners, pinned) for run in _largest(tree)],

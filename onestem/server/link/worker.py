@@ -84,7 +84,7 @@ def load(options: EngineOptions) -> LLM:
 def load_with_ranks(options: EngineOptions) -> LLM:
     """The same for callers in Python: log-probabilities have ranks."""
     llm = load(options)
-    llm.engine.tell_ranks()
+    llm.engine.launcher.sampler.tell_ranks()
     return llm
 
 
@@ -108,7 +108,7 @@ class Worker:
 
     def __init__(self, llm: LLM, channel: Channel, leave: Callable[[], object]) -> None:
         self._engine = llm.engine
-        self._engine.on_begin = lambda request_ids: channel.send(Begun(request_ids))
+        self._engine.requests.on_begin = lambda request_ids: channel.send(Begun(request_ids))
         self._facts = facts_of(llm)
         self._channel = channel
         self._leave = leave
@@ -214,7 +214,7 @@ class Worker:
             self._stats_at = now
             stats = self._engine.stats.to_dict()
             job_step, self._job_step_seconds = self._job_step_seconds, 0.0
-        tokens, deltas = self._deltas.of(outputs, going_on, self._engine.residence.version)
+        tokens, deltas = self._deltas.of(outputs, going_on, self._engine.weights.version)
         self._channel.send(
             Report(
                 tokens=tokens,
@@ -282,7 +282,7 @@ class Worker:
     @take.register
     def _pin(self, message: Pin) -> None:
         try:
-            self._engine.pin_prefix(
+            self._engine.requests.pin_prefix(
                 message.name, list(message.token_ids), cache_salt=message.cache_salt
             )
         except OnestemError as error:
@@ -290,12 +290,12 @@ class Worker:
 
     @take.register
     def _unpin(self, message: Unpin) -> None:
-        if message.name in self._engine.pins:
-            self._engine.unpin_prefix(message.name)
+        if message.name in self._engine.requests.pins:
+            self._engine.requests.unpin_prefix(message.name)
 
     @take.register
     def _prefetch(self, message: Prefetch) -> None:
-        self._engine.prefetch_modules(message.segments, message.cache_salt)
+        self._engine.requests.prefetch_modules(message.segments, message.cache_salt)
 
     @take.register
     def _ask(self, message: Ask) -> None:
