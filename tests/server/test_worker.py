@@ -39,8 +39,7 @@ def clock(monkeypatch):
 
 def made(seconds: float | None = 0.3):
     """A worker, and its engine, whose steps take no time and bring nothing unless told."""
-    llm = load(EngineOptions())
-    engine = llm.engine
+    engine = load(EngineOptions())
     engine.scheduler.budget.seconds = seconds
     engine.added, engine.bounds = [], []
     engine.add_request = lambda request, **whose: engine.added.append((request.request_id, whose))
@@ -51,7 +50,7 @@ def made(seconds: float | None = 0.3):
         return [], []
 
     engine.step_news = step
-    return Worker(llm, Channel(), leave=lambda: None), engine
+    return Worker(engine, Channel(), leave=lambda: None), engine
 
 
 def add(name: str, number: int) -> Add:
@@ -158,10 +157,10 @@ def test_a_request_that_cannot_be_taken_is_refused_and_the_engine_goes_on(clock)
 @pytest.mark.parametrize("error", [EOFError(), ValueError("a fault")])
 def test_a_worker_that_hears_nothing_any_more_leaves(error):
     left = []
-    llm = load(EngineOptions())
+    engine = load(EngineOptions())
     channel = Channel()
     channel.receive = Mock(side_effect=error)
-    worker = Worker(llm, channel, leave=lambda: left.append(True))
+    worker = Worker(engine, channel, leave=lambda: left.append(True))
     with contextlib.suppress(type(error)):
         worker._receive()
     assert left == [True]
