@@ -36,7 +36,7 @@ class Name(NamedTuple):
 
     Attributes:
         ours: our name; None: it is refused.
-        note: what differs, or the way out. Names of ours stand in backticks.
+        note: what differs, or the way out. Names of ours are in backticks.
     """
 
     ours: str | None

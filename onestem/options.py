@@ -384,7 +384,7 @@ class Defaults:
 
     Args:
         file: in TOML; None: the one that ONESTEM_CONFIG names, if any. Keys are options' names,
-            with `_` or `-`; those of `onestem serve` stand in a table [serve].
+            with `_` or `-`; those of `onestem serve` are in a table [serve].
         environment: variables; None: the process's.
 
     Raises:

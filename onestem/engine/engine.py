@@ -28,7 +28,7 @@ from onestem.engine.schedule.admission import (
     model_len,
 )
 from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory, answer_memory_bytes
-from onestem.engine.schedule.memory import (
+from onestem.engine.schedule.pins import (
     PREFIXES,
     PinnedPrefixes,
     PrefixInfo,
@@ -41,9 +41,10 @@ from onestem.engine.schedule.throttle import FEWEST_ROWS
 from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
-from onestem.engine.step.results import Results, Suspects
+from onestem.engine.step.results import Results
 from onestem.engine.step.runner import Logits, RankTeam, StepRunner
 from onestem.engine.step.slots import Slots
+from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.errors import ConfigError, RankError, RequestError

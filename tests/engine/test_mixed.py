@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onestem.engine.schedule import scheduler
-from onestem.engine.schedule.memory import prefix_id
+from onestem.engine.schedule.pins import prefix_id
 from onestem.engine.step.runner import Logits
 from onestem.errors import RequestError
 from onestem.request import Reuse
