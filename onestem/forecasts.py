@@ -32,7 +32,7 @@ from onestem.errors import ConfigError
 from onestem.models.config import ModelConfig
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks
-from onestem.models.weights import formats_of, weight_bytes
+from onestem.models.sizes import formats_of, weight_bytes
 from onestem.options import EngineOptions, Quantize, ShareMode, parse_memory
 from onestem.planner import Deal, JobPlan
 from onestem.planner.deal import simulate

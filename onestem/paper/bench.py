@@ -14,7 +14,7 @@ from onestem.errors import ConfigError
 from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
-from onestem.models.weights import formats_of, weight_bytes
+from onestem.models.sizes import formats_of, weight_bytes
 from onestem.ops.bench.measure import memory_bytes
 from onestem.ops.bench.peers import PEERS
 from onestem.options import EngineOptions, ShareMode
