@@ -29,7 +29,7 @@ from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops.bench.rates import measure_rates
-from onestem.options import ShareMode
+from onestem.options import EngineOptions, ShareMode
 from onestem.request import Request, SamplingParams
 
 PREFIXES = (1024, 2048, 4096, 8192, 16384)
@@ -109,9 +109,8 @@ def make_engine(decoder: Decoder, share: ShareMode, tokens: int) -> Engine:
         decoder,
         None,
         GenerationDefaults(),
+        EngineOptions(share=share, max_step_tokens=8192),
         num_pages=tokens // 16,
-        share=share,
-        max_step_tokens=8192,
     )
 
 

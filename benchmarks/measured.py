@@ -1,4 +1,4 @@
-"""All results in one table of docs/benchmarks.md: what, when, where, of what, and how.
+"""All results in one table of lab/notes/benchmarks.md: what, when, where, of what, and how.
 
     python -m benchmarks.measured
 
@@ -18,7 +18,7 @@ from benchmarks.blocks import replaced
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "lab" / "notes" / "benchmarks.md"
 
 UNKNOWN = "unknown"
 # Name in results -> the project's. Its package may have another name.
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """docs/benchmarks.md with the table of today's results."""
+    """lab/notes/benchmarks.md with the table of today's results."""
     rows = [_row(path) for path in sorted(RESULTS.rglob("*.json"))]
     return replaced(PAGE.read_text(), "benchmarks.measured", "\n".join([HEAD, *rows]))
 

@@ -1,4 +1,4 @@
-"""The papers' claims, and what our runs say of each: docs/papers.md.
+"""The papers' claims, and what our runs say of each: lab/notes/papers.md.
 
     python -m benchmarks.papers
 
@@ -24,7 +24,7 @@ from onestem.paper.table import figures_of, found_in, number, rank, span, stated
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = ROOT / "lab" / "notes" / "papers.md"
 HEAD = """# The papers' claims
 
 What four papers claim of their methods, and what this engine measures.

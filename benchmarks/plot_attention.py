@@ -1,4 +1,4 @@
-"""Plot attention's time against its floors, per case: docs/gpu-attention.svg.
+"""Plot attention's time against its floors, per case: lab/notes/gpu-attention.svg.
 
     python -m benchmarks.plot_attention [--result FILE] [--out FILE]
 
@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=HERE / "results" / "attention-h100.json")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "gpu-attention.svg")
+    parser.add_argument(
+        "--out", type=Path, default=HERE.parent / "lab" / "notes" / "gpu-attention.svg"
+    )
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     figure = plot(json.loads(options.result.read_text()))

@@ -11,13 +11,13 @@ from typing import Any
 
 from benchmarks.serve.chunks import PACE
 from onestem.options import EngineOptions
+from onestem.server.link.channel import Channel
 from onestem.server.link.messages import (
     Abort,
     Add,
     Answered,
     Ask,
     Begun,
-    Channel,
     Facts,
     Ready,
     Report,

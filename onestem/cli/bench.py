@@ -16,7 +16,7 @@ from onestem.shapes import shape_names
 
 __all__ = ["app"]
 
-LENGTHS = f"LENGTHS: {FORMS} (docs/benchmarks.md). The seed draws them."
+LENGTHS = f"LENGTHS: {FORMS} (lab/notes/benchmarks.md). The seed draws them."
 
 app = typer.Typer(
     no_args_is_help=True,

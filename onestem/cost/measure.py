@@ -40,7 +40,7 @@ from onestem.ops import (
 )
 from onestem.ops.bench.timing import events_ms, graph_ms
 from onestem.ops.sampling import IDLE, RowTable
-from onestem.options import Quantize
+from onestem.options import EngineOptions, Quantize
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem.threads import ram_bytes
@@ -279,7 +279,8 @@ def _host(device: torch.device, clock: Clock) -> tuple[float, float, float, floa
     config = ModelConfig.from_directory(find_shape("nothing"))
     nothing = random_decoder(config, dtype=torch.float32, device=device)
     most = max(count * (prompt + tokens + PAGE_SIZE) for count, prompt, tokens in HOST_JOBS)
-    engine = Engine(nothing, None, GenerationDefaults(), num_pages=most // PAGE_SIZE, seed=0)
+    options = EngineOptions(max_step_tokens=512, page_size=PAGE_SIZE, seed=0)
+    engine = Engine(nothing, None, GenerationDefaults(), options, num_pages=most // PAGE_SIZE)
     runner = engine.launcher.runner
     model = 0.0
     if runner.depth == 1:  # the model's part is already in linear layers
