@@ -1,4 +1,4 @@
-"""Plot what ways to deal a large job cost, by the number of replicas: docs/replicas.svg.
+"""Plot what ways to deal a large job cost, by the number of replicas: lab/notes/replicas.svg.
 
     python -m benchmarks.plot_replicas [--result FILE] [--out FILE]
 
@@ -28,7 +28,7 @@ WAYS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=HERE / "results" / "plan-stream.json")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "replicas.svg")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "lab" / "notes" / "replicas.svg")
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     jobs = json.loads(options.result.read_text())["jobs"]
