@@ -35,7 +35,8 @@ from torch import Tensor
 import onestem
 from benchmarks.batch import machine
 from benchmarks.scores import device_name
-from onestem.llm import LLM, pick_device
+from onestem.build import pick_device
+from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.tensors import Tensors
