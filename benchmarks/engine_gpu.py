@@ -31,10 +31,10 @@ import triton
 
 import onestem
 from benchmarks.decode import all_decode, make_engine, measure_decode, steps
-from onestem.llm import LLM, planned
+from onestem.llm import LLM
 from onestem.models.decoder import Decoder
 from onestem.options import Quantize, ShareMode
-from onestem.planner import RunningOrder
+from onestem.planner import RunningOrder, planned
 from onestem.request import Request, SamplingParams
 
 HERE = Path(__file__).parent

@@ -12,11 +12,12 @@ import sys
 
 import pytest
 
+from onestem.build import pick_device, pick_dtype
 from onestem.cli import main
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, JobError
 from onestem.jobs import run_file
-from onestem.llm import LLM, pick_device, pick_dtype
+from onestem.llm import LLM
 from onestem.models.config import ARCHITECTURES, ModelConfig
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
