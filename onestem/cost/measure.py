@@ -26,6 +26,7 @@ from torch import Tensor
 import onestem
 from onestem.cost.rates import Curve, Rates
 from onestem.cost.step import FIRST_MERGED, UNMERGED, ModelShape
+from onestem.cost.timing import events_ms, graph_ms
 from onestem.engine.engine import Engine
 from onestem.engine.step.inputs import StepInputs
 from onestem.engine.step.launch import make_runner
@@ -37,7 +38,6 @@ from onestem.models.decoder import Decoder
 from onestem.models.description import Rotary
 from onestem.models.weights import random_decoder
 from onestem.ops import AttentionImpl, AttentionPlan, PlanBuilder, resolve, resolve_sampling
-from onestem.ops.bench.timing import events_ms, graph_ms
 from onestem.ops.sampling import IDLE, RowTable
 from onestem.options import Quantize
 from onestem.request import Request, SamplingParams

@@ -28,7 +28,7 @@ from onestem.shapes import find_shape
 from tests.engine.harness import make_engine
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = Path(__file__).parents[2] / "lab" / "results"
 CURVE = Curve((1, 8, 64), (1e9, 6e9, 2e10), 3e9)
 SHAPE = ModelShape(1000, 64, 288, 2, 4, 2, 16, 4)
 RATES = Rates(
@@ -195,7 +195,7 @@ def test_a_stride_of_steps_computes_the_same_rows(monkeypatch):
 
 def test_h200_rates_give_the_recorded_seconds_of_jobs_within_15_percent():
     """Asked of predictions. No rate was taken from these runs."""
-    recorded = json.loads((BENCHMARKS / "results" / "engine-gpu-h200-loop.json").read_text())
+    recorded = json.loads((RESULTS / "engine-gpu-h200-loop.json").read_text())
     config = ModelConfig.from_directory(find_shape("llama3.1-8b"))
     cost = StepCost(ModelShape.of(config, 2), named_rates("h200"))
     for one in recorded["jobs"]:
