@@ -20,7 +20,8 @@ from tests.models.tiny import make_tiny
 
 PACKAGE = Path(__file__).parent.parent / "onestem"
 VERBS = (
-    ("generate",), ("batch",), ("serve",), ("bench", "batch"), ("bench", "pml"), ("bench", "serve"),
+    ("generate",), ("batch",), ("serve",), ("bench", "job"), ("bench", "batch"), ("bench", "pml"),
+    ("bench", "serve"),
     ("pml", "run"), ("pml", "encode"),
 )  # fmt: skip
 
@@ -31,7 +32,7 @@ runner = CliRunner()
 def test_every_verb_with_an_engine_offers_each_of_its_options(verb):
     command = typer.main.get_command(app)
     for word in verb:
-        command = command.commands[word]
+        command = command.get_command(typer.Context(command), word)
     offered = {flag for one in command.params for flag in one.opts}
     assert {f"--{flag}" for flag in EngineOptions.offered().values()} <= offered
     assert "--config" in offered
