@@ -1,4 +1,4 @@
-# The server on a CPU. Build: docker build -t onestem --build-arg TORCH_INDEX=URL .     Run: docs/server.md, "In a container".
+# The server on a CPU. Build: docker build -t onestem --build-arg TORCH_INDEX=URL .     Run: docs/operating.md, "In a container".
 FROM python:3.12-slim AS build
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends g++ cmake ninja-build \
@@ -13,12 +13,9 @@ ARG TORCH_INDEX=
 RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
     "$(grep -i '^torch==' constraints.txt)"
 COPY . .
-# Git is not copied: a release's build names its version.
-ARG VERSION=
 # Instructions are chosen when it runs, not when it is built: the image serves any CPU of its kind.
 RUN grep -vi '^\(torch\|triton\)==' constraints.txt > /tmp/constraints.txt \
-    && env ${VERSION:+"SETUPTOOLS_SCM_PRETEND_VERSION=$VERSION"} \
-      pip install -q -c /tmp/constraints.txt .
+    && pip install -q -c /tmp/constraints.txt .
 
 FROM python:3.12-slim
 RUN apt-get update -qq \

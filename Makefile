@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install lint format types prose site check test packages ci
+.PHONY: help install lint format types prose size site check fast test packages ci
 
 help:
 	@awk -F': .*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,10 +24,13 @@ types: ## type check
 prose: ## check the English of pages, docstrings, helps and errors
 	$(BIN)/python scripts/prose
 
+size: ## lines, rooms and arrows, against the budget of pyproject.toml
+	$(BIN)/python scripts/size
+
 site: ## build the site into out/site; warnings are errors
 	$(BIN)/python scripts/site
 
-check: lint types prose site ## all that needs no test
+check: lint types prose size site ## all that needs no test
 
 test: ## all checks and tests, in a fresh environment
 	scripts/test

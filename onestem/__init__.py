@@ -20,8 +20,9 @@ __all__ = [
     "__version__",
 ]
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
-    __version__: str
     from onestem.async_llm import AsyncLLM
     from onestem.errors import OnestemError
     from onestem.llm import LLM
@@ -48,16 +49,4 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return getattr(import_module(_HOMES[name]), name)
-    if name == "__version__":
-        return _version()
     raise AttributeError(f"module 'onestem' has no attribute {name!r}")
-
-
-def _version() -> str:
-    """The installed package's version; sources that were never installed have none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("onestem")
-    except PackageNotFoundError:
-        return "unknown"

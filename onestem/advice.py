@@ -1,4 +1,4 @@
-"""What a job would save if the fields of its prompts stood in another order."""
+"""What a job would save if the fields of its prompts had another order."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def _chunks(prompts: Iterator[tuple[int, Prompt]]) -> Iterator[list[tuple[int, P
 
 
 def _moved(order: Sequence[int]) -> list[int]:
-    """Pieces that a later one now stands before."""
+    """Pieces that now come after a later one."""
     return [
         number
         for number in sorted(order)
@@ -352,7 +352,7 @@ def _moved(order: Sequence[int]) -> list[int]:
 
 
 class _Reordered(SpooledPrompts):
-    """Prompts of a job, some of them in another order. Those stand in a file of their own."""
+    """Prompts of a job, some of them in another order. Those are in a file of their own."""
 
     def __init__(
         self,

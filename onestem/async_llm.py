@@ -34,12 +34,13 @@ from onestem.request import (
     RequestOutput,
     SamplingParams,
 )
-from onestem.server.api.calls import Inbox
 from onestem.server.errors import ApiError
-from onestem.server.link.client import EngineClient, Launcher
+from onestem.server.link.chunk_size import ChunkSize
+from onestem.server.link.client import EngineClient
+from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
-from onestem.server.link.pacing import ChunkSize
 from onestem.server.link.process import EngineProcess
+from onestem.server.link.supervisor import Launcher
 
 __all__ = ["AsyncLLM", "PauseMode"]
 
@@ -135,11 +136,11 @@ class AsyncLLM(Beside):
             raise ConfigError("the AsyncLLM was started in another event loop: close it there")
         self._is_closed = True
         if loop is not None and loop.is_closed():
-            self._client.kill()
+            self._client.supervisor.kill()
             return
         self._going.set()
         if self._starting is not None:
-            self._client.fail_all(ApiError(503, f"the AsyncLLM of {self.name} was closed"))
+            self._client.requests.fail_all(ApiError(503, f"the AsyncLLM of {self.name} was closed"))
             await self._client.stop()
             await asyncio.gather(self._starting, return_exceptions=True)
 
@@ -153,7 +154,7 @@ class AsyncLLM(Beside):
     def _engine_up(self) -> None:
         """Called when an engine has come up, with the checkpoint's weights."""
         if self._is_changed:
-            self._client.fail_all(
+            self._client.requests.fail_all(
                 ApiError(
                     503,
                     "the engine died and its updated weights are lost: call update_weights() with "
@@ -209,24 +210,24 @@ class AsyncLLM(Beside):
             if not stream.answered.is_set():
                 self._check_awake()
                 stream.is_sent = True
-                self._client.submit(stream.request, "", 1.0, stream)
+                self._client.requests.submit(stream.request, "", 1.0, stream)
             while not stream.is_over:
                 yield await stream.next(output_kind, partial(described, self.tokenizer))
 
     @contextmanager
     def _open(self, name: str) -> Iterator[_Stream]:
         """Hold a request's stream; however this is left, the request is ended."""
-        stream = self._streams[name] = _Stream(self._client.chunk_size)
+        stream = self._streams[name] = _Stream(self._client.requests.chunk_size)
         try:
             yield stream
         finally:
             del self._streams[name]
             stream.answered.set()
-            self._client.abort(name)
+            self._client.requests.abort(name)
 
     def _check_awake(self) -> None:
         """An engine that sleeps refuses requests; while it is started again, nobody else does."""
-        if self._client.sleep_level and self._client.state != "running":
+        if self._client.sleep_level and self._client.supervisor.state != "running":
             raise RequestError(
                 "the LLM is asleep, and its engine is being started again: call wake_up() before "
                 "requests"
@@ -237,7 +238,7 @@ class AsyncLLM(Beside):
         await self.start()
         await self._going.wait()
         await self.start()  # it may have been closed
-        await self._client.gone(request.request_id)
+        await self._client.requests.gone(request.request_id)
         if request.params.response_format is not None:
             await self._client.validate(request)
 
@@ -249,7 +250,7 @@ class AsyncLLM(Beside):
         for name in names:
             if name in self._streams:
                 ends.append(asyncio.get_running_loop().create_future())
-                self._client.abort(name, partial(self._streams[name].abort, ends[-1]))
+                self._client.requests.abort(name, partial(self._streams[name].abort, ends[-1]))
         await asyncio.gather(*ends)
 
     # ----------------------------------------------------------------------------- control

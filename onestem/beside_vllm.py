@@ -36,7 +36,7 @@ class Name(NamedTuple):
 
     Attributes:
         ours: our name; None: it is refused.
-        note: what differs, or the way out. Names of ours stand in backticks.
+        note: what differs, or the way out. Names of ours are in backticks.
     """
 
     ours: str | None
@@ -194,11 +194,11 @@ SERVE = {
     "uvicorn_log_level": Name("log_level"),
     **_refused("give `log_level`", "disable_log_requests", "enable_log_requests"),
     **_refused("give `log_level`", "disable_uvicorn_access_log", "max_log_len"),
-    **_refused("let a proxy speak TLS (docs/server.md)", "ssl_keyfile", "ssl_certfile"),
-    "ssl_ca_certs": Name(None, "let a proxy speak TLS (docs/server.md)"),
+    **_refused("let a proxy speak TLS (docs/operating.md)", "ssl_keyfile", "ssl_certfile"),
+    "ssl_ca_certs": Name(None, "let a proxy speak TLS (docs/operating.md)"),
     "root_path": Name(None, "let a proxy cut the path"),
-    "middleware": Name(None, "put a proxy before the server (docs/server.md)"),
-    "allowed_origins": Name(None, "put a proxy before the server (docs/server.md)"),
+    "middleware": Name(None, "put a proxy before the server (docs/operating.md)"),
+    "allowed_origins": Name(None, "put a proxy before the server (docs/operating.md)"),
     "enable_prompt_tokens_details": Name(None, "leave it out: `cached_tokens` are always told"),
     "enable_force_include_usage": Name(None, "ask for it with `stream_options`"),
     "enable_request_id_headers": Name(None, "leave it out: answers always have x-request-id"),
@@ -220,7 +220,7 @@ FIELDS = {
     **_refused("there is no beam search", "length_penalty", "early_stopping"),
     "truncate_prompt_tokens": Name(None, "cut the prompt before"),
     "add_special_tokens": Name(None, "give token ids to say which there are"),
-    "priority": Name(None, "keys have weights (docs/server.md), and batches wait for requests"),
+    "priority": Name(None, "keys have weights (docs/operating.md), and batches wait for requests"),
     "request_id": Name(None, "send an x-request-id header, or read the answer's `id`"),
     "chat_template": Name(None, TEMPLATE),
     "documents": Name(None, "give it as `chat_template_kwargs`"),

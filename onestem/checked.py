@@ -54,7 +54,7 @@ def show(value: object) -> str:
 
 def read_json(text: str) -> Any:
     """The value of a text of JSON. `ValueError` or `RecursionError` for anything else, for NaN and
-    infinities, and for a key that stands twice in an object: one value would be ignored."""
+    infinities, and for a key that occurs twice in an object: one value would be ignored."""
     return json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
 
 
@@ -107,7 +107,7 @@ class Checked(Object):
 
     Attributes:
         error: what is raised, with one line.
-        beside: vLLM's names for such fields, for who gives one of them.
+        beside: vLLM's names for such fields, to mention where one is given.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -194,7 +194,7 @@ def _bound_waits(channel: Connection, seconds: float) -> None:
 
 
 def serve(arguments: list[str], prepare: Callable[[], Answer]) -> None:
-    """Answer questions until who asks is gone.
+    """Answer questions until the parent is gone.
 
     Args:
         arguments: of the command, as `Child` gives them.
@@ -219,7 +219,7 @@ def serve(arguments: list[str], prepare: Callable[[], Answer]) -> None:
 
 
 def heed_limits() -> None:
-    """Leave signals of limits to the kernel, and a terminal's Ctrl-C to who asks."""
+    """Leave signals of limits to the kernel, and a terminal's Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for deadline in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(deadline, signal.SIG_DFL)

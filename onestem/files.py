@@ -90,7 +90,7 @@ def check_place(path: Path, choose: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, beside its place: it is moved there at the end of the block, so who reads
+    """A file to write, beside its place: it is moved there at the end of the block, so a reader
     sees the old one or all of it. Where the block raises, or the disk does, the old one stays.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}")

@@ -25,7 +25,6 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.checked import show
 from onestem.engine.engine import Engine
 from onestem.engine.grammar.schema import check_schema
-from onestem.engine.schedule.answers import answer_memory_bytes
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
@@ -195,23 +194,20 @@ class LLM(Beside):
         )
         page_bytes = self.decoder.kv_bytes_per_token * options.page_size
         num_pages = pages_of(memory, options.page_size, page_bytes)
-        answer_memory = answer_memory_bytes(options.answer_memory)
+        settled = options.replace(
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            kv_memory=num_pages * page_bytes,
+            order=options.order or default_order(options.levels),
+            random_weights=self.random_weights,
+            threads=torch.get_num_threads(),
+        )
         self._engine: Engine | None = Engine(
             self.decoder,
             self.tokenizer,
             GenerationDefaults.from_directory(self.path),
+            settled,
             num_pages=num_pages,
-            page_size=options.page_size,
-            share=options.share,
-            max_model_len=options.max_model_len,
-            max_step_tokens=max_step_tokens,
-            max_step_seconds=options.max_step_ms / 1000 if options.max_step_ms else None,
-            max_num_seqs=options.max_num_seqs,
-            answer_memory=answer_memory,
-            max_passed=options.max_passed,
-            impl=options.impl,
-            logprobs_mode=options.logprobs_mode,
-            seed=options.seed,
             runners=None if self.team is None else self.team.make_runner,
         )
         warm_up(self._engine)
@@ -223,18 +219,7 @@ class LLM(Beside):
             most = parse_memory(options.module_disk_memory)
             disk = DiskStore(Path(options.module_disk), most, self._identity_for_modules())
         self.engine.keep_modules(host=HostStore(host) if host > 0 else None, disk=disk)
-        self.options = options.replace(
-            device=str(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
-            kv_memory=num_pages * page_bytes,
-            answer_memory=answer_memory,
-            max_model_len=self.engine.max_model_len,
-            max_step_tokens=max_step_tokens,
-            order=options.order or default_order(options.levels),
-            impl=self.engine.impl.name,
-            random_weights=self.random_weights,
-            threads=torch.get_num_threads(),
-        )
+        self.options = self.engine.options
 
     # ----------------------------------------------------------------------------- life
 

@@ -210,7 +210,7 @@ class NamedSchema(Object):
 
 
 class Structure(Object):
-    """A tag of vLLM's older form, and what stands in it."""
+    """A tag of vLLM's older form, and its content."""
 
     begin: Text
     json_schema: dict[str, Any] = Field(alias="schema")
@@ -475,7 +475,7 @@ class SamplingParams(Checked):
     """Only these may be sampled; name an end-of-sequence id too if the answer may end by itself."""
 
     bad_words: BadWords = ()
-    """Texts whose tokens may not stand in the answer."""
+    """Texts whose tokens the answer may not contain."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""

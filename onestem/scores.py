@@ -131,7 +131,7 @@ class ScoreTree:
         self._keys: list[bytes] = []
         self.leaf_of = [0] * len(keys)
         for item in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
-            # In this order a key that begins with another one stands just before it.
+            # In this order a key that begins with another one comes just before it.
             if not self._keys or not self._keys[-1].startswith(keys[item]):
                 self._keys.append(keys[item])
             self.leaf_of[item] = len(self._keys) - 1

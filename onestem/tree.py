@@ -3,7 +3,7 @@
 Edges carry the tokens: a node is a run of tokens, and its ancestors hold the tokens before it.
 Nodes may be subclassed to carry what belongs to their tokens; a split calls `split_off`.
 
-Equal tokens are not always the same: they may stand at other positions, or belong to another user.
+Equal tokens are not always the same: they may be at other positions, or belong to another user.
 A node's *label* tells them apart, and a sequence is cut into *stretches* of one label each. A match
 compares labels too, and no node goes past the end of a stretch.
 """

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from onestem import LLM, AsyncLLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, OnestemError, RequestError, WeightsError
 from onestem.request import Request, RequestOutput
-from onestem.server.api.calls import Inbox
+from onestem.server.link.inbox import Inbox
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.changed import changed_model, tensors_of
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -348,7 +348,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             await served.abort("running")
             assert (await whole(stream)).finished
             launcher.kill()
-            while served._client.state == "running":
+            while served._client.supervisor.state == "running":
                 await asyncio.sleep(0.001)
             with pytest.raises(OnestemError, match="the engine is down"):
                 await served.pause_generation()
@@ -357,7 +357,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             await served.pause_generation("keep")
             late = asyncio.create_task(whole(served.generate([5], SHORT)))
             launcher.kill()
-            while served._client.state == "running":
+            while served._client.supervisor.state == "running":
                 await asyncio.sleep(0.001)
             await served.resume_generation()
             answers.append(await late)
@@ -390,7 +390,7 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             if state == "asleep":
                 await served.sleep()
             launcher.kill()
-            while served._client.state == "running":
+            while served._client.supervisor.state == "running":
                 await asyncio.sleep(0.001)
             running = asyncio.create_task(whole(stream))
             others = [] if state == "asleep" else [whole(served.generate([5], formed))]
@@ -398,7 +398,7 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             if state == "asleep":
                 with pytest.raises(RequestError, match="the LLM is asleep"):
                     await whole(served.generate([5], SHORT))
-            while served._client.state != "running":
+            while served._client.supervisor.state != "running":
                 await asyncio.sleep(0.001)
             if state == "asleep":
                 assert await served.is_sleeping()
@@ -427,7 +427,7 @@ def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model,
             launcher.kill()
             with pytest.raises(OnestemError, match="died and its updated weights are lost"):
                 await whole(stream)
-            while served._client.state != "running":
+            while served._client.supervisor.state != "running":
                 await asyncio.sleep(0.01)
             with pytest.raises(RequestError, match="have no values yet for"):
                 await whole(served.generate([5], SHORT))
@@ -496,7 +496,7 @@ def test_one_event_loop(model):
 def test_closing_behind_its_event_loop_ends_the_engine(model):
     served = AsyncLLM(model, **OPTIONS)
     asyncio.run(served.start())
-    process = served._client._link.process
+    process = served._client.supervisor._link.process
     asyncio.run(served.close())
     assert process.wait(20) is not None
     del served
@@ -513,7 +513,7 @@ def test_nothing_of_an_answer_outlives_its_reader(model):
         await left.aclose()
         with contextlib.suppress(RequestError):
             await whole(llm.generate("a" * 100_000, SHORT))
-        while llm._client._leaving._waiting:  # the engine has not ended one that was left
+        while llm._client.requests.num_aborted:  # the engine has not ended one that was left
             await asyncio.sleep(0)
 
     async def main() -> None:

@@ -639,28 +639,6 @@ def test_ctrl_c_says_how_to_go_on(model, tmp_path):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 60
 
 
-def test_the_reference_is_what_help_says():
-    """docs/cli.md is written by scripts/docs."""
-    from pathlib import Path
-
-    root = Path(__file__).parent.parent
-    command = [
-        sys.executable,
-        "-m",
-        "typer",
-        "onestem.cli.app",
-        "utils",
-        "docs",
-        "--name",
-        "onestem",
-    ]
-    done = subprocess.run(
-        [*command, "--title", "Command line"],
-        capture_output=True, text=True, check=True, cwd=root, env=CPU,
-    )  # fmt: skip
-    assert done.stdout.strip() == (root / "docs" / "cli.md").read_text().strip(), "run scripts/docs"
-
-
 TWICE = """
 import os, signal, sys, threading
 from onestem.cli import app

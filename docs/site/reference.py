@@ -1,12 +1,13 @@
-"""Pages of the site that are made of declarations: options, the HTTP API, and vLLM's names.
+"""Pages of the site that are made of declarations: the HTTP API, and vLLM's names.
 
 They are written into docs/reference/ when the site is built; git does not keep them.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,9 @@ from onestem.beside_vllm import (
     SERVE,
     Name,
 )
-from onestem.checked import words
-from onestem.options import EngineOptions, Options
-from onestem.request import SamplingParams
-from onestem.server.api.app import api, document, open_routes, tokens
+from onestem.server.api.app import api, open_routes, tokens
+from onestem.server.api.openapi import document
 from onestem.server.page.reference import body_name, kind_of, objects_of
-from onestem.server.settings import Settings
 
 __all__ = ["write_reference"]
 
@@ -37,15 +35,14 @@ WRITTEN = "<!-- Written by docs/site/reference.py. -->\n\n"
 def write_reference(folder: Path) -> None:
     """Write the pages; a page that says the same already keeps its time."""
     pages = {
-        "options": options_page(),
         "http": http_page(),
-        "vllm-sampling": vllm_table(SAMPLING, SamplingParams),
-        "vllm-engine": vllm_table(ENGINE, EngineOptions),
-        "vllm-serve": vllm_table(SERVE, Settings),
-        "vllm-arguments": vllm_table(ARGUMENTS, None),
-        "vllm-methods": vllm_table(METHODS, None),
-        "vllm-routes": vllm_table(ROUTES, None),
-        "vllm-fields": vllm_table(FIELDS, None),
+        "vllm-sampling": vllm_table(SAMPLING),
+        "vllm-engine": vllm_table(ENGINE),
+        "vllm-serve": vllm_table(SERVE),
+        "vllm-arguments": vllm_table(ARGUMENTS),
+        "vllm-methods": vllm_table(METHODS),
+        "vllm-routes": vllm_table(ROUTES),
+        "vllm-fields": vllm_table(FIELDS),
     }
     for name, text in pages.items():
         path = folder / f"{name}.md"
@@ -63,39 +60,6 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def options_page() -> str:
-    parts = [
-        WRITTEN,
-        "# All options\n\n",
-        "Each is declared once. [Options](../options.md) says which place goes before which.\n\n",
-        "## Of the engine\n\nFields of `EngineOptions`, which are also `LLM`'s arguments.\n\n",
-        options_table(EngineOptions),
-        "\n## Of the server\n\nOf `onestem serve`, beside those of the engine.\n\n",
-        options_table(Settings),
-    ]
-    return "".join(parts)
-
-
-def options_table(kind: type[Options]) -> str:
-    properties = kind.model_json_schema()["properties"]
-    rows = (
-        (
-            f"`{name}`",
-            f"`--{flag}`",
-            f"`{kind.variable(name)}`",
-            literal_of(kind.model_fields[name].get_default(call_default_factory=True)),
-            words(properties[name]) or "any value",
-            kind.model_fields[name].description or "",
-        )
-        for name, flag in kind.offered().items()
-    )
-    return table(("field", "option", "variable", "default", "value", ""), rows)
-
-
-def literal_of(value: object) -> str:
-    return "" if value in (None, ()) else f"`{value}`"
-
-
 def http_page() -> str:
     """Routes and fields, from the OpenAPI document."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -108,35 +72,86 @@ def http_page() -> str:
 def _http(made: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "What a server says of itself at `/openapi.json` and `/docs`. [The server](../server.md) "
-        "explains it. A field that is `null` is not there. Unknown fields are refused.\n\n"
+        "explains it. A field that is `null` is not there. Unknown fields are refused. Fields "
+        "that allow one value are there for clients that send it.\n\n"
     )
+    operations = (
+        (method.upper(), path, operation)
+        for path, methods in made["paths"].items()
+        for method, operation in methods.items()
+    )
+    yield table(("", "", "body or query"), (_operation(*one) for one in operations))
     schemas = dict(objects_of(made["components"]["schemas"]))
-    for path, methods in made["paths"].items():
-        for method, operation in methods.items():
-            yield f"## {method.upper()} `{path}`\n\n{operation.get('description', '')}\n\n"
-            rows = (
-                (f"`{one['name']}`", f"in the {one['in']}", linked(one["schema"]))
-                for one in operation.get("parameters", ())
-            )
-            found = list(rows)
-            if found:
-                yield table(("parameter", "", "value"), found) + "\n"
-            body = body_name(operation)
-            if body:
-                yield f"Body: [{body}](#{body.lower()})\n\n"
+    shared = _shared(schemas)
+    for owners, fields in shared.items():
+        yield f"\n## {words_of(owners)}\n\nEach has these fields.\n\n"
+        yield table(("field", "value", "default", ""), _rows(fields, ()))
     for name, schema in schemas.items():
-        needed = schema.get("required", ())
-        rows = (
-            (
-                f"`{field}`" + (" (required)" if field in needed else ""),
-                linked(told),
-                "" if told.get("default") is None else f"`{told['default']}`",
-                told.get("description", ""),
-            )
-            for field, told in schema.get("properties", {}).items()
-        )
-        yield f"## {name}\n\n{schema.get('description', '')}\n\n"
-        yield table(("field", "value", "default", ""), rows) + "\n"
+        known = {field for owners, found in shared.items() if name in owners for field in found}
+        own = {one: told for one, told in schema["properties"].items() if one not in known}
+        yield f"\n## {name}\n\n"
+        links = [f"[{words_of(owners)}](#{anchor(owners)})" for owners in shared if name in owners]
+        said = schema.get("description", "").strip()
+        if links:
+            said = f"{said}\n\nFurther fields: {'; '.join(links)}.".strip()
+        yield f"{said}\n\n" if said else ""
+        yield table(("field", "value", "default", ""), _rows(own, schema.get("required", ())))
+
+
+def _operation(method: str, path: str, operation: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A row: the route, what it does, and what it takes besides what its path names."""
+    takes = [
+        f"`{one['name']}`: {linked(one['schema'])}"
+        for one in operation.get("parameters", ())
+        if one["in"] != "path"
+    ]
+    body = body_name(operation)
+    if body:
+        takes.append(f"[{body}](#{body.lower()})")
+    return f"{method} `{path}`", operation.get("description", ""), "; ".join(takes)
+
+
+def _shared(schemas: Mapping[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Fields that several bodies declare alike, by these bodies' names."""
+    owners: dict[str, list[str]] = {}
+    told_of: dict[str, tuple[str, Any]] = {}
+    for name, schema in schemas.items():
+        if name.endswith("Body"):
+            for field, told in schema["properties"].items():
+                key = json.dumps([field, told], sort_keys=True)
+                owners.setdefault(key, []).append(name)
+                told_of[key] = field, told
+    shared: dict[tuple[str, ...], dict[str, Any]] = {}
+    for key, names in owners.items():
+        if len(names) > 1:
+            field, told = told_of[key]
+            shared.setdefault(tuple(names), {})[field] = told
+    return {
+        names: fields
+        for names, fields in shared.items()
+        if any("description" in told for told in fields.values())
+    }
+
+
+def _rows(fields: Mapping[str, Any], needed: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Rows of a table; fields that take the same single value share one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for field, told in fields.items():
+        default = "" if told.get("default") is None else f"`{told['default']}`"
+        said = linked(told), default, told.get("description", "")
+        named = f"`{field}`" + (" (required)" if field in needed else "")
+        is_single = said[0].startswith(("only ", "null")) and not said[2]
+        rows.setdefault(said if is_single else (*said, field), []).append(named)
+    for said, names in rows.items():
+        yield ", ".join(names), *said[:3]
+
+
+def words_of(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]])
+
+
+def anchor(names: Sequence[str]) -> str:
+    return words_of(names).lower().replace(",", "").replace(" ", "-")
 
 
 def linked(schema: Mapping[str, Any]) -> str:
@@ -145,15 +160,13 @@ def linked(schema: Mapping[str, Any]) -> str:
     return re.sub(r'<a href="#(\w+)">\w+</a>', lambda m: f"[{m[1]}](#{m[1].lower()})", html)
 
 
-def vllm_table(names: Mapping[str, Name], kind: type[Any] | None) -> str:
-    fields = {} if kind is None else kind.model_json_schema()["properties"]
-    rows = ((f"`{name}`", *_ours(name, told, fields)) for name, told in names.items())
-    return WRITTEN + table(("vLLM", "Onestem", "what differs"), rows)
-
-
-def _ours(name: str, told: Name, fields: Mapping[str, Any]) -> tuple[str, str]:
-    if told.ours is None:
-        return "refused", told.note
-    here = "the same" if told.ours == name else f"`{told.ours}`"
-    value = words(fields[told.ours]) if told.ours in fields else ""
-    return here, "; ".join(part for part in (value, told.note) if part)
+def vllm_table(names: Mapping[str, Name]) -> str:
+    """Names of which the same is said share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, told in names.items():
+        here = f"`{told.ours}`"
+        if told.ours is None or told.ours == name:
+            here = "refused" if told.ours is None else "the same"
+        rows.setdefault((here, told.note), []).append(f"`{name}`")
+    listed = ((", ".join(found), *said) for said, found in rows.items())
+    return WRITTEN + table(("vLLM", "Onestem", "what differs"), listed)

@@ -3,7 +3,7 @@
     python -m onestem_lab.attention_few --out lab/results/attention-few.json
 
 Cases are decodes of `rows` sequences, unshared or behind one prefix. The result has microseconds of
-both kernels and of the bytes alone at the rate of a copy (docs/gpu-attention.md).
+both kernels and of the bytes alone at the rate of a copy (lab/notes/gpu-attention.md).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.ops.cpu import chosen_isa, status
+from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.attention.rates import measure_rates
@@ -63,7 +64,11 @@ class Ours:
         self.decoder, self.number = llm.decoder, 0
         self.random = np.random.default_rng(0)
         self.engine = Engine(
-            llm.decoder, None, GenerationDefaults(), num_pages=512, max_step_tokens=2048
+            llm.decoder,
+            None,
+            GenerationDefaults(),
+            EngineOptions(max_step_tokens=2048),
+            num_pages=512,
         )
 
     def take(self, step: str) -> list[float]:

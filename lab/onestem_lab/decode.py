@@ -27,7 +27,7 @@ from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
-from onestem.options import ShareMode
+from onestem.options import EngineOptions, ShareMode
 from onestem.request import Request, SamplingParams
 from onestem_lab.attention.rates import measure_rates
 from onestem_lab.results import RESULTS, machine
@@ -109,9 +109,8 @@ def make_engine(decoder: Decoder, share: ShareMode, tokens: int) -> Engine:
         decoder,
         None,
         GenerationDefaults(),
+        EngineOptions(share=share, max_step_tokens=8192),
         num_pages=tokens // 16,
-        share=share,
-        max_step_tokens=8192,
     )
 
 

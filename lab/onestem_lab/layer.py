@@ -58,7 +58,7 @@ ROUND_ROWS = ("fp8", "int8")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", default="llama3.1-8b", help="a name of docs/models.md")
+    parser.add_argument("--shape", default="llama3.1-8b", help="a name of docs/reference/shapes.md")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default="1,16,64,256,8192")
     parser.add_argument("--sweep", action="store_true", help="try tiles of Triton's products")

@@ -31,7 +31,7 @@ LAYERS, REPEATS = 6, 9
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="0.5b", help="a name of docs/models.md")
+    parser.add_argument("--shape", default="0.5b", help="a name of docs/reference/shapes.md")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", default="256,512,1024,1536,2048")
     parser.add_argument("--suffix", default="", help="appended to the result file's name")

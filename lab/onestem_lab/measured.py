@@ -1,4 +1,4 @@
-"""All results in one table of docs/benchmarks.md: what, when, where, of what, and how.
+"""All results in one table of lab/notes/benchmarks.md: what, when, where, of what, and how.
 
     python -m onestem_lab.measured
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from onestem_lab.blocks import replaced
-from onestem_lab.results import RESULTS, ROOT
+from onestem_lab.results import LAB, RESULTS
 
 PACKAGE = Path(__file__).parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = LAB / "notes" / "benchmarks.md"
 
 UNKNOWN = "unknown"
 # Name in results -> the project's. Its package may have another name.
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """docs/benchmarks.md with the table of today's results."""
+    """lab/notes/benchmarks.md with the table of today's results."""
     rows = [_row(path) for path in sorted(RESULTS.rglob("*.json"))]
     return replaced(PAGE.read_text(), "onestem_lab.measured", "\n".join([HEAD, *rows]))
 

@@ -1,4 +1,4 @@
-"""Plot attention's time against its floors, per case: docs/gpu-attention.svg.
+"""Plot attention's time against its floors, per case: lab/notes/gpu-attention.svg.
 
     python -m onestem_lab.plot_attention [--result FILE] [--out FILE]
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
-from onestem_lab.results import RESULTS, ROOT
+from onestem_lab.results import LAB, RESULTS
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=RESULTS / "attention-h100.json")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu-attention.svg")
+    parser.add_argument("--out", type=Path, default=LAB / "notes" / "gpu-attention.svg")
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     figure = plot(json.loads(options.result.read_text()))

@@ -98,7 +98,7 @@ CPU engine ({version}). Bars are medians of {min(turns)} to {max(turns)} turns. 
 the median ratio and those of single turns ({worst:.1f} to {best:.1f}).
 {_again()} {day},
 `python -m onestem_lab.peers.run CASE --engines onestem,vllm --stay --suffix=-amx`; \
-[docs/cpu.md](docs/cpu.md#with-amx)."""
+[lab/notes/cpu.md](lab/notes/cpu.md#with-amx)."""
 
 
 def drawn(cases: list[Result], colours: dict[str, str]) -> str:

@@ -29,6 +29,7 @@ from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
+from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
 from onestem_lab.checkout import in_turns, machine
 from onestem_lab.results import RESULTS, ROOT
@@ -98,9 +99,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def decoding(decoder: Decoder, rows: int, streamed: int = 0) -> Iterator[Engine]:
     """An engine before each step of its rows' decodes."""
-    engine = Engine(
-        decoder, None, GenerationDefaults(), num_pages=rows * 16 + 64, max_step_tokens=8192
-    )
+    options = EngineOptions(max_step_tokens=8192)
+    engine = Engine(decoder, None, GenerationDefaults(), options, num_pages=rows * 16 + 64)
     params = SamplingParams(max_tokens=FIRST + STEPS + 40, temperature=0, ignore_eos=True)
     head = list(range(PREFIX))
     for i in range(rows):

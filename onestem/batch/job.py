@@ -112,13 +112,13 @@ def run_job(
         planner: None: input order.
         max_model_len: at which answers end, whatever `max_tokens` says.
         max_num_seqs: what `validate` allows of answers to a prompt. Where this or `max_model_len`
-            was another before, lines that have no answer are checked anew.
+            was another before, lines that have no answer are checked again.
         model_identity: differs whenever weights, config or tokenizer do.
         model_name: `model` in results.
         model_names: lines that name another model get an error. None: lines may name any, and
             results have `model_name`.
         options: all other options that change answers, by the names that users know; nothing that
-            another start would draw or measure anew.
+            another start would draw or measure again.
         token_bytes: the bytes of a token, for log-probabilities.
         compile_pml: markup and isolation to segments; None: lines with `pml` get an error. Put its
             schemas in `options`.

@@ -155,7 +155,7 @@ class Journal:
         return True
 
     def _take_out(self, draft: Path) -> None:
-        """Write the file without damaged lines: who reads it finds answers alone."""
+        """Write the file without damaged lines, so that readers find answers alone."""
         kept = self.answered
         kept = kept[np.argsort(self._start[kept])]
         with open(draft, "wb") as target:

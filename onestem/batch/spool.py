@@ -6,7 +6,7 @@ The spool is three files of records, so that no part of the job is held in memor
 * `lines`: eight int64 per input line (`COLUMNS`).
 
 What a disk has changed in them is found: each line's ids and record have a checksum (CRC-32) in
-`lines`, and that file has one in the manifest. The first pass makes them anew.
+`lines`, and that file has one in the manifest. The first pass makes them again.
 
 Blank lines have no record. A record's place in `lines` is its *index*, which counts from 0 and
 orders the results. Its line number, for people, counts from 1 and includes blank lines.

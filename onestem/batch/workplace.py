@@ -39,7 +39,7 @@ __all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "is_full"
 FORMAT = 1
 
 # Options under which a job goes on whatever they were: answers that it has stay, and lines that it
-# has not answered are checked anew.
+# has not answered are checked again.
 MAY_CHANGE = ("max_model_len",)
 
 PARSE_SPECIAL = "parse_special"  # an option that jobs of earlier versions do not have

@@ -1,4 +1,4 @@
-"""The tree of runs: which tokens have KV, who holds it, and what is evicted first.
+"""The tree of runs: which tokens have KV, which sequences hold it, and what is evicted first.
 
 Every sequence holds a path of runs and writes the last one. A run enters the tree as soon as its
 tokens are known, so that other sequences wait for it instead of computing it again.

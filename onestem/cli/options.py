@@ -123,7 +123,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Raise `ConfigError` if one of these options stands on the command line.
+    """Raise `ConfigError` if one of these options is on the command line.
 
     Args:
         names: of parameters.

@@ -1,4 +1,4 @@
-"""`onestem pml`: check schemas and prompts, show where their tokens stand, answer prompts."""
+"""`onestem pml`: check schemas and prompts, show where their tokens are, answer prompts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from onestem.models.description import Rotary
 from onestem.models.weights import random_decoder
 from onestem.ops import AttentionImpl, AttentionPlan, PlanBuilder, resolve, resolve_sampling
 from onestem.ops.sampling import IDLE, RowTable
-from onestem.options import Quantize
+from onestem.options import EngineOptions, Quantize
 from onestem.request import Request, SamplingParams
 from onestem.threads import ram_bytes
 
@@ -444,7 +444,8 @@ def _host(device: torch.device, clock: Clock) -> tuple[float, float, float, floa
     squares of the relative errors over some jobs."""
     nothing = random_decoder(_nothing(), dtype=torch.float32, device=device)
     most = max(count * (prompt + tokens + PAGE_SIZE) for count, prompt, tokens in HOST_JOBS)
-    engine = Engine(nothing, None, GenerationDefaults(), num_pages=most // PAGE_SIZE, seed=0)
+    options = EngineOptions(max_step_tokens=512, page_size=PAGE_SIZE, seed=0)
+    engine = Engine(nothing, None, GenerationDefaults(), options, num_pages=most // PAGE_SIZE)
     runner = engine.launcher.runner
     model = 0.0
     if runner.depth == 1:  # the model's part is already in linear layers

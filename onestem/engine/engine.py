@@ -27,8 +27,8 @@ from onestem.engine.schedule.admission import (
     check_request,
     model_len,
 )
-from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
-from onestem.engine.schedule.memory import (
+from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory, answer_memory_bytes
+from onestem.engine.schedule.pins import (
     PREFIXES,
     PinnedPrefixes,
     PrefixInfo,
@@ -41,9 +41,10 @@ from onestem.engine.schedule.throttle import FEWEST_ROWS
 from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
-from onestem.engine.step.results import Results, Suspects
+from onestem.engine.step.results import Results
 from onestem.engine.step.runner import Logits, StepRunner
 from onestem.engine.step.slots import Slots
+from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.errors import ConfigError, RankError, RequestError
@@ -52,7 +53,7 @@ from onestem.interrupts import Held, uninterrupted
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import resolve
-from onestem.options import MAX_PASSED, LogprobsMode, ShareMode
+from onestem.options import EngineOptions
 from onestem.pml import EncodedSegment, Segment
 from onestem.request import Request, RequestOutput
 
@@ -74,26 +75,13 @@ class Engine:
         decoder: the model.
         tokenizer: None for a model without one: prompts are token ids and there is no text.
         defaults: the model's sampling defaults and end-of-sequence ids.
-        share: `full`; `storage` (prefixes stored once, read by each sequence); `off` (nothing
-            shared); `no-attention` (the ceiling: answers mean nothing).
-        num_pages, page_size: KV memory.
-        max_model_len: maximum tokens of prompt and answer; None: the model's limit or what fits.
-        max_step_tokens: maximum rows of a step, at least half of them for prompts.
-        max_step_seconds: what a step may take, by the measured time of a prompt's row; None: no
-            limit but `max_step_tokens`.
-        max_num_seqs: maximum sequences that run at once; None: as many as KV memory holds.
-        answer_memory: bytes of host memory that answers of running requests may take (see
-            `AnswerMemory`); None: any.
-        max_passed: maximum later requests that may pass a waiting one because their prefix is in
-            the cache; 0: first come, first served.
-        impl: attention implementation.
-        logprobs_mode: log-probabilities of sampled tokens are the model's own (`raw_logprobs`), or
-            those that they are drawn with (`processed_logprobs`).
-        seed: source of seeds for requests that have none; None draws from the system.
+        options: how it is run.
+        num_pages: pages of KV memory (`options.kv_memory` is what they were counted from).
         runners: makes what runs the steps, with the arguments of `make_runner`, which is the
             default.
 
     Attributes:
+        options: as given, with lengths, answer memory and attention as the engine chose them.
         on_begin: called with ids of interactive requests before the first step that they are in.
         residence: where weights and KV memory are.
         trace: where each step is recorded, if anywhere; the engine closes it.
@@ -105,44 +93,36 @@ class Engine:
         decoder: Decoder,
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults,
+        options: EngineOptions,
         *,
         num_pages: int,
-        page_size: int = 16,
-        share: ShareMode = "full",
-        max_model_len: int | None = None,
-        max_step_tokens: int = 512,
-        max_step_seconds: float | None = None,
-        max_num_seqs: int | None = None,
-        answer_memory: int | None = None,
-        max_passed: int = MAX_PASSED,
-        impl: str = "auto",
-        logprobs_mode: LogprobsMode = "raw_logprobs",
-        seed: int | None = None,
         runners: Callable[..., StepRunner] | None = None,
     ) -> None:
-        if share not in ("full", "storage", "off", "no-attention"):
-            raise ConfigError(f"share is {share!r}, expected full, storage, off or no-attention")
-        check_counts(page_size=page_size, num_pages=num_pages, max_step_tokens=max_step_tokens)
-        for name, count in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
-            if count is not None:
-                check_counts(**{name: count})
-        if max_step_seconds is not None and not max_step_seconds > 0:
-            raise ConfigError(f"max_step_seconds is {max_step_seconds}, expected above 0, or None")
+        check_counts(num_pages=num_pages)
+        page_size, share = options.page_size, options.share
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.share = share
         self.max_model_len = model_len(
-            decoder.config.max_position_embeddings, num_pages * page_size, max_model_len
+            decoder.config.max_position_embeddings, num_pages * page_size, options.max_model_len
         )
-        self.impl = resolve(impl, decoder.device, heads=decoder.part.head_shapes)
+        self.impl = resolve(options.impl, decoder.device, heads=decoder.part.head_shapes)
+        max_step_tokens = options.max_step_tokens or decoder.step_rows
+        answer_memory = answer_memory_bytes(options.answer_memory)
+        self.options = options.replace(
+            max_model_len=self.max_model_len,
+            max_step_tokens=max_step_tokens,
+            answer_memory=answer_memory,
+            impl=self.impl.name,
+        )
         self.stats = EngineStats()
         runner: StepRunner = (runners or make_runner)(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.residence = Residence(decoder, runner)
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
-        self._queue = HybridQueue(self.cache.tree, max_passed, self._gate)
+        self._queue = HybridQueue(self.cache.tree, options.max_passed, self._gate)
         self._interactive = self._queue.interactive
         self.pins = PinnedPrefixes(
             self.cache,
@@ -152,7 +132,10 @@ class Engine:
         )
         self._jobs = Jobs()
         self._sampler = Sampler(
-            decoder.config.vocab_size, defaults, decoder.device, logprobs_mode=logprobs_mode
+            decoder.config.vocab_size,
+            defaults,
+            decoder.device,
+            logprobs_mode=options.logprobs_mode,
         )
         named = () if tokenizer is None else tokenizer.end_ids
         eos = defaults.ends(named, decoder.config.vocab_size)
@@ -171,7 +154,7 @@ class Engine:
             grammars=self._grammars,
             max_model_len=self.max_model_len,
             together=share != "off",
-            seed=seed,
+            seed=options.seed,
             stats=self.stats,
         )
         answers = AnswerLimit(
@@ -185,8 +168,8 @@ class Engine:
             self._factory,
             self.pins,
             max_step_tokens=max_step_tokens,
-            max_step_seconds=max_step_seconds,
-            max_num_seqs=max_num_seqs,
+            max_step_seconds=options.max_step_ms / 1000 if options.max_step_ms else None,
+            max_num_seqs=options.max_num_seqs,
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
             answers=AnswerMemory(answers),
         )

@@ -1,4 +1,4 @@
-"""Prompts that stand before their answers."""
+"""Prompts that precede their answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def echoed(
 def form_of_echo(
     form: ResponseFormat, text: str, token_ids: Sequence[int], *, spells_control: bool
 ) -> ResponseFormat:
-    """The form of an answer that stands after its prompt.
+    """The form of an answer that follows its prompt.
 
     Args:
         text: of the prompt.
@@ -56,7 +56,7 @@ def _offsets(
     """Where a prompt's tokens begin in its text.
 
     Bytes of the tokens between two control tokens that are spelled in the text may differ from what
-    stands there: by a space that the tokenizer puts before, or by blanks that are part of a control
+    is there: by a space that the tokenizer puts before, or by blanks that are part of a control
     token. So each such part is counted by itself.
     """
     assert form.token_bytes is not None
@@ -99,6 +99,6 @@ def _part_offsets(
 
 
 def _found(text: str, start: int, end: int, pieces: Sequence[bytes]) -> int | None:
-    """Where pieces stand in a text, with nothing but blanks before them; None: nowhere."""
+    """Where pieces are in a text, with nothing but blanks before them; None: nowhere."""
     at = text.find(b"".join(pieces).decode(errors="replace"), start, end)
     return at if at >= 0 and _is_blank(text[start:at]) else None

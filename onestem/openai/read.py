@@ -68,7 +68,7 @@ def unknown_model(name: str, names: Iterable[str]) -> str:
 
 def read_object(raw: bytes, name: str = "the body", depth: int = MAX_DEPTH) -> JsonObject:
     """The JSON object in `raw`, nested at most `depth` deep; raises `JsonError`, which calls it
-    `name`, for anything else. A key that stands twice in an object is refused: one value would be
+    `name`, for anything else. A key that occurs twice in an object is refused: one value would be
     ignored."""
     try:
         text = raw.decode("utf-8")
@@ -143,7 +143,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt stands before its answer; `alone`: in place of it. `spells_control`: names of
+    """The prompt precedes its answer; `alone`: in place of it. `spells_control`: names of
     control tokens in its text are these tokens."""
 
     alone: bool
@@ -161,7 +161,7 @@ class Asked:
         sampling: keyword arguments for `SamplingParams`, as JSON has them.
         params: what they make.
         return_token_ids: put token ids beside the texts of the answer.
-        prefix: name of the prefix that stands before each prompt.
+        prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
     """
 

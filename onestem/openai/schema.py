@@ -275,7 +275,7 @@ class _Fields(_CallFields):
     stream_options: StreamOptions | None = None
 
     prefix: Text | None = None
-    """Name of the prefix that stands before the prompt."""
+    """Name of the prefix that precedes the prompt."""
 
     pml: str | None = None
     """A prompt in PML, in place of the other kinds."""

@@ -57,13 +57,13 @@ class ToolForm:
         begin: what a call, or a list of calls, begins with.
         head: from there to the arguments; its group is the name.
         tail: what follows the arguments, whitespace aside.
-        again: what stands before a further call of a list; "": it begins as the first one.
+        again: what precedes a further call of a list; "": it begins as the first one.
         item: `head` of a further call.
         close: what ends a list.
         before_name, before_arguments, end: texts that a call is written with.
         separator: text that is written between calls.
         arguments_mark, end_mark: marks before the arguments and after `end`.
-        silent_mark: a control token that may stand before calls, and is in no text.
+        silent_mark: a control token that may precede calls, and is in no text.
         id_length: characters of a call's id; 0: as OpenAI's.
     """
 

@@ -40,7 +40,7 @@ class ResponseFormat:
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
     `first_token_bytes`: of one that begins a text, if it differs. `tools` is the form of calls in
     the text; None: it has none. `special_ids` are left out of it if `skips_special`. Where the
-    prompt stands before the answer, `echo_offsets` are the places of its tokens in its text, and
+    prompt precedes the answer, `echo_offsets` are the places of its tokens in its text, and
     `echoed_characters` is the length of that.
     """
 
@@ -249,7 +249,7 @@ class _TextOffsets:
     def __init__(self, form: ResponseFormat, prompt: Sequence[int]) -> None:
         self._form = form
         before = last_bytes(map(self._bytes, reversed(prompt)))
-        # Of the next token, while nothing stands before it.
+        # Of the next token, while nothing precedes it.
         self._first = None if before else form.first_token_bytes
         self._places = Places(form.echoed_characters, decoded(b"", before)[1])
 

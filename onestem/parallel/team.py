@@ -133,8 +133,8 @@ class _Crew:
         return self.closes or (self.ranks is not None and self.ranks.peers is not None)
 
     def leave(self) -> threading.Thread:
-        """Free what waits for other ranks on a GPU, and end the group; returns who does that.
-        NCCL may not come back: it waits until no CUDA graph holds a collective of its own."""
+        """Free what waits for other ranks on a GPU, and end the group; returns the thread that does
+        so. NCCL may not come back: it waits until no CUDA graph holds a collective of its own."""
 
         def abort() -> None:
             if self.ranks is None or self.ranks.group is None:

@@ -1,6 +1,6 @@
-"""Compiles a prompt to segments: which text is in use, and where arguments and new text stand.
+"""Compiles a prompt to segments: which text is in use, and where arguments and new text are.
 
-* Arguments stand at their parameter's positions; a shorter one leaves a gap.
+* Arguments are at their parameter's positions; a shorter one leaves a gap.
 * New text before the last import follows the import before it, in positions that no module of this
   prompt has. Without an import before it, it follows what else is in use before the next import.
   "Before" and "last" mean the prompt's order of imports, which is free.

@@ -209,7 +209,7 @@ def separated(text: str, separator: str) -> str:
 
 
 class _Walk:
-    """Goes through a schema once; `position` is where the next token stands."""
+    """Goes through a schema once; `position` is where the next token will be."""
 
     def __init__(self, schema: Schema, tokenizer: Tokenizer, max_positions: int | None) -> None:
         self.schema = schema

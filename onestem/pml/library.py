@@ -101,7 +101,7 @@ class Library:
 
 
 def _unions_of(layout: Layout, block: Block) -> Iterator[list[Block]]:
-    """The members of each union that stands directly in a block."""
+    """The members of each union that is directly in a block."""
     body = layout.schema.body if block.module is None else block.module.body
     members: dict[int, list[Block]] = {}
     blocks = {child.path[-1]: child for child in block.children}

@@ -77,7 +77,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Module:
-    """Text that prompts may import; it always stands at the same positions.
+    """Text that prompts may import; it is always at the same positions.
 
     Attributes:
         body: texts, parameters, and further modules and unions.

@@ -81,7 +81,7 @@ def _encode(tokenizer: Tokenizer, part: Part, begin: list[int]) -> list[int]:
 def _continued(encode: Callable[[str], list[int]], text: str) -> list[int]:
     """Ids of a text encoded after a line break, without that line break.
 
-    Tokenizers like SentencePiece may add a space before a text that stands alone; this text
+    Tokenizers like SentencePiece may add a space before a text that is alone; this text
     follows another. If the line break merges with the text, the text is encoded alone.
     """
     before, joined = encode("\n"), encode(f"\n{text}")

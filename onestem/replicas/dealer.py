@@ -42,7 +42,7 @@ class Planned(Protocol):
     """Planned requests, which are made when they are handed out.
 
     Attributes:
-        order: of these requests, and maybe of others; it is told of answers by who gets them.
+        order: of these requests, and maybe of others; the caller reports answers to it.
         positions: `[num_requests]` their positions in its plan's order, rising.
     """
 
@@ -237,7 +237,7 @@ class Dealer:
             self._crew.start(replica)
 
     def _tell_once(self, line: str, reason: str | None = None) -> None:
-        """Tell a line, unless one was told for this reason."""
+        """Report a line, unless one was reported for this reason."""
         if (reason or line) not in self._told:
             self._told.add(reason or line)
             self._tell(line)

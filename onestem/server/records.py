@@ -50,13 +50,14 @@ class _EngineCollector(Collector):
         for name, text in ENGINE_COUNTS.items():
             if name in client.stats:
                 yield CounterMetricFamily(f"onestem_engine_{name}", text, client.stats[name])
-        yield CounterMetricFamily("onestem_engine_restarts", "Engine starts.", client.restarts)
-        up = float(client.state == "running")
+        restarts = client.supervisor.restarts
+        yield CounterMetricFamily("onestem_engine_restarts", "Engine starts.", restarts)
+        up = float(client.supervisor.state == "running")
         yield GaugeMetricFamily("onestem_engine_up", "Whether the engine runs.", up)
         yield GaugeMetricFamily(
             "onestem_running_sequences", "Sequences in the engine.", client.num_running
         )
-        waiting = client.num_waiting
+        waiting = client.requests.num_waiting
         yield GaugeMetricFamily("onestem_waiting_requests", "Requests that wait.", waiting)
         yield from self._memory()
         yield from self._bytes()
@@ -70,7 +71,7 @@ class _EngineCollector(Collector):
         resident = GaugeMetricFamily(
             "onestem_resident_bytes", "Memory that a process has in use.", labels=["process"]
         )
-        for name, pid in (("server", os.getpid()), ("engine", self._client.pid)):
+        for name, pid in (("server", os.getpid()), ("engine", self._client.supervisor.pid)):
             there = None if pid is None else resident_bytes(pid)
             if there is not None:
                 resident.add_metric([name], there)

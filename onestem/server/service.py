@@ -24,7 +24,8 @@ from onestem.planner import planner_of
 from onestem.request import Request
 from onestem.server.api.bodies import Bodies
 from onestem.server.errors import ApiError, EngineDownError
-from onestem.server.link.client import EngineClient, Launcher
+from onestem.server.link.client import EngineClient
+from onestem.server.link.supervisor import Launcher
 from onestem.server.logs import log
 from onestem.server.objects.jobs import JobModel, Jobs
 from onestem.server.objects.prefixes import Prefixes, read_app
@@ -156,7 +157,7 @@ class Service:
             log.info("stopping", grace=self.settings.grace)
             late = EngineDownError("the server is stopping: try again later")
             loop = asyncio.get_running_loop()
-            loop.call_later(self.settings.grace, self.client.fail_all, late)
+            loop.call_later(self.settings.grace, self.client.requests.fail_all, late)
 
     async def stop(self) -> None:
         """Stop jobs and end the engine. Streams that still run get an error."""
@@ -191,7 +192,7 @@ class Service:
         self.history.sample(
             self.client.stats,
             running=self.client.num_running,
-            waiting=self.client.num_waiting,
+            waiting=self.client.requests.num_waiting,
             kv_used=used,
         )
 

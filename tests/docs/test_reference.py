@@ -9,7 +9,11 @@ import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
+import typer
+
+from onestem.cli.app import app
 from tests.docs.blocks import DOCS
 
 PACKAGE = DOCS.parent / "onestem"
@@ -54,6 +58,29 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
         found = re.search(rf"^{pattern}$", known, re.M)
         assert found, message
         assert found[0].count(ANY) <= 2 * message.count("..."), message
+
+
+def test_the_command_line_is_what_help_says():
+    """Every option of a verb is among its own on the page, or a shared one that it takes."""
+    commands = loaded("docs/site/commands.py")
+    page = commands.PAGE.read_text()
+    assert page == commands.page(), "run scripts/docs"
+    shared, _, verbs = page.partition("## `onestem batch`")
+    for path, verb in verbs_of(typer.main.get_command(app), "onestem"):
+        section = f"## `onestem batch`{verbs}".partition(f"# `{path}`\n")[2].partition("\n##")[0]
+        left_out = re.findall(r"`(\S+)`", " ".join(re.findall(r"\) but (.*)\.$", section, re.M)))
+        for flag in (one.opts[0] for one in verb.params if one.opts[0].startswith("-")):
+            own = re.search(rf"^\* `[^`]*{flag}\b", section, re.M)
+            of_all = f"* `{flag}" in shared and "All [" in section and flag not in left_out
+            assert own or of_all or f"`{flag}`" in section, (path, flag)
+
+
+def verbs_of(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs_of(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
 
 
 def test_pictures_are_as_they_are_drawn():

@@ -15,7 +15,9 @@ from onestem.engine.engine import Engine
 from onestem.engine.sequence import Sequence
 from onestem.engine.step.runner import Logits
 from onestem.models.config import GenerationDefaults
+from onestem.models.decoder import Decoder
 from onestem.models.weights import load_decoder
+from onestem.options import EngineOptions
 from onestem.request import Request, RequestOutput, SamplingParams
 from tests.models.tiny import load_oracle
 
@@ -57,7 +59,15 @@ def make_engine(
     **options,
 ) -> Engine:
     decoder = load_decoder(path, dtype=dtype, device=device, quantization=quantization)
-    return Engine(decoder, None, NO_DEFAULTS, num_pages=num_pages, **options)
+    return engine_with(decoder, num_pages=num_pages, **options)
+
+
+def engine_with(
+    decoder: Decoder, *, num_pages: int = 4096, runners: object = None, **options
+) -> Engine:
+    """An engine without a tokenizer."""
+    chosen = EngineOptions(**{"max_step_tokens": 512, **options})
+    return Engine(decoder, None, NO_DEFAULTS, chosen, num_pages=num_pages, runners=runners)
 
 
 def engine_on(device: str, path: Path, **options) -> Engine:

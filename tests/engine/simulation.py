@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from onestem.cache import PagePool, PrefixCache
-from onestem.engine.schedule.memory import PinnedPrefixes
+from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import InteractiveQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import RequestState, Sequence

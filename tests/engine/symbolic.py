@@ -17,6 +17,7 @@ from onestem.engine.sampling.sampler import Sampler, SamplingRow
 from onestem.engine.step.runner import Logits
 from onestem.models.config import GenerationDefaults
 from onestem.ops.reference import visible
+from onestem.options import EngineOptions
 from onestem.request import CompletionOutput, Request, SamplingParams
 
 VOCAB = 8
@@ -159,9 +160,8 @@ def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engi
         device=torch.device("cpu"),
         kv_bytes_per_token=8,
     )
-    engine = Engine(
-        decoder, None, GenerationDefaults(), num_pages=num_pages, page_size=page_size, **options
-    )
+    options = EngineOptions(**{"max_step_tokens": 512, "page_size": page_size, **options})
+    engine = Engine(decoder, None, GenerationDefaults(), options, num_pages=num_pages)
     engine.launcher.runner = SymbolicRunner(num_pages * page_size)
     return engine
 

@@ -17,9 +17,9 @@ from onestem.engine.step.inputs import StepInputs
 from onestem.models.weights import load_decoder
 from onestem.ops.triton import Kernels, Workspace
 from tests.engine.harness import (
-    NO_DEFAULTS,
     TOLERANCE,
     answer,
+    engine_with,
     make_engine,
     oracle_logprobs,
     record_logprobs,
@@ -82,7 +82,7 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(graphs, "Workspace", workspace)
         decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
-        return Engine(decoder, None, NO_DEFAULTS, impl="triton", **OPTIONS)
+        return engine_with(decoder, impl="triton", **OPTIONS)
 
     return make
 

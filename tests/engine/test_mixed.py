@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from onestem.engine.schedule import scheduler
-from onestem.engine.schedule.memory import prefix_id
+from onestem.engine.schedule.pins import prefix_id
 from onestem.engine.step.runner import Logits
 from onestem.errors import RequestError
 from onestem.request import Reuse
-from onestem.server.link.reports import snapshot_of
+from onestem.server.link.snapshot import snapshot_of
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
 from tests.engine.test_symbolic import grouped, interrupted_step, random_requests, same_as_alone

@@ -16,8 +16,9 @@ from onestem.engine.sequence import Sequence
 from onestem.engine.step.inputs import DecodeLayout
 from onestem.engine.step.launch import Launcher
 from onestem.engine.step.order import Order
-from onestem.engine.step.results import MAX_FAILURES, Results
+from onestem.engine.step.results import Results
 from onestem.engine.step.slots import Slots
+from onestem.engine.step.suspects import MAX_FAILURES
 from onestem.request import Request
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request

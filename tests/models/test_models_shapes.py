@@ -18,7 +18,7 @@ from onestem.models.weights import expected_shapes, num_parameters
 from onestem.request import SamplingParams
 from onestem.shapes import find_shape, is_shape, shape_names
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "shapes.md"
 
 # Thousand millions of parameters, as published.
 PUBLISHED = {

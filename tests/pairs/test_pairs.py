@@ -229,7 +229,7 @@ def test_over_http(tmp_path, model, requests, alone, stream):
 
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(ask, range(len(PAIRS))))
-        assert server.service.client.restarts == 0
+        assert server.service.client.supervisor.restarts == 0
         server.check()
     for (number, names), answer in zip(enumerate(PAIRS), answers, strict=True):
         name = f"{number}-{'-'.join(names)}"

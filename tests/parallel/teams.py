@@ -8,7 +8,6 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
@@ -21,7 +20,7 @@ import onestem.parallel.team as teams
 from onestem.engine.engine import Engine
 from onestem.parallel import Team
 from onestem.parallel.follower import follow
-from tests.engine.harness import NO_DEFAULTS
+from tests.engine.harness import engine_with
 from tests.forked import ENVIRONMENT
 
 CPU = torch.device("cpu")
@@ -67,8 +66,7 @@ def forked() -> Iterator[None]:
 def engine_of(team: Team, path: Path, *, num_pages: int = 512, **options) -> Engine:
     """An engine whose model is on a team, in place of the one before."""
     decoder = team.load_decoder(path, dtype=torch.float32, device=CPU)
-    make = partial(Engine, decoder, None, NO_DEFAULTS, num_pages=num_pages)
-    return make(**options, runners=team.make_runner)
+    return engine_with(decoder, num_pages=num_pages, runners=team.make_runner, **options)
 
 
 @contextmanager

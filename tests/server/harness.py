@@ -17,9 +17,9 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.llm import LLM
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
-from onestem.server.link.client import Launcher
-from onestem.server.link.messages import Channel
+from onestem.server.link.channel import Channel
 from onestem.server.link.process import EngineProcess, connect
+from onestem.server.link.supervisor import Launcher
 from onestem.server.link.worker import Worker
 from onestem.server.run import HttpServer, bind
 from onestem.server.service import Service
@@ -206,12 +206,12 @@ class Running:
 
     def check(self) -> dict[str, Any]:
         """The engine's books when nothing runs; only pinned prefixes are held."""
-        self.until(lambda: not self.service.client._entries)
+        self.until(lambda: not len(self.service.client.requests))
         books = self.on_loop(self.service.client.ask, "check")
         assert books["error"] is None
         assert books["free"] + books["cached"] == books["total"]
         assert books["running"] == books["waiting"] == 0
-        self.until(lambda: not self.service.client.watchdog.owes)
+        self.until(lambda: not self.service.client.supervisor.watchdog.owes)
         return books
 
     def until(self, condition: Callable[[], bool]) -> None:

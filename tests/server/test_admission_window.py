@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.server.link.worker import (
+from onestem.server.link.admission_window import (
     ENOUGH,
     LONGEST_WAIT,
     SECONDS_PER_STREAM,

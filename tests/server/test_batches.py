@@ -189,8 +189,8 @@ def wait_for(server, batch_id: str, answers: int) -> None:
 
 
 def wait_for_restart(server, deaths: int) -> None:
-    client = server.service.client
-    server.until(lambda: client.restarts == deaths and client.state == "running")
+    engine = server.service.client.supervisor
+    server.until(lambda: engine.restarts == deaths and engine.state == "running")
 
 
 def done(server, batch_id: str) -> int:

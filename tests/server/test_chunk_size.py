@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.server.link.pacing import CHUNKS_PER_SECOND, SECONDS, ChunkSize
+from onestem.server.link.chunk_size import CHUNKS_PER_SECOND, SECONDS, ChunkSize
 
 
 class Clock:

@@ -35,7 +35,7 @@ def test_paused_requests_go_on_or_end(server):
         assert told(http, "/pause", mode="keep") == {"status": "paused"}
         assert http.get("/is_paused").json() == {"is_paused": True}
         late = pool.submit(http.post, "/v1/completions", json={**BODY, "max_tokens": 2})
-        server.until(lambda: len(server.service.client._entries) == 2)
+        server.until(lambda: len(server.service.client.requests) == 2)
         assert told(http, "/reset_prefix_cache") == {"success": False}
         assert told(http, "/reset_prefix_cache", reset_running_requests=True) == {"success": True}
         assert not running.done()
@@ -94,7 +94,7 @@ def test_a_batch_waits_while_the_server_sleeps(server):
     with server.http() as http:
         told(http, "/sleep")
         batch = create(http, lines(6, temperature=0))
-        server.until(lambda: bool(server.service.client._jobs))
+        server.until(lambda: bool(len(server.service.client.jobs)))
         told(http, "/wake_up")
         # One line asks for no token, and one is no JSON.
         counts = ended(http, batch["id"])["request_counts"]
@@ -134,10 +134,10 @@ def test_the_next_engine_is_told_too(tmp_path, tiny_model):
         told(http, "/sleep")
         told(http, "/pause", mode="keep")
         server.launcher.kill()
-        client = server.service.client
-        server.until(lambda: client.state != "running" or client.restarts == 1)
+        life = server.service.client.supervisor
+        server.until(lambda: life.state != "running" or life.restarts == 1)
         assert http.post("/v1/completions", json=BODY).status_code == 503  # down, or asleep again
-        server.until(lambda: client.restarts == 1 and client.state == "running")
+        server.until(lambda: life.restarts == 1 and life.state == "running")
         server.on_loop(asyncio.sleep, 0)
         engine = server.launcher.llms[-1].engine
         server.until(lambda: engine.is_paused)

@@ -9,11 +9,12 @@ import pytest
 
 from onestem.openai.read import Asked
 from onestem.request import Request, SamplingParams
-from onestem.server.api.calls import Call, Inbox
+from onestem.server.api.calls import Call
 from onestem.server.api.http import EventStream, HalfOpenProtocol
 from onestem.server.errors import ApiError
-from onestem.server.link.client import _Entry
+from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Answered, Ask, Delta
+from onestem.server.link.open_requests import _Entry
 from tests.server.harness import running
 
 OF_A_CALL = (

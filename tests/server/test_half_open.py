@@ -147,7 +147,7 @@ def test_who_is_gone_ends_its_request(held, version, stream, end):
     client = server.service.client
     connection = connect(server)
     connection.sendall(request(version, stream=stream))
-    server.until(lambda: client._entries)
+    server.until(lambda: len(client.requests))
     if stream:  # closing with bytes that were not read would be a reset
         assert connection.recv(1 << 16).endswith(b"\r\n\r\n")
     if end.startswith("half"):
@@ -156,7 +156,7 @@ def test_who_is_gone_ends_its_request(held, version, stream, end):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
     # The engine stands still: nothing but the end of the connection lets go of the request.
-    server.until(lambda: not client._entries)
+    server.until(lambda: not len(client.requests))
 
 
 def test_small_pieces_are_sent_at_once():

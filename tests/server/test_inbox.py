@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from onestem.request import CompletionOutput, RequestMetrics
-from onestem.server.api.calls import Inbox
 from onestem.server.errors import ApiError
+from onestem.server.link.chunk_size import ChunkSize
+from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
-from onestem.server.link.pacing import ChunkSize
 
 
 def is_news(inbox: Inbox) -> bool:

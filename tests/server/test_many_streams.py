@@ -79,7 +79,7 @@ def test_every_stream_ends_once_in_order_with_its_own_tokens(server):
             await asyncio.gather(*slow)
 
     asyncio.run(everyone())
-    server.until(lambda: not server.service.client._entries)
+    server.until(lambda: not len(server.service.client.requests))
     for reader in readers[LEAVERS:]:
         name = f"{reader.chunks[0]['id']}-0"
         assert reader.tokens == server.launcher.finished[name][0]

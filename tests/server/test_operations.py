@@ -185,7 +185,7 @@ def test_while_the_engine_is_down(tmp_path, tiny_model):
 
         server.launcher.launch = slow
         server.launcher.kill()
-        server.until(lambda: server.service.client.state == "down")
+        server.until(lambda: server.service.client.supervisor.state == "down")
         assert http.get("/health").status_code == 503
         refused = http.post("/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503
@@ -195,7 +195,7 @@ def test_while_the_engine_is_down(tmp_path, tiny_model):
         assert http.get("/internal/state").json()["engine"]["state"] == "down"
         assert metrics(http)["onestem_engine_up", ""] == 0
         loading.set()
-        server.until(lambda: server.service.client.state == "running")
+        server.until(lambda: server.service.client.supervisor.state == "running")
         assert http.get("/health").status_code == 200
         complete(http, prompt="a")
 
@@ -213,7 +213,7 @@ def test_the_server_ends_while_the_engine_starts(tmp_path, tiny_model):
         server.launcher.kill()
         assert begun.wait(30)
         server.loop.call_soon_threadsafe(server.server.begin_to_stop)
-        server.until(lambda: server.service.client._stopping.is_set())
+        server.until(lambda: server.service.client.supervisor.is_stopping)
         go.set()
 
 
@@ -230,7 +230,7 @@ def test_who_has_no_more_time_when_the_server_stops_is_told(tmp_path, tiny_model
 
         asking = threading.Thread(target=ask)
         asking.start()
-        server.until(lambda: server.service.client._entries)
+        server.until(lambda: len(server.service.client.requests))
         server.loop.call_soon_threadsafe(server.server.begin_to_stop)
         asking.join(30)
         held.let(math.inf)
@@ -248,7 +248,7 @@ def test_logs_are_json_lines_without_texts(server, capsys):
         with server.http() as http:
             made = complete(http, prompt="a word that stays unseen", user="me")
             http.post("/v1/completions", json={"prompt": "unseen too", "bad": 1})
-        server.until(lambda: not server.service.client._entries)
+        server.until(lambda: not len(server.service.client.requests))
     finally:
         root.handlers[:], root.level, own.level = before
     told = capsys.readouterr().err

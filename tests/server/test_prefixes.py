@@ -145,8 +145,8 @@ def test_prefixes_outlive_the_server_and_the_engine(tmp_path, tiny_model):
     with running(tmp_path, model=tiny_model, apps=apps) as server, server.http() as http:
         assert http.put("/v1/prefixes/own", json={"text": "Only mine. " * 9}).status_code == 200
         server.launcher.kill()
-        server.until(lambda: server.service.client.restarts == 1)
-        server.until(lambda: server.service.client.state == "running")
+        server.until(lambda: server.service.client.supervisor.restarts == 1)
+        server.until(lambda: server.service.client.supervisor.state == "running")
         server.on_loop(server.service.prefixes.until_ready)
         shown = {prefix["name"]: prefix for prefix in http.get("/v1/prefixes").json()["data"]}
         assert all(prefix["ready"] for prefix in shown.values())

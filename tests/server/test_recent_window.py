@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from onestem.server.link import pacing as recent_window
-from onestem.server.link.pacing import RecentWindow
+from onestem.server.link import recent_window
+from onestem.server.link.recent_window import RecentWindow
 
 
 @pytest.fixture

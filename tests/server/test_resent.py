@@ -11,8 +11,8 @@ import pytest
 
 from onestem.llm import LLM
 from onestem.request import CompletionOutput
-from onestem.server.api.calls import Inbox
 from onestem.server.errors import ApiError, EngineDownError
+from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
 from tests.server.harness import WAIT, running
 from tests.server.test_inbox import last, take
@@ -80,7 +80,7 @@ def ask_all(server, there: threading.Event, asked: list[dict] | None = None) -> 
     threads = [threading.Thread(target=ask, args=each) for each in enumerate(asked)]
     for thread in threads:
         thread.start()
-    server.until(lambda: len(server.service.client._entries) == len(answers))
+    server.until(lambda: len(server.service.client.requests) == len(answers))
     there.set()
     for thread in threads:
         thread.join(WAIT)
@@ -119,7 +119,7 @@ def test_who_was_there_twice_is_told(tmp_path, tiny_model):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_down"
         assert "died twice" in answer.json()["error"]["message"]
-        server.until(lambda: server.service.client.state == "running")
+        server.until(lambda: server.service.client.supervisor.state == "running")
         assert http.post("/v1/completions", json={**BODY, "prompt": "a"}).status_code == 200
         server.check()
 
@@ -133,7 +133,7 @@ def test_who_waited_each_time_is_none_of_them(tmp_path, tiny_model):
         answers = ask_all(server, dies.all_there, asked)
         assert dies.deaths == 2
         assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 503]
-        assert server.service.client.num_waiting == 0
+        assert server.service.client.requests.num_waiting == 0
         server.check()
 
 

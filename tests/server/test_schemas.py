@@ -233,7 +233,7 @@ def test_requests_pass_an_encoding_and_the_engines_end_ends_it(tmp_path, tiny_mo
         held.let(1)  # one module is there
         server.until(lambda: held._finished >= 1)
         answer = pool.submit(ask, http, prompt="Hello", max_tokens=2)
-        server.until(lambda: server.service.client._entries)
+        server.until(lambda: len(server.service.client.requests))
         held.let(50)
         assert answer.result().status_code == 200
         assert not put.done()
@@ -242,7 +242,7 @@ def test_requests_pass_an_encoding_and_the_engines_end_ends_it(tmp_path, tiny_mo
         held.let(math.inf)
         assert put.result().status_code == 503
         assert http.get("/v1/schemas/many").status_code == 404
-        server.until(lambda: server.service.client.state == "running")
+        server.until(lambda: server.service.client.supervisor.state == "running")
         assert http.put("/v1/schemas/many", json=body).json()["version"] == 1
         server.check()
 

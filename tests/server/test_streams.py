@@ -17,7 +17,7 @@ from onestem.request import Request, SamplingParams
 from onestem.server.api.calls import Call
 from onestem.server.api.completions import _events
 from onestem.server.errors import ApiError
-from onestem.server.link.pacing import ChunkSize
+from onestem.server.link.chunk_size import ChunkSize
 from onestem.server.objects.tenants import EVERYBODY
 from tests.server.harness import Held, running
 
@@ -80,11 +80,11 @@ def test_a_client_that_goes_away_while_it_waits(slow):
     slow.on_loop(setattr, slow.service.client, "check_up", lambda: None)
     try:
         connection = send(slow, max_tokens=5)
-        slow.until(lambda: slow.service.client.num_waiting == 1)
+        slow.until(lambda: slow.service.client.requests.num_waiting == 1)
         connection.close()
-        slow.until(lambda: slow.service.client.num_waiting == 0)
+        slow.until(lambda: slow.service.client.requests.num_waiting == 0)
     finally:
-        del slow.service.client.check_up
+        del slow.service.client.supervisor.check_up
         slow.on_loop(setattr, slow.service.client, "state", "running")
 
 
@@ -159,8 +159,8 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     assert events[1]["error"]["message"] == "gone"
     assert events[1]["error"]["param"] is None  # the body has no timeout
     assert rest.endswith(b"data: [DONE]\n\n")
-    service.client.abort.assert_called_once()
-    assert service.client.abort.call_args.args[0] == "r-0"
+    service.client.requests.abort.assert_called_once()
+    assert service.client.requests.abort.call_args.args[0] == "r-0"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -195,14 +195,14 @@ def test_a_full_line_is_told_to_come_back(tmp_path, tiny_model):
     held = Held()
     with running(tmp_path, model=tiny_model, max_queue=3, change=held) as server:
         waiting = [send(server, max_tokens=2) for _ in range(3)]
-        server.until(lambda: server.service.client.num_waiting == 3)
+        server.until(lambda: server.service.client.requests.num_waiting == 3)
         with server.http() as http:
             answer = http.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
             assert answer.status_code == 429
             assert 1 <= int(answer.headers["retry-after"]) <= 60
             assert answer.json()["error"]["code"] == "queue_full"
             held.let(math.inf)
-            server.until(lambda: server.service.client.num_waiting < 3)
+            server.until(lambda: server.service.client.requests.num_waiting < 3)
             again = http.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
             assert again.status_code == 200
         for connection in waiting:

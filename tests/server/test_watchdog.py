@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 from onestem.options import EngineOptions
 from onestem.server.errors import EngineDownError
 from onestem.server.link.client import EngineClient
-from onestem.server.link.pacing import Watchdog
 from onestem.server.link.process import EngineProcess
+from onestem.server.link.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -85,34 +86,35 @@ def test_without_a_limit_nobody_looks():
     async def live() -> None:
         launcher = EngineProcess(EngineOptions(), "tests.server.fake_engine:load")
         client = EngineClient(launcher, 4, engine_timeout=0)
-        client.watchdog.tick = lambda: pytest.fail("a look at an engine that may be silent")
+        dog = client.supervisor.watchdog
+        dog.tick = lambda: pytest.fail("a look at an engine that may be silent")
         await client.start()  # takes longer than a thousand looks
         await client.stop()
 
     asyncio.run(live())
 
 
-def test_a_stopped_engine_is_killed_and_started_again():
+def test_a_stopped_engine_is_killed_and_started_again(caplog):
+    caplog.set_level(logging.INFO, "onestem.server")
+
     async def live() -> None:
         launcher = EngineProcess(EngineOptions(), "tests.server.fake_engine:load")
         client = EngineClient(launcher, 4, engine_timeout=0.2)
-        seen = []
-        set_state = client._set_state
-        client._set_state = lambda state, error=None: (seen.append(state), set_state(state, error))
         await client.start()
-        first = client.pid
+        first = client.supervisor.pid
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(EngineDownError):
             await client.ask("prefixes")
-        assert "silent for 0.2 s" in client.error
+        assert "silent for 0.2 s" in client.supervisor.error
         with pytest.raises(EngineDownError, match="the engine is"):
-            client.check_up()
+            client.supervisor.check_up()
         async with asyncio.timeout(60):
-            while client.state != "running":
+            while client.supervisor.state != "running":
                 await asyncio.sleep(0.01)
-        assert client.pid != first
-        assert client.restarts == 1
-        assert seen == ["running", "stuck", "down", "running"]
+        assert client.supervisor.pid != first
+        assert client.supervisor.restarts == 1
+        seen = [record.getMessage() for record in caplog.records]
+        assert seen == ["engine_ready", "engine_stuck", "engine_down", "engine_ready"]
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
         await client.stop()

@@ -17,8 +17,17 @@ from onestem.errors import RequestError
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestMetrics, SamplingParams
 from onestem.server.link import worker as module
-from onestem.server.link.messages import Abort, Add, Answered, Ask, Begun, JobRequests, Unask
-from onestem.server.link.worker import RECENT_SECONDS, Worker, _Check
+from onestem.server.link.checks import Checks
+from onestem.server.link.messages import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Begun,
+    JobRequests,
+    Report,
+)
+from onestem.server.link.worker import RECENT_SECONDS, STATS_SECONDS, Worker
 from tests.server.fake_engine import load
 
 
@@ -29,6 +38,9 @@ class Channel:
     def send(self, message) -> None:
         self.sent.append(message)
 
+    def of(self, kind) -> list:
+        return [message for message in self.sent if isinstance(message, kind)]
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -38,10 +50,12 @@ def clock(monkeypatch):
 
 
 def made(seconds: float | None = 0.3):
-    """A worker, and its engine, whose steps take no time and bring nothing unless told."""
-    llm = load(EngineOptions())
+    """A worker, its engine, whose steps take no time and bring nothing unless told, and what the
+    server hears."""
+    llm, channel = load(EngineOptions()), Channel()
     engine = llm.engine
     engine.scheduler.budget.seconds = seconds
+    engine.has_unfinished = lambda: True
     engine.added, engine.bounds = [], []
     engine.add_request = lambda request, **whose: engine.added.append((request.request_id, whose))
     engine.abort = lambda name: None
@@ -51,7 +65,12 @@ def made(seconds: float | None = 0.3):
         return [], []
 
     engine.step_news = step
-    return Worker(llm, Channel(), leave=lambda: None), engine
+    return Worker(llm, channel, leave=lambda: None), engine, channel
+
+
+def brings(engine, finished: list[RequestState], going_on: list[RequestState]):
+    """The next steps have this news."""
+    engine.step_news = lambda: ([request_output(one) for one in finished], going_on)
 
 
 def add(name: str, number: int) -> Add:
@@ -59,55 +78,59 @@ def add(name: str, number: int) -> Add:
 
 
 def test_a_request_waits_in_its_keys_line(clock):
-    worker, engine = made()
-    worker._take(dataclasses.replace(add("a", 0), key="alice", weight=2.0))
-    worker._take_commands(wait=False)
+    worker, engine, channel = made()
+    worker.take(dataclasses.replace(add("a", 0), key="alice", weight=2.0))
+    worker.turn()
     assert engine.added == [("a", {"key": "alice", "weight": 2.0})]
     engine.on_begin(["a"])
-    assert worker._channel.sent == [Begun(["a"])]
+    assert channel.of(Begun) == [Begun(["a"])]
 
 
 def test_steps_of_jobs_are_short_while_the_next_request_may_come_any_moment(clock):
-    worker, engine = made(0.3)
-    worker._step()  # a job alone, and nobody has come yet
-    worker._take(add("a", 0))
-    worker._take_commands(wait=False)
-    worker._step()
-    worker._deltas.forget("a")
+    worker, engine, _ = made(0.3)
+    step = engine.step_news
+
+    def last():
+        return [request_output(state("a", finish_reason="stop"))], step()[1]
+
+    worker.turn()  # a job alone, and nobody has come yet
+    worker.take(add("a", 0))
+    engine.step_news = last
+    worker.turn()
+    engine.step_news = step
     clock.now += RECENT_SECONDS - 1
-    worker._step()
+    worker.turn()
     clock.now += 2
-    worker._step()
+    worker.turn()
     assert engine.bounds == [0.3, 0.3, pytest.approx(0.1), 0.3]
 
 
 def test_steps_without_a_bound_stay_so(clock):
-    worker, engine = made(None)
-    worker._take(add("a", 0))
-    worker._take_commands(wait=False)
-    worker._step()
-    worker._deltas.forget("a")
-    worker._step()
+    worker, engine, _ = made(None)
+    worker.take(add("a", 0))
+    worker.turn()
+    worker.take(Abort("a"))
+    worker.turn()
     assert engine.bounds == [None, None]
 
 
 def test_the_longest_step_of_jobs_alone_is_told_once(clock):
-    worker, engine = made()
+    worker, engine, channel = made()
 
     def slow():
         clock.now += 0.25
         return [], []
 
     engine.step_news = slow
-    worker._report(*worker._step())
-    engine.step_news = lambda: ([], [])
-    worker._report(*worker._step())
-    reports = worker._channel.sent
-    assert [report.job_step_seconds for report in reports] == [0.25, 0.0]
+    worker.turn()
+    brings(engine, [], [])
+    clock.now += STATS_SECONDS
+    worker.turn()
+    assert [report.job_step_seconds for report in channel.of(Report)] == [0.25, 0.0]
 
 
 def test_parts_of_a_job_number_its_groups_alike(clock):
-    worker, engine = made()
+    worker, engine, _ = made()
     parts = []
 
     def add_job(name, requests, *, first, groups):
@@ -116,29 +139,29 @@ def test_parts_of_a_job_number_its_groups_alike(clock):
     engine.add_job = add_job
     for name in ("a", "b"):
         request = Request(request_id=name, prompt_token_ids=[1])
-        worker._take(JobRequests("job", [request]))
-        worker._feed_jobs()
+        worker.take(JobRequests("job", [request]))
+        worker.turn()
     (first, second) = parts
     assert (first[:2], second[:2]) == (("job/0", ["a"]), ("job/1", ["b"]))
     assert first[2] is second[2]
 
 
 def test_a_part_that_the_engine_gives_up_costs_no_other_part(clock):
-    worker, engine = made()
+    worker, engine, _ = made()
     parts = []
     engine.add_job = lambda name, requests, **how: parts.append(requests)
     requests = [Request(request_id=name, prompt_token_ids=[1]) for name in "abc"]
-    worker._take(JobRequests("job", requests))
-    worker._feed_jobs()
+    worker.take(JobRequests("job", requests))
+    worker.turn()
     assert next(parts[0]).request_id == "a"
     parts[0].close()
-    worker._feed_jobs()
+    worker.turn()
     assert [one.request_id for one in parts[1]] == ["b", "c"]
 
 
 def test_a_request_that_cannot_be_taken_is_refused_and_the_engine_goes_on(clock):
     """Else each engine that is started would get it, and end."""
-    worker, engine = made()
+    worker, engine, channel = made()
 
     def add_request(request, **whose):
         if request.request_id == "bad":
@@ -147,10 +170,9 @@ def test_a_request_that_cannot_be_taken_is_refused_and_the_engine_goes_on(clock)
 
     engine.add_request = add_request
     for number, name in enumerate(("bad", "good")):
-        worker._take(add(name, number))
-    worker._take_commands(wait=False)
-    worker._report([], [])
-    (report,) = worker._channel.sent
+        worker.take(add(name, number))
+    worker.turn()
+    (report,) = channel.of(Report)
     assert report.refused == {"bad": "the request cannot be taken: IndexError: a fault"}
     assert engine.added == ["good"]
 
@@ -163,26 +185,32 @@ def test_a_worker_that_hears_nothing_any_more_leaves(error):
     channel.receive = Mock(side_effect=error)
     worker = Worker(llm, channel, leave=lambda: left.append(True))
     with contextlib.suppress(type(error)):
-        worker._receive()
+        worker.receive()
     assert left == [True]
 
 
 def test_who_is_gone_before_it_joined_is_never_added(clock):
-    worker, engine = made()
-    worker._take(add("a", 0))
-    worker._take(Abort("a"))
-    worker._take_commands(wait=False)
+    worker, engine, channel = made()
+    worker.take(add("a", 0))
+    worker.take(Abort("a"))
+    gone = state("a")
+    answer(gone, [5], "x")
+    brings(engine, [], [gone])
+    worker.turn()
     assert engine.added == []
-    assert not len(worker._deltas)
+    (report,) = channel.of(Report)
+    assert not report.tokens.requests
+    assert not report.deltas
 
 
-def state(name: str, **params) -> RequestState:
+def state(name: str, finish_reason: str | None = None, **params) -> RequestState:
     """A request with one sequence, which has answered nothing."""
     request = Request(
         request_id=name, prompt_token_ids=[1], params=SamplingParams(**params), stream=True
     )
     made = RequestState(request, 0, RequestMetrics())
     made.sequences.append(Sequence(made, 0, array("i", [1])))
+    made.sequences[0].finish_reason = finish_reason
     return made
 
 
@@ -194,21 +222,23 @@ def answer(state: RequestState, ids: list[int], text: str, logprobs: list = ()) 
 
 
 def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
-    worker, _ = made()
+    worker, engine, channel = made()
     for number, name in enumerate(("a", "b", "c")):
-        worker._take(add(name, number))
-    worker._take_commands(wait=True)
+        worker.take(add(name, number))
     a, b, c = state("a"), state("b"), state("c", logprobs=0)
     answer(a, [5], "x")
     answer(b, [6, 7], "yz")
-    worker._report([], [a, b])
+    brings(engine, [], [a, b])
+    worker.turn()
     answer(a, [8], " ")
     b.sequences[0].finish_reason = "stop"
-    worker._report([request_output(b)], [a])
+    brings(engine, [b], [a])
+    worker.turn()
     answer(b, [6], "late")
     answer(c, [9], "", logprobs=[{9: -0.5}])
-    worker._report([], [c, b])
-    first, second, third = worker._channel.sent
+    brings(engine, [], [c, b])
+    worker.turn()
+    first, second, third = channel.of(Report)
     assert (list(first.tokens.requests), list(first.tokens.token_ids)) == ([0], [5])
     assert first.tokens.texts == ["x"]
     assert [(d.request_id, d.pieces[0].token_ids) for d in first.deltas] == [("b", [6, 7])]
@@ -225,55 +255,57 @@ class PanicException(BaseException):
     """As a library in Rust raises it: no `Exception`."""
 
 
+class AtOnce:
+    """A pool that runs what it is given while it is given it."""
+
+    def submit(self, call, *arguments):
+        call(*arguments)
+
+
+def checked(prepare, pool=None) -> tuple[Checks, list[Answered]]:
+    answers: list[Answered] = []
+    engine = SimpleNamespace(prepare=prepare)
+    return Checks(engine, answers.append, pool or AtOnce()), answers
+
+
 @pytest.mark.parametrize("error", [RecursionError("too deep"), PanicException("overflow")])
-def test_whoever_asks_gets_an_answer_whatever_goes_wrong(clock, error):
-    worker, engine = made()
-
-    def prepare(request, key, weight):
-        raise error
-
-    engine.prepare = prepare
-    worker._validate(Ask(7, "validate", None), _Check())
-    worker._take_commands(wait=True)
-    worker._report([], [])
-    answer = worker._channel.sent[-1]
-    assert isinstance(answer, Answered)
+def test_whoever_asks_gets_an_answer_whatever_goes_wrong(error):
+    checks, answers = checked(Mock(side_effect=error))
+    checks.begin(Ask(7, "validate"))
+    (answer,) = answers
     assert (answer.token, answer.fault) == (7, False)
     assert f"{type(error).__name__}: {error}" in answer.error
 
 
-def test_a_grammar_that_nobody_waits_for_is_cancelled(clock):
-    worker, engine = made()
-    grammars = [Future(), Future()]
-    engine.prepare = lambda number, key, weight: grammars[number]
-    worker._waited_for = {number: _Check() for number in range(3)}
-    checks = dict(worker._waited_for)
-    messages = [Unask(0), Unask(2)]
+def test_an_answer_goes_out_with_the_next_report(clock):
+    worker, _, channel = made()
+    worker.take(Answered(7))
+    worker.turn()
+    assert isinstance(channel.sent[-2], Report)
+    assert channel.sent[-1] == Answered(7)
 
-    def receive():
-        if messages:
-            return messages.pop(0)
-        raise EOFError
 
-    for number in range(2):
-        worker._validate(Ask(number, "validate", number), checks[number])
-    worker._channel.receive = receive
-    worker._receive()
-    worker._validate(Ask(2, "validate", 99), checks[2])  # it is not even checked
+def test_a_grammar_that_nobody_waits_for_is_cancelled():
+    grammars, waiting = [Future(), Future()], []
+    pool = SimpleNamespace(submit=lambda *call: waiting.append(call))
+    checks, _ = checked(lambda number, key, weight: grammars[number], pool)
+    for number in range(3):
+        checks.begin(Ask(number, "validate", number if number < 2 else 99))
+    for call, *arguments in waiting[:2]:
+        call(*arguments)
+    checks.drop(0)
+    checks.drop(2)
+    call, *arguments = waiting[2]
+    call(*arguments)  # it is not even checked
     assert [grammar.cancelled() for grammar in grammars] == [True, False]
-    assert worker._waited_for.keys() == {1}
+    assert len(checks) == 1
 
 
-def test_a_grammar_that_is_compiled_holds_up_no_other_question(clock):
-    worker, engine = made()
+def test_a_grammar_that_is_compiled_holds_up_no_other_question():
     grammars = [Future() for _ in range(99)]
-    engine.prepare = lambda number, key, weight: grammars[number] if number < 99 else None
+    checks, answers = checked(lambda number, key, weight: grammars[number] if number < 99 else None)
     for number in range(100):
-        worker._validate(Ask(number, "validate", number), _Check())
-    worker._take_commands(wait=True)
+        checks.begin(Ask(number, "validate", number))
     grammars[3].set_exception(RequestError("too costly"))
     grammars[4].set_result("a grammar")
-    worker._take_commands(wait=True)
-    worker._report([], [])
-    answers = [one for one in worker._channel.sent if isinstance(one, Answered)]
     assert [(one.token, one.error) for one in answers] == [(99, None), (3, "too costly"), (4, None)]

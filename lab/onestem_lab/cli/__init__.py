@@ -10,7 +10,7 @@ from onestem_lab.lengths import FORMS
 
 __all__ = ["app"]
 
-LENGTHS = f"LENGTHS: {FORMS} (docs/benchmarks.md). The seed draws them."
+LENGTHS = f"LENGTHS: {FORMS} (lab/notes/benchmarks.md). The seed draws them."
 
 app = typer.Typer()
 app.command("attention", cls=HintingCommand)(attention.attention)

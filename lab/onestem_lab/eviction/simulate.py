@@ -16,7 +16,7 @@ from onestem.cache import PagePool, PrefixCache
 from onestem.cache.idle import IdleRuns
 from onestem.engine.outputs import EngineStats
 from onestem.engine.schedule.admission import SequenceFactory
-from onestem.engine.schedule.memory import PinnedPrefixes
+from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import HybridQueue, PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import Edits, Sequence

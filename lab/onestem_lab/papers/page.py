@@ -1,4 +1,4 @@
-"""The papers' claims, and what our runs say of each: docs/papers.md.
+"""The papers' claims, and what our runs say of each: lab/notes/papers.md.
 
     python -m onestem_lab.papers.page
 
@@ -20,11 +20,11 @@ from onestem_lab.papers.experiment import THEORY, Experiment
 from onestem_lab.papers.registry import EXPERIMENTS
 from onestem_lab.papers.run import UNKNOWN
 from onestem_lab.papers.table import figures_of, found_in, number, rank, span, stated_in
+from onestem_lab.results import LAB
 from onestem_lab.results import RESULTS as ALL_RESULTS
-from onestem_lab.results import ROOT
 
 RESULTS = ALL_RESULTS / "paper"
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = LAB / "notes" / "papers.md"
 HEAD = """# The papers' claims
 
 What four papers claim of their methods, and what this engine measures.

@@ -69,7 +69,7 @@ def run_experiment(
     turns: dict[Any, list[Cell]] = {}
     steps = experiment.measure.steps(bench)
     first = steps[:1] if isinstance(experiment.measure, JobRuns) else []
-    for job in first:  # a process's first job is slower than the next (docs/papers.md)
+    for job in first:  # a process's first job is slower than the next (lab/notes/papers.md)
         list(job())
     for step in progress(steps * bench.repeat):
         for cell in step():

@@ -10,13 +10,13 @@ from array import array
 from typing import Any
 
 from onestem.options import EngineOptions
+from onestem.server.link.channel import Channel
 from onestem.server.link.messages import (
     Abort,
     Add,
     Answered,
     Ask,
     Begun,
-    Channel,
     Facts,
     Ready,
     Report,

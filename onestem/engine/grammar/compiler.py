@@ -57,7 +57,7 @@ _MOST_CHECKED = 1_000
 _MANY_CORES = 8
 # Of a grammar that the machine has no time or memory for.
 MOST_TRIES = 3
-# Stands before a control token's name in its bytes. No UTF-8 has it, so no text and no character
+# Precedes a control token's name in its bytes. No UTF-8 has it, so no text and no character
 # class admits the token, only a structural tag that names it.
 _CONTROL = b"\xff"
 
@@ -109,7 +109,7 @@ class _Task:
     """A format that is being compiled, or waits for its turn.
 
     Attributes:
-        waiting: futures of those who wait for it, each with a key and its weight.
+        waiting: the callers' futures, each with a key and its weight.
         place: of the try that it waits for.
         begun: whether it is being compiled; trial: the process that does so.
         tries: how often the machine had too little time or memory for it.
@@ -231,11 +231,11 @@ class GrammarCompiler:
         self, response_format: Mapping[str, Any] | None, key: str = "", weight: float = 1.0
     ) -> Future[Grammar] | None:
         """A future with the grammar, or the error that `compile` raises. None where the format is
-        text. Who cancels it does not wait for the grammar any more; if nobody else does, compiling
-        ends. Checking a large schema takes 10 ms, so that is done where it is compiled.
+        text. Cancelling it gives up the grammar; if nobody else waits for it, compiling ends.
+        Checking a large schema takes 10 ms, so that is done where it is compiled.
 
         Args:
-            key: who asks; keys take turns.
+            key: of the request; keys take turns.
             weight: the key's share.
 
         Raises:
@@ -276,7 +276,7 @@ class GrammarCompiler:
     def _wait(
         self, grammar: Future[Grammar], name: str, wanted: _Wanted, key: str, weight: float
     ) -> None:
-        """Have a format compiled for somebody, who gets it by `grammar`."""
+        """Have a format compiled for a caller, which gets it by `grammar`."""
         task = self._tasks.get(name)
         if task is None:
             task = self._tasks[name] = _Task(name, wanted)
@@ -297,7 +297,7 @@ class GrammarCompiler:
                 task.trial.end()
 
     def _try(self, task: _Task, place: int) -> None:
-        """Compile a task, and tell those who wait for it."""
+        """Compile a task, and answer the callers that wait for it."""
         with self._lock:
             # Somebody may have queued it again just when it was taken.
             if task.begun or task.place != place or self._tasks.get(task.key) is not task:
@@ -334,7 +334,7 @@ class GrammarCompiler:
                 grammar.set_exception(result)
 
     def _is_tried_again(self, task: _Task, result: object) -> bool:
-        """Whether a task queues anew: it may take longer at the next try, or the machine was busy
+        """Whether a task queues again: it may take longer at the next try, or the machine was busy
         with other work."""
         if not isinstance(result, CostlyGrammarError):
             return False

@@ -37,7 +37,7 @@ _USE = re.compile(
     r'|(?P<rule>\w++)\{(?P<least>\d++), (?P<most>-?\d++)\} "\\""'
 )
 _QUOTED = re.compile(rb'"((?:[^\x00-\x1f"\\]|\\["\\/bfnrt])*+\\?)')
-_OPENING = frozenset(b":,[{ \n\r\t")  # what stands before a value in JSON
+_OPENING = frozenset(b":,[{ \n\r\t")  # what precedes a value in JSON
 
 
 class Refused(Exception):
@@ -185,7 +185,7 @@ def longest_entry(tokens: Iterable[bytes], *, in_json: bool) -> int:
     that opens a string could exceed it unseen.
 
     Args:
-        in_json: the quote stands where a value of JSON begins.
+        in_json: the quote is where a value of JSON begins.
     """
     longest = 0
     for token in tokens:

@@ -42,7 +42,7 @@ _MUST_ESCAPE = frozenset((*map(chr, range(0x20)), '"', "\\"))
 def pattern_fault(pattern: str) -> str | None:
     """What of a pattern is not enforced, as a noun for an error; None: nothing.
 
-    The compiler reads ECMA-262 patterns as if they stood between `^` and `$`, which is stricter and
+    The compiler reads ECMA-262 patterns as if they were between `^` and `$`, which is stricter and
     so harmless. It ignores anchors elsewhere, lookarounds and unknown escapes. It also writes
     characters that JSON must escape as they are.
     """
@@ -286,7 +286,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _of_values(schema: Schema) -> str | None:
-    """`const` and `enum` are taken as they are, whatever stands beside them."""
+    """`const` and `enum` are taken as they are, whatever is beside them."""
     values = [schema["const"]] if "const" in schema else schema.get("enum", ())
     names = type_names(schema)
     for value in values:

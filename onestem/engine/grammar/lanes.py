@@ -1,4 +1,4 @@
-"""Who compiles next: grammars wait in lanes, and keys take turns in each.
+"""Which grammar is compiled next: they wait in lanes, and keys take turns in each.
 
 The next grammar is one of the key that has had the least of its share of a lane's time (stride
 scheduling, as `schedule.backlog.Turns` for requests). So a key with many costly grammars holds back

@@ -20,7 +20,7 @@ class TokenRules:
     Args:
         vocab_size: of the logits.
         allowed: ids that may be sampled; None: all.
-        bad: token ids of words that may not stand in the answer.
+        bad: token ids of words that the answer may not contain.
         grammar: of the same sequence.
     """
 

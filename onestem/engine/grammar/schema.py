@@ -1,7 +1,7 @@
 """JSON schemas of `response_format`: what is one, and what the grammar compiler enforces.
 
-The compiler ignores keywords that it does not know, and some that it knows where they stand beside
-others. An answer that breaks its schema is worse than an error, so all of these are refused here,
+The compiler ignores keywords that it does not know, and some that it knows where others are beside
+them. An answer that breaks its schema is worse than an error, so all of these are refused here,
 and nothing is left for the compiler to warn of.
 """
 

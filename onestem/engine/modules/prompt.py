@@ -51,7 +51,7 @@ class PmlPrompt:
 
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
-        stretches: where they and the answer stand, and which runs they may share: those of prompts
+        stretches: where they and the answer are, and which runs they may share: those of prompts
             that see the same modules.
         encoded: segments that are computed once for all prompts, and their placeholders, each
             after those that it attends to.

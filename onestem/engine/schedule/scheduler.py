@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 from onestem.cache import ModuleRun, PrefixCache, Run
 from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
-from onestem.engine.schedule.memory import PinnedPrefixes, PlannedGroups, explain
+from onestem.engine.schedule.groups import PlannedGroups
+from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import RequestQueue
+from onestem.engine.schedule.reuse import explain
 from onestem.engine.schedule.room import ReservedPages
 from onestem.engine.schedule.throttle import JobShare, StepBudget
 from onestem.engine.sequence import Chunk, Edits, RequestState, Sequence

@@ -113,7 +113,7 @@ def _growth(normalizer: dict[str, Any]) -> float:
         if isinstance(content, str) and step.get("type") in ("Replace", "Prepend"):
             pattern = _object(step.get("pattern")).get("String")
             replaced = len(pattern) if isinstance(pattern, str) else 0
-            # An empty match stands beside each character, which stays.
+            # An empty match is beside each character, which stays.
             growth *= max(1.0, len(content) / replaced if replaced else 1 + len(content))
     return growth
 

@@ -1,7 +1,7 @@
 """Chat templates are programs that a model brings: one may never end, or take all memory. So a
 server renders them in a process that the kernel ends at its limits (`onestem.children`).
 
-Elsewhere they are rendered here, in a quarter of the time: who runs a job can end it.
+Elsewhere they are rendered here, in a quarter of the time: whoever runs a job can end it.
 """
 
 from __future__ import annotations

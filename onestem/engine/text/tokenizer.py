@@ -6,7 +6,7 @@ Two rules hold everywhere:
   gives the tokens of those characters, never the control token of that name. Control tokens come
   from the tokenizer's post-processing, from the chat template, and from callers: in ids, and by
   their names in a raw text (`RawText`), but for its quoted parts.
-* The beginning-of-sequence token stands once, where the tokenizer's own post-processing puts one;
+* The beginning-of-sequence token appears once, where the tokenizer's own post-processing puts one;
   also where a chat template or a raw text writes it itself, and where they leave it out.
 
 Decoding is defined over bytes. A token stands for bytes (`token_bytes`), the first token of a text
@@ -108,7 +108,7 @@ class Tokenizer:
         named = (self.eos_token_id, getattr(hugging_face, "eot_token_id", None))
         self.end_ids = tuple(token for token in named if token is not None)
         unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
-        #: stands in an argument's place while a module is encoded alone (PML)
+        #: takes an argument's place while a module is encoded alone (PML)
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
         # Characters may become the unknown token; that forges nothing.
         self._unforgeable = self.special_ids - {hugging_face.unk_token_id}
@@ -531,7 +531,7 @@ class Tokenizer:
 
     @cached_property
     def _anchor(self) -> tuple[int, str]:
-        """An ordinary token and its text: what stands after it does not come first."""
+        """An ordinary token and its text: what follows it does not come first."""
         for token_id in range(self.vocab_size):
             if token_id in self.special_ids or self._fallback_byte(token_id) is not None:
                 continue

@@ -75,7 +75,7 @@ OPERANDS: gl.constexpr = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] 
 def _words(at, there, HALVES: gl.constexpr, LOWER: gl.constexpr):
     """The words of a chunk, of the upper and the lower row, by half. They are read once, so they
     need no place in the first cache."""
-    # No other value where nothing is: whatever stands in the registers, its scale is 0.
+    # No other value where nothing is: whatever is in the registers, its scale is 0.
     upper = gl.load(at, there, cache_modifier=".cg")
     lower = gl.load(at + LOWER, there, cache_modifier=".cg")
     if HALVES == 1:

@@ -72,7 +72,7 @@ def _exchange(
     """Of x, `size` values on each rank, all get: the sum, in x ("sum"); rank 0's, in x ("first");
     or all of them ("gather"), in out `[size / width, RANKS * width]`.
 
-    A program has `chunk` values in each round. Parts have two places, used in turn: who is in the
+    A program has `chunk` values in each round. Parts have two places, used in turn: a rank in the
     next round has read those of this one.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)

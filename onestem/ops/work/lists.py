@@ -208,7 +208,7 @@ class Choice:
 
 
 class KeptChoice:
-    """The last `Choice` of an engine's steps, for those after it; now and then it is made anew."""
+    """The last `Choice` of an engine's steps, for those after it; now and then it is made again."""
 
     def __init__(self) -> None:
         self._choice: Choice | None = None

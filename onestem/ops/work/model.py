@@ -63,7 +63,7 @@ class CostModel:
         multiply: whether there are items of the widest tiles.
 
     From `late_ns` to `part_ns` all are fitted to the measured times of trees and of other decode
-    steps (docs/gpu-attention.md).
+    steps (lab/notes/gpu-attention.md).
     """
 
     tiles: tuple[Tile, ...]

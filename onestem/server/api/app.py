@@ -310,7 +310,7 @@ async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
 async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
     """Token ids of a text or of a conversation."""
     body = await _json(request, service, tenant)
-    service.client.check_up()
+    service.client.supervisor.check_up()
     return await service.in_thread(tokenize_body, service, body)
 
 
@@ -318,7 +318,7 @@ async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
 async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
     """The text of token ids."""
     body = await _json(request, service, tenant)
-    service.client.check_up()
+    service.client.supervisor.check_up()
     return await service.in_thread(detokenize_body, service, body)
 
 
@@ -328,7 +328,7 @@ async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
 @open_routes.get("/health")
 async def health(service: Serves) -> Response:
     """200 while requests are taken, 503 while not."""
-    state = "stopping" if service.stopping.is_set() else service.client.state
+    state = "stopping" if service.stopping.is_set() else service.client.supervisor.state
     status = 200 if state == "running" else 503
     return JSONResponse({"status": "ok" if status == 200 else state}, status)
 

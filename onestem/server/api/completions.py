@@ -100,7 +100,7 @@ async def _submitted(service: Service, kind: Kind, http: HttpRequest, tenant: Te
 
 async def _read_call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
     service.check_model(asked.model)
-    service.client.check_up()
+    service.client.supervisor.check_up()
     tokenizer = service.bounded_tokenizer
     if tokenizer is not None and asked.tools is not None:
         form, token_of = tokenizer.tool_form, tokenizer.control_token
@@ -134,7 +134,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         return_token_ids=asked.return_token_ids or service.tokenizer is None,
         echo=asked.echo,
         tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
-        chunk_size=service.client.chunk_size,
+        chunk_size=service.client.requests.chunk_size,
         arrived=arrived,
         seconds=asked.timeout or service.settings.timeout,
     )

@@ -59,7 +59,7 @@ async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> 
     """Compute nothing until /resume. Requests that run get an error (abort) or wait (keep)."""
     await _told(service, "pause")
     if mode == "abort":
-        service.client.fail_all(EngineDownError("the server was paused: try again later"))
+        service.client.requests.fail_all(EngineDownError("the server was paused: try again later"))
     return {"status": "paused"}
 
 

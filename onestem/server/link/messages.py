@@ -1,12 +1,7 @@
-"""Messages between the server and the engine process, and how they are written on a socket."""
+"""Messages between the server and the engine process: first those to it, then those from it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import pickle
-import socket
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +25,6 @@ __all__ = [
     "Answered",
     "Ask",
     "Begun",
-    "Channel",
     "Delta",
     "Facts",
     "Failed",
@@ -45,11 +39,7 @@ __all__ = [
     "Tokens",
     "Unask",
     "Unpin",
-    "frame",
-    "read_message",
 ]
-
-# ------------------------------------------------------------------------- to the engine process
 
 
 @dataclass(frozen=True)
@@ -124,9 +114,6 @@ class Unask:
 @dataclass(frozen=True)
 class Stop:
     pass
-
-
-# ------------------------------------------------------------------------- to the server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,57 +241,3 @@ class Answered:
     error: str | None = None
     fault: bool = True
     lasts: bool = True
-
-
-# ----------------------------------------------------------------------------- wire
-# Messages between the server and the engine process: a length, then a pickled value.
-#
-# Both ends are the same program on the same machine, over a socket that no other process holds.
-
-LENGTH = struct.Struct("!Q")
-BUFFER_BYTES = 4 << 20
-
-
-def frame(message: object) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
-
-
-class Channel:
-    """The engine process's end: blocking. One thread sends, another receives."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        end.setblocking(True)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        self._file = end.makefile("rb")
-
-    def send(self, message: object) -> None:
-        self._socket.sendall(frame(message))
-
-    def receive(self) -> Any:
-        """The next message; raises `EOFError` when the other end is gone."""
-        head = self._file.read(LENGTH.size)
-        if head is None or len(head) < LENGTH.size:
-            raise EOFError("the other process has closed the channel")
-        (size,) = LENGTH.unpack(head)
-        body = self._file.read(size)
-        if body is None or len(body) < size:
-            raise EOFError("the other process has closed the channel")
-        return pickle.loads(body)
-
-    def close(self) -> None:
-        """Close the channel; this also wakes a thread that is receiving."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._file.close()
-        self._socket.close()
-
-
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    """The next message at the server's end; raises `EOFError` when the engine process is gone."""
-    try:
-        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return pickle.loads(await reader.readexactly(size))
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise EOFError("the engine process has closed the channel") from error

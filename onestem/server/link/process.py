@@ -10,7 +10,7 @@ import sys
 
 from onestem.options import EngineOptions
 from onestem.processes import python_module
-from onestem.server.link.messages import BUFFER_BYTES, frame
+from onestem.server.link.channel import BUFFER_BYTES, frame
 
 __all__ = ["EngineProcess", "connect"]
 

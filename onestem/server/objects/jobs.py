@@ -209,7 +209,7 @@ class Jobs:
         """Run the next batch, or wait for one."""
         self._wake.clear()
         chosen = await asyncio.to_thread(self._choose)
-        if chosen is None or self._client.state != "running":
+        if chosen is None or self._client.supervisor.state != "running":
             await self._wake.wait()
             return
         owner, record = chosen
@@ -584,7 +584,7 @@ class JobAttempt:
         self._sink = _Sink()  # news of an earlier call concern nobody
         sent = pulled = 0
         exhausted = False
-        self._on_loop(self._client.open_job, self._name, self._sink)
+        self._on_loop(self._client.jobs.open, self._name, self._sink)
         try:
             while not exhausted or names:
                 if not exhausted and sent - pulled <= WINDOW // 2:
@@ -605,7 +605,7 @@ class JobAttempt:
                     self.num_answered += 1
                     yield dataclasses.replace(news, request_id=names.pop(news.request_id))
         finally:
-            self._on_loop(self._client.close_job, self._name)
+            self._on_loop(self._client.jobs.close, self._name)
 
     def _hand_over(self, requests: list[Request], names: dict[str, str]) -> None:
         self.check()
@@ -619,7 +619,7 @@ class JobAttempt:
                 )
             )
         if renamed:
-            self._on_loop(self._client.send_job, self._name, renamed)
+            self._on_loop(self._client.jobs.send, self._name, renamed)
 
 
 class Told:

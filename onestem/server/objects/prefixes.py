@@ -179,7 +179,7 @@ class Prefixes:
             raise ApiError(
                 409, f"{name!r} is a prefix of the operator's: choose another name", param="name"
             )
-        self._client.check_up()
+        self._client.supervisor.check_up()
         self._client.check_awake()
         prefix = await asyncio.to_thread(self._new, tenant.name, name, source)
         async with self._lock:

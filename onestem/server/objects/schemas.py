@@ -280,7 +280,7 @@ async def _compute_modules(
     """
     job = f"encode-{encoding.layout.schema.name}-{secrets.token_hex(8)}"
     sink = _Sink()
-    client.open_job(job, sink)
+    client.jobs.open(job, sink)
     try:
         prompts = enumerate(encoding_prompts(encoding))
         while part := [
@@ -289,11 +289,11 @@ async def _compute_modules(
         ]:
             for request in part:
                 await client.ask("validate", request)
-            client.send_job(job, part, first=True)  # a client or the start waits for it
+            client.jobs.send(job, part, first=True)  # a client or the start waits for it
             for _ in part:
                 _check(await sink.next())
     finally:
-        client.close_job(job)
+        client.jobs.close(job)
 
 
 def _request(name: str, compiled: CompiledPrompt, cache_salt: str, common: bool) -> Request:

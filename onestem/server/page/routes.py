@@ -109,11 +109,11 @@ async def state_of(service: Service, history_after: float = 0.0) -> dict[str, An
         "time": time.time(),
         "model": _model(service),
         "engine": {
-            "state": client.state,
-            "pid": client.pid,
-            "restarts": client.restarts,
-            "since": client.since,
-            "error": client.error,
+            "state": client.supervisor.state,
+            "pid": client.supervisor.pid,
+            "restarts": client.supervisor.restarts,
+            "since": client.supervisor.since,
+            "error": client.supervisor.error,
             "steps": int(client.stats.get("steps", 0)),
             "job_step_seconds": client.job_step_seconds,
         },
@@ -168,7 +168,7 @@ def _owner(service: Service, kind: str, name: str) -> str:
     if kind == "job":
         return f"job {name}"
     if kind == "interactive":
-        key = service.client.key_of(name)
+        key = service.client.requests.key_of(name)
         return f"key {key}" if key else "requests"
     return f"prefix {service.prefixes.shown(name)}"
 
@@ -186,12 +186,12 @@ def _run(service: Service, run: Mapping[str, Any]) -> dict[str, Any]:
 def _queue(service: Service) -> dict[str, Any]:
     client = service.client
     return {
-        "waiting": client.num_waiting,
+        "waiting": client.requests.num_waiting,
         "running": client.num_running,
-        "limit": client.queue_limit,
+        "limit": client.requests.queue_limit,
         "by_key": [
             {"key": key or None, "waiting": waiting, "running": sent}
-            for key, (waiting, sent) in client.by_key().items()
+            for key, (waiting, sent) in client.requests.by_key().items()
         ],
     }
 

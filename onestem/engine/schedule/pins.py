@@ -1,39 +1,24 @@
-"""Prefixes that stay in KV memory: pinned ones, and those of planned groups.
-And why a prompt shares what it shares."""
+"""Prefixes that callers pin: they stay in KV memory."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from onestem.cache import PrefixCache, Run
 from onestem.engine.schedule.queue import InteractiveQueue
-from onestem.engine.sequence import RequestState, Sequence, stretches_of
+from onestem.engine.sequence import Sequence, stretches_of
 from onestem.errors import RequestError
-from onestem.request import ONE_TOKEN, Request, Rerendered, Reuse
+from onestem.request import ONE_TOKEN, Request
 
-__all__ = [
-    "PREFIXES",
-    "PinnedPrefixes",
-    "PlannedGroups",
-    "PrefixInfo",
-    "PrefixRequest",
-    "explain",
-    "prefix_id",
-]
+__all__ = ["PREFIXES", "PinnedPrefixes", "PrefixInfo", "PrefixRequest", "prefix_id"]
 
 PREFIXES = ":prefixes"
 """The key of requests for pinned prefixes, so that they do not wait for a backlog."""
-
-SHOWN = 4  # tokens of runs beside a prompt's own, for an explanation
-SHOWN_ANSWER = 16  # tokens of an answer that a prompt leaves
-LOOKED_AT = 16  # newest runs beside one, among which an answer is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,138 +204,3 @@ class PinnedPrefixes:
     def runs(self) -> dict[Run, str]:
         """All prefixes' runs, with those above them, and the name of a prefix on each."""
         return {run: p.name for p in self._pins.values() if p.run for run in p.run.path()}
-
-
-class PlannedGroups:
-    """Members of each group that are here, and what is pinned for it.
-
-    Args:
-        cache: where the prefixes are.
-        is_open: whether further members of a group may still come.
-    """
-
-    def __init__(self, cache: PrefixCache, is_open: Callable[[int], bool]) -> None:
-        self._cache = cache
-        self._is_open = is_open
-        self._pins: dict[int, Run] = {}
-        self._members: dict[int, set[RequestState]] = {}
-
-    @property
-    def num_pinned(self) -> int:
-        """Prefixes that are kept."""
-        return len(self._pins)
-
-    def admitted(self, sequence: Sequence) -> None:
-        """Note that a member was admitted: its group's prefix stays from now on."""
-        request = sequence.state.request
-        group = request.group
-        if group is None or not self._cache.enabled:
-            return
-        self._members.setdefault(group, set()).add(sequence.state)
-        if group in self._pins or request.group_prefix_tokens <= 0:
-            return
-        limit = min(request.group_prefix_tokens, len(request.prompt_token_ids) - 1)
-        ids = sequence.ids()[:limit].copy()
-        node, matched = self._cache.tree.match(ids, limit, sequence.stretches)
-        if matched == limit > 0:
-            self._cache.pin(node)
-            self._pins[group] = node
-
-    def finished(self, state: RequestState) -> None:
-        """Note that a sequence of a request has ended."""
-        group = state.request.group
-        if group is None or not state.finished:
-            return
-        self._members.get(group, set()).discard(state)
-        self.release_closed()
-
-    def release_closed(self) -> None:
-        """Release what groups keep that have no member here and can get none."""
-        members = self._members.items()
-        self._release([g for g, left in members if not left and not self._is_open(g)])
-
-    def release_all(self) -> None:
-        """Release all planned prefixes."""
-        self._release(list(self._pins))
-
-    def release_jobs(self) -> bool:
-        """Release what groups of jobs keep; False: nothing."""
-        members = self._members.items()
-        groups = [g for g, left in members if any(m.request.priority == "job" for m in left)]
-        pinned = [group for group in groups if group in self._pins]
-        self._unpin(pinned)
-        return bool(pinned)
-
-    def _release(self, groups: list[int]) -> None:
-        for group in groups:
-            self._members.pop(group, None)
-        self._unpin(groups)
-
-    def _unpin(self, groups: list[int]) -> None:
-        for group in groups:
-            node = self._pins.pop(group, None)
-            if node is not None:
-                self._cache.unpin(node)
-
-
-def explain(sequence: Sequence, path: list[Run], prefix: str | None) -> Reuse:
-    """Args:
-    sequence: newly admitted: the runs that it is to compute are its own.
-    path: its runs.
-    prefix: the longest pinned prefix on it.
-    """
-    own = next((run for run in path if run.owner is sequence and run.computed == 0), None)
-    matched = own.start if own is not None else len(sequence.tokens)
-    beside = _beside(own) if own is not None else ()
-    at_end = matched >= sequence.match_limit
-    return Reuse(
-        matched_tokens=matched,
-        prefix=prefix,
-        ended="prompt" if at_end else "differs" if beside else "new",
-        here=sequence.tokens[matched] if matched < len(sequence.tokens) else None,
-        there=() if at_end else beside,
-        rerendered=_rerendered(own) if own is not None and not at_end else None,
-    )
-
-
-def _beside(own: Run) -> tuple[int, ...]:
-    """First tokens of the other runs of the same label that begin where this one does. What another
-    salt has stored is not shown."""
-    assert own.parent is not None
-    others = (run for run in own.parent.children.values() if run is not own)
-    return tuple(islice((run.tokens[0] for run in others if run.label == own.label), SHOWN))
-
-
-def _rerendered(own: Run) -> Rerendered | None:
-    """What a prompt leaves that goes on, as `own`, from inside an answer that has ended. O(1) where
-    there is no answer, otherwise O(runs of the conversation's path)."""
-    assert own.parent is not None
-    if own.parent.answer_at > own.start:
-        return None
-    left = _newest(own.parent, own, lambda run: run.answer_at <= own.start)
-    if left is None or left.grows:
-        return None
-    lost = list(_below(left))
-    earlier = (token for run in lost for token in run.tokens[: min(run.computed, SHOWN_ANSWER)])
-    return Rerendered(
-        at=own.start,
-        num_tokens=sum(run.computed for run in lost),
-        offset=own.start - left.answer_at,
-        earlier=tuple(islice(earlier, SHOWN_ANSWER)),
-    )
-
-
-def _below(run: Run) -> Iterator[Run]:
-    """A run and the newest runs that follow it, as far as they have ended."""
-    following: Run | None = run
-    while following is not None and not following.grows:
-        yield following
-        following = _newest(following, run, lambda _: True)
-
-
-def _newest(parent: Run, like: Run, wanted: Callable[[Run], bool]) -> Run | None:
-    """The newest `wanted` run below another, of the label of `like` and not `like` itself."""
-    children = islice(reversed(parent.children.values()), LOOKED_AT)
-    return next(
-        (c for c in children if c is not like and c.label == like.label and wanted(c)), None
-    )

@@ -1,0 +1,168 @@
+"""Writes docs/cli.md from the commands' own help; see `scripts/docs`.
+
+Options that verbs share (those of the engine, and of a job's input) are listed once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from onestem.checked import words
+from onestem.cli.app import app
+from onestem.options import EngineOptions, InputOptions, Options
+from onestem.server.settings import Settings
+
+__all__ = ["PAGE", "page"]
+
+PAGE = Path(__file__).parents[1] / "cli.md"
+SHARED: tuple[type[Options], ...] = (EngineOptions, InputOptions)
+HAS_ALL = "batch"  # a verb that offers all options of both
+HEAD = """# Command line
+
+LLM inference for prompts that share text. `onestem --version` prints the version; `-h` or
+`--help` after any verb, its help.
+
+"""
+
+
+def page() -> str:
+    """The page, from the tree of commands."""
+    root = typer.main.get_command(app)
+    shared = _shared(root.commands[HAS_ALL])  # type: ignore[attr-defined]
+    parts = [HEAD, ", ".join(_links(root, "onestem")), ".\n\n"]
+    for kind in SHARED:
+        parts += [f"## {_title(kind)}\n\n", _intro(kind)]
+        parts += ["".join(f"* {record}\n" for record in shared[kind].values()), "\n"]
+    parts += _verbs(root, "onestem", 2, shared, set())
+    return "".join(parts).rstrip() + "\n"
+
+
+Records = Mapping[type[Options], Mapping[str, str]]
+
+
+def _shared(verb: Any) -> Records:
+    """By kind: flag -> what its line says."""
+    context = verb.make_context("batch", [], resilient_parsing=True)
+    return {
+        kind: {
+            one.opts[0]: _record(one, context, kind)
+            for one in verb.params
+            if getattr(one, "rich_help_panel", None) == kind.panel
+        }
+        for kind in SHARED
+    }
+
+
+def _record(one: Any, context: Any, kind: type[Options] | None) -> str:
+    """`--name <type>`: what it does; and its range, where `kind` declares one."""
+    name, told = one.get_help_record(context) or ("", "")
+    if kind is not None:
+        fields = {f"--{flag}": field for field, flag in kind.offered().items()}
+        schema = kind.model_json_schema()["properties"].get(fields.get(one.opts[0]), {})
+        limits = words(schema) if schema else ""
+        if limits.startswith(("an integer ", "a number ")):
+            told += f" [{limits}]"
+    told = told.replace("[required]", "(required)")
+    return f"`{name}`: {_plain(told)}"
+
+
+def _plain(text: str) -> str:
+    """Text of a help as Markdown."""
+    parts = " ".join(text.split()).replace("\\[", "[").split("`")
+    return "`".join(p if i % 2 else _marked(p) for i, p in enumerate(parts))
+
+
+def _marked(text: str) -> str:
+    """Escaped, and with links to pages."""
+    text = re.sub(r"[*_\\]|<(?=\w)", r"\\\g<0>", text)
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
+
+
+def _title(kind: type[Options]) -> str:
+    return f"{kind.panel} options"
+
+
+def _intro(kind: type[Options]) -> str:
+    others = [
+        f"`--{flag}` is `{name}`"
+        for name, flag in kind.offered().items()
+        if name.replace("_", "-") != flag
+    ]
+    if kind is InputOptions:
+        return "How a job's input is read ([inputs.md](inputs.md)).\n\n"
+    return (
+        "Also arguments of `LLM`, with `_` in place of `-`"
+        + "".join(f"; {one} there" for one in others)
+        + ". [options.md](options.md) says where else they can be given.\n\n"
+    )
+
+
+def _links(group: Any, path: str) -> Iterator[str]:
+    for name, command in _commands(group).items():
+        inside = "".join(f" {one}" for one in _commands(command))
+        yield f"[{path} {name}](#{path.replace(' ', '-')}-{name})" + (inside and f" ({inside[1:]})")
+
+
+def _commands(group: Any) -> dict[str, Any]:
+    """Those of a group, with what the laboratory adds; of a command none."""
+    if not hasattr(group, "list_commands"):
+        return {}
+    context = typer.Context(group)
+    return {name: group.get_command(context, name) for name in group.list_commands(context)}
+
+
+def _verbs(group: Any, path: str, level: int, shared: Records, epilogs: set[str]) -> Iterator[str]:
+    for name, command in _commands(group).items():
+        here = f"{path} {name}"
+        context = command.make_context(here, [], resilient_parsing=True)
+        usage = " ".join([here, *command.collect_usage_pieces(context)])
+        yield f"{'#' * level} `{here}`\n\n"
+        paragraphs = (command.help or "").strip().split("\n\n")
+        yield "".join(f"{_plain(one)}\n\n" for one in paragraphs)
+        if _commands(command):
+            yield from _verbs(command, here, level + 1, shared, epilogs)
+            continue
+        yield f"    {usage}\n\n"
+        yield from _options(command, context, shared)
+        if command.epilog and command.epilog not in epilogs:
+            epilogs.add(command.epilog)
+            yield f"{_plain(command.epilog)}\n\n"
+
+
+def _options(command: Any, context: Any, shared: Records) -> Iterator[str]:
+    """Lines of a verb's own options, then which of the shared ones it takes."""
+    taken: dict[type[Options], list[str]] = {kind: [] for kind in SHARED}
+    own = Settings if "served_model_name" in {one.name for one in command.params} else None
+    lines = []
+    for one in command.params:
+        kind = next(
+            (kind for kind in SHARED if getattr(one, "rich_help_panel", None) == kind.panel), None
+        )
+        record = _record(one, context, kind or own)
+        if kind is not None and shared[kind].get(one.opts[0]) == record:
+            taken[kind].append(one.opts[0])
+        else:
+            lines.append(f"* {record}\n")
+    yield "".join(lines) + "\n" if lines else ""
+    for kind, flags in taken.items():
+        if flags:
+            link = f"[{_title(kind).lower()}](#{_title(kind).lower().replace(' ', '-')})"
+            left = [flag for flag in shared[kind] if flag not in flags]
+            if len(left) < len(flags):
+                yield f"All {link}{_named(' but ', left)}.\n\n"
+            else:
+                yield f"Of the {link}{_named(': ', flags)}.\n\n"
+
+
+def _named(before: str, flags: Iterable[str]) -> str:
+    listed = ", ".join(f"`{flag}`" for flag in flags)
+    return before + listed if listed else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

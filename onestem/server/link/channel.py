@@ -1,0 +1,63 @@
+"""Messages between the server and the engine process on a socket: a length, then a pickled value.
+
+Both ends are the same program on the same machine, over a socket that no other process holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import socket
+import struct
+from typing import Any
+
+__all__ = ["BUFFER_BYTES", "LENGTH", "Channel", "frame", "read_message"]
+
+LENGTH = struct.Struct("!Q")
+BUFFER_BYTES = 4 << 20
+
+
+def frame(message: object) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+class Channel:
+    """The engine process's end: blocking. One thread sends, another receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        end.setblocking(True)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self._file = end.makefile("rb")
+
+    def send(self, message: object) -> None:
+        self._socket.sendall(frame(message))
+
+    def receive(self) -> Any:
+        """The next message; raises `EOFError` when the other end is gone."""
+        head = self._file.read(LENGTH.size)
+        if head is None or len(head) < LENGTH.size:
+            raise EOFError("the other process has closed the channel")
+        (size,) = LENGTH.unpack(head)
+        body = self._file.read(size)
+        if body is None or len(body) < size:
+            raise EOFError("the other process has closed the channel")
+        return pickle.loads(body)
+
+    def close(self) -> None:
+        """Close the channel; this also wakes a thread that is receiving."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()
+        self._socket.close()
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """The next message at the server's end; raises `EOFError` when the engine process is gone."""
+    try:
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return pickle.loads(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise EOFError("the engine process has closed the channel") from error
