@@ -22,9 +22,11 @@ from onestem.checked import show
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError
 from onestem.llm import AnyPrompt, OutputKind, check_output_kind, described, read_prompt
+from onestem.models.checkpoint import with_own_head
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
-from onestem.models.weights import checked_tensors, quantised_as, with_own_head
+from onestem.models.sizes import quantised_as
+from onestem.models.updates import checked_tensors
 from onestem.options import EngineOptions, takes
 from onestem.request import (
     Answer,

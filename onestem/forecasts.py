@@ -32,7 +32,7 @@ from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_
 from onestem.models.config import ModelConfig
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks
-from onestem.models.weights import formats_of, weight_bytes
+from onestem.models.sizes import formats_of, weight_bytes
 from onestem.options import EngineOptions, Quantize, ShareMode, parse_memory
 from onestem.planner import Deal, JobPlan
 from onestem.planner.deal import simulate

@@ -1,4 +1,4 @@
-"""Plot what ways to deal a large job cost, by the number of replicas: docs/replicas.svg.
+"""Plot what ways to deal a large job cost, by the number of replicas: lab/notes/replicas.svg.
 
     python -m onestem_lab.plot_replicas [--result FILE] [--out FILE]
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
-from onestem_lab.results import RESULTS, ROOT
+from onestem_lab.results import LAB, RESULTS
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -29,7 +29,7 @@ WAYS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=RESULTS / "plan-stream.json")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "replicas.svg")
+    parser.add_argument("--out", type=Path, default=LAB / "notes" / "replicas.svg")
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     jobs = json.loads(options.result.read_text())["jobs"]

@@ -36,7 +36,8 @@ import onestem
 from onestem.llm import LLM, pick_device
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
-from onestem.models.weights import expected_shapes, load_decoder
+from onestem.models.tensors import Tensors
+from onestem.models.weights import load_decoder
 from onestem.request import Request, SamplingParams
 from onestem_lab.results import machine
 from onestem_lab.scores import device_name
@@ -93,7 +94,7 @@ def write_checkpoint(folder: Path, model: str, device: torch.device) -> list[Pat
     path = find_model(model)
     (folder / "config.json").write_text((path / "config.json").read_text())
     shards: list[dict[str, Tensor]] = [{}]
-    for name, shape in expected_shapes(ModelConfig.from_directory(path)).items():
+    for name, shape in Tensors(ModelConfig.from_directory(path)).shapes.items():
         if sum(tensor.nbytes for tensor in shards[-1].values()) >= SHARD_BYTES:
             shards.append({})
         made = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
@@ -151,7 +152,7 @@ def update(options: argparse.Namespace, device: torch.device) -> tuple[dict[str,
             name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(
                 0, 0.02, generator=generator
             )
-            for name, shape in expected_shapes(llm.config).items()
+            for name, shape in Tensors(llm.config).shapes.items()
         }
         largest = max(given.values(), key=Tensor.numel)
         into = torch.empty_like(largest).flatten()  # one for all: as many bytes are written

@@ -13,7 +13,7 @@ from onestem.errors import ConfigError
 from onestem.llm import LLM, pick_device, pick_dtype
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
-from onestem.models.weights import formats_of, weight_bytes
+from onestem.models.sizes import formats_of, weight_bytes
 from onestem.options import EngineOptions, ShareMode
 from onestem.shapes import find_shape
 from onestem_lab.attention.measure import memory_bytes

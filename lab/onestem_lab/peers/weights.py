@@ -37,11 +37,11 @@ def write_weights(directory: Path, dtype: str) -> None:
     from safetensors.torch import save_file
 
     from onestem.models.config import ModelConfig
-    from onestem.models.weights import expected_shapes
+    from onestem.models.tensors import Tensors
 
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, shape in expected_shapes(ModelConfig.from_directory(directory)).items():
+    for name, shape in Tensors(ModelConfig.from_directory(directory)).shapes.items():
         is_matrix = len(shape) == 2 and "embed_tokens" not in name
         deviation = shape[1] ** -0.5 if is_matrix else 0.02
         tensor = torch.ones(shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from onestem.engine.step.inputs import Change, StepInputs
 from onestem.models.config import LayerHeads
 from onestem.models.decoder import Attend, Decoder
-from onestem.models.weights import write_tensors
+from onestem.models.updates import write_tensors
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
 from onestem.options import ShareMode
