@@ -293,8 +293,7 @@ def _answer(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[list[list[int]], JobPlan]:
     """Output ids in the prompts' order, and the plan."""
-    from onestem.llm import planned
-    from onestem.planner import RunningOrder
+    from onestem.planner import RunningOrder, planned
 
     requests = [
         Request(request_id=str(i), prompt_token_ids=ids, params=one)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from onestem.batch.lengths import expected_outputs
+from onestem.build import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.cost import (
     TOKENS,
     Forecast,
@@ -28,7 +29,6 @@ from onestem.cost import (
 )
 from onestem.cost.kept import known_rates, rates_here
 from onestem.errors import ConfigError
-from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.config import ModelConfig
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks

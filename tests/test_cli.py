@@ -14,13 +14,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from onestem.build import pick_device, pick_dtype
 from onestem.cli import main
 from onestem.cli.app import app
 from onestem.cli.bench import LAB
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, JobError
 from onestem.jobs import run_file
-from onestem.llm import LLM, pick_device, pick_dtype
+from onestem.llm import LLM
 from onestem.models.config import ARCHITECTURES, ModelConfig
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer

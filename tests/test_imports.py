@@ -33,6 +33,7 @@ LAYERS = [
     ("cache", "planner", "models"),
     ("engine",),
     ("batch", "cost", "parallel"),
+    ("answers", "build", "prompts"),
     ("llm",),
     ("advice", "forecasts", "needs"),
     ("replicas", "report"),

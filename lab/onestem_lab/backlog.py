@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from onestem.engine.engine import Engine
-from onestem.llm import LLM, find_model
+from onestem.llm import LLM
 from onestem.models.config import ModelConfig
+from onestem.models.find import find_model
 from onestem.options import EMBEDDED, MAX_PASSED
 from onestem.planner import plan_job
 from onestem.request import Request, SamplingParams

@@ -32,11 +32,11 @@ import torch
 from onestem.cost import Curve, Limits, ModelShape, Rates, StepCost, Work, forecast
 from onestem.cost.measure import measure
 from onestem.cost.rates import CURVES, DEVICES
-from onestem.llm import LLM, planned
+from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EMBEDDED
-from onestem.planner import JobPlan, RunningOrder
+from onestem.planner import JobPlan, RunningOrder, planned
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.results import RESULTS, machine

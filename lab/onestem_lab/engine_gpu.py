@@ -30,14 +30,14 @@ import transformers
 import triton
 
 import onestem
-from onestem.llm import LLM, planned
+from onestem.llm import LLM
 from onestem.models.decoder import Decoder
 from onestem.options import Quantize, ShareMode
-from onestem.planner import RunningOrder
+from onestem.planner import RunningOrder, planned
 from onestem.request import Request, SamplingParams
 from onestem_lab.decode import all_decode, make_engine, measure_decode, steps
-from onestem_lab.results import RESULTS
 
+HERE = Path(__file__).parent
 BATCH = 256  # sequences of the decode measurement
 OWN_TOKENS = 128  # ... and about how many tokens each has of its own
 
@@ -79,7 +79,7 @@ class Rates:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "engine-gpu.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "engine-gpu.json")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shape", default="llama3.1-8b")
     parser.add_argument("--max-step-tokens", type=int, help="default: the engine's")

@@ -33,13 +33,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import onestem
-from onestem.llm import LLM, pick_device
+from onestem.build import pick_device
+from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.tensors import Tensors
 from onestem.models.weights import load_decoder
 from onestem.request import Request, SamplingParams
-from onestem_lab.results import machine
+from onestem_lab.batch import machine
 from onestem_lab.scores import device_name
 
 SHARD_BYTES = 4 << 30

@@ -20,9 +20,8 @@ from onestem.cost import (
     forecast,
     named_rates,
 )
-from onestem.llm import planned
 from onestem.models.config import ModelConfig
-from onestem.planner import RunningOrder, plan_job
+from onestem.planner import RunningOrder, plan_job, planned
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.cost_model import Job, path_of, prompts_of

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from onestem.build import pick_device, pick_dtype
 from onestem.errors import ConfigError
-from onestem.llm import LLM, pick_device, pick_dtype
+from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.sizes import formats_of, weight_bytes

@@ -87,7 +87,7 @@ class DecodeSweep:
         if self.needles is None:
             return drawn(llm, count, tokens, count, own=1)
         facts = bench.size(self.needles.facts)
-        if llm.random_weights or llm.tokenizer is None:
+        if llm.options.random_weights or llm.tokenizer is None:
             return drawn(llm, count, tokens, facts, own=QUESTION_TOKENS)
         return self.needles.asked(llm.tokenizer, count, tokens, facts)
 

@@ -409,7 +409,9 @@ def test_a_shape_in_4_bits_on_two_devices(untold, monkeypatch):
     result = run_experiment(EXPERIMENTS["batch-fig6d"], untold, "command")
     untold.release()
     assert result["device"].startswith("2 x ")
-    assert {(llm.quantization, llm.options.tensor_parallel_size) for llm in loaded} == {("int4", 2)}
+    assert {(llm.options.quantization, llm.options.tensor_parallel_size) for llm in loaded} == {
+        ("int4", 2)
+    }
     assert {c["series"] for c in result["cells"]} >= {"planned", "input order", "sorted"}
     one = EXPERIMENTS["batch-fig6c"].measure
     assert replace(one, ranks=2) == EXPERIMENTS["batch-fig6d"].measure
