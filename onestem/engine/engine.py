@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Generator, Iterable
 
 import torch
 
@@ -27,7 +26,7 @@ from onestem.engine.sequence import Edits, RequestState
 from onestem.engine.step.launch import Launcher, make_runner
 from onestem.engine.step.order import Order
 from onestem.engine.step.results import Results
-from onestem.engine.step.runner import Logits, StepRunner
+from onestem.engine.step.runner import Logits, RankTeam, StepRunner
 from onestem.engine.step.slots import Slots
 from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
@@ -61,12 +60,10 @@ class Engine:
         defaults: the model's sampling defaults and end-of-sequence ids.
         options: how it is run.
         num_pages: pages of KV memory (`options.kv_memory` is what they were counted from).
-        runners: makes what runs the steps, with the arguments of `make_runner`, which is the
-            default.
+        team: the other processes that hold the model together; None: one device holds it.
 
     Attributes:
         options: as given, with lengths, answer memory and attention as the engine chose them.
-        max_model_len: maximum tokens of prompt and answer.
         requests: those that are here; jobs and pinned prefixes too.
         weights: of the model; they are written, put to sleep and woken there.
         limits: of a step; `step_seconds` may be changed between steps.
@@ -84,23 +81,22 @@ class Engine:
         options: EngineOptions,
         *,
         num_pages: int,
-        runners: Callable[..., StepRunner] | None = None,
+        team: RankTeam | None = None,
     ) -> None:
         check_counts(num_pages=num_pages)
         config, page_size, share = decoder.config, options.page_size, options.share
-        self.max_model_len = model_len(
-            config.max_position_embeddings, num_pages * page_size, options.max_model_len
-        )
+        limit, kv_tokens = config.max_position_embeddings, num_pages * page_size
         impl = resolve(options.impl, decoder.device, heads=decoder.part.head_shapes)
         step_tokens = options.max_step_tokens or decoder.step_rows
         self.options = options.replace(
-            max_model_len=self.max_model_len,
+            max_model_len=model_len(limit, kv_tokens, options.max_model_len),
             max_step_tokens=step_tokens,
             answer_memory=answer_memory_bytes(options.answer_memory),
             impl=impl.name,
         )
         self.stats = EngineStats()
-        runner: StepRunner = (runners or make_runner)(
+        self.team = team
+        runner: StepRunner = (make_runner if team is None else team.make_runner)(
             decoder, impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
@@ -117,17 +113,15 @@ class Engine:
             written=lambda version: self.requests.note_weights(version),
         )
         self.requests = Requests(
-            decoder,
+            self.weights,
             tokenizer,
             self.options,
             self.cache,
             sampler,
             self.stats,
             eos=eos,
-            weights=self.weights,
             end=self._end,
-            running=lambda: self.scheduler.running,
-            freed=lambda: self.scheduler.waiting.forget_short(),
+            scheduler=lambda: self.scheduler,
         )
         self.limits = StepLimits(
             step_tokens=step_tokens,
@@ -173,10 +167,6 @@ class Engine:
         """
         self.requests.add(request, key, weight)
 
-    def add_job(self, job_id: str, requests: Iterable[Request], **options: Any) -> None:
-        """Queue a job (`Requests.add_job`)."""
-        self.requests.add_job(job_id, requests, **options)
-
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""
         return self.requests.abort(request_id)
@@ -193,6 +183,12 @@ class Engine:
         output = request_output(state)
         state.let_go()
         return output
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of prompt and answer."""
+        assert self.options.max_model_len is not None
+        return self.options.max_model_len
 
     @property
     def num_waiting(self) -> int:

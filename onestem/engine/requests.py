@@ -29,11 +29,11 @@ from onestem.engine.schedule.pins import (
     prefix_id,
 )
 from onestem.engine.schedule.queue import Gate, HybridQueue, Jobs
-from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.sequence import RequestState
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.weights import Weights
 from onestem.errors import RequestError
-from onestem.models.decoder import Decoder
 from onestem.options import EngineOptions
 from onestem.pml import EncodedSegment, Segment
 from onestem.request import Request, RequestOutput
@@ -45,15 +45,14 @@ class Requests:
     """Interactive requests, jobs and pinned prefixes, from the door until they have ended.
 
     Args:
-        decoder, tokenizer, cache, sampler, stats: the engine's.
+        weights, cache, sampler, stats: the engine's; weights must be awake.
         options: the engine's, settled.
         eos: tokens that end a sequence.
-        weights: which must be awake.
         end: ends a request that is open.
-        running: the running sequences.
-        freed: notes that memory may have become free.
+        scheduler: the engine's, once it is made.
 
     Attributes:
+        tokenizer: None for a model without one.
         on_begin: called with ids of interactive requests before the first step that they are in.
         queue: those that are not admitted.
         factory: makes their sequences.
@@ -65,7 +64,7 @@ class Requests:
 
     def __init__(
         self,
-        decoder: Decoder,
+        weights: Weights,
         tokenizer: Tokenizer | None,
         options: EngineOptions,
         cache: PrefixCache,
@@ -73,13 +72,12 @@ class Requests:
         stats: EngineStats,
         *,
         eos: tuple[int, ...],
-        weights: Weights,
         end: Callable[[RequestState], RequestOutput],
-        running: Callable[[], SequenceABC[Sequence]],
-        freed: Callable[[], None],
+        scheduler: Callable[[], Scheduler],
     ) -> None:
-        config, limit = decoder.config, options.max_model_len
+        config, limit = weights.decoder.config, options.max_model_len
         assert limit is not None
+        self.tokenizer = tokenizer
         self.on_begin: Callable[[list[str]], object] = lambda request_ids: None
         self.tiers: ModuleTiers | None = None
         self.queue = HybridQueue(cache.tree, options.max_passed, self._gate)
@@ -87,7 +85,7 @@ class Requests:
             cache,
             self.queue.interactive,
             max_model_len=limit,
-            bytes_per_token=decoder.kv_bytes_per_token,
+            bytes_per_token=weights.decoder.kv_bytes_per_token,
         )
         self.grammars = (
             GrammarCompiler(tokenizer, config.vocab_size, eos or None) if tokenizer else None
@@ -125,8 +123,7 @@ class Requests:
         self._sampler = sampler
         self._weights = weights
         self._end = end
-        self._running = running
-        self._freed = freed
+        self._scheduler = scheduler
 
     @property
     def states(self) -> dict[str, RequestState]:
@@ -278,11 +275,11 @@ class Requests:
         """Unpin a prefix: it stays cached until its memory is wanted."""
         if not self.pins.remove(name):
             self.abort(prefix_id(name))
-        self._freed()
+        self._scheduler().waiting.forget_short()
 
     def prefixes(self) -> list[PrefixInfo]:
         """The pinned prefixes."""
-        return self.pins.infos(self._running(), self._cache.tree.num_splits)
+        return self.pins.infos(self._scheduler().running, self._cache.tree.num_splits)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free at once. None if it is not here."""

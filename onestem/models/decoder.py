@@ -6,7 +6,7 @@ caller hands in `attend`, which writes the rows' keys and values and attends ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypedDict, overload
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
-from onestem.models.cuts import Cut
 from onestem.models.linear import Activation, Head, Projection, padded_rows, step_rows
 from onestem.models.mlp import ExpertLayer, ExpertsBeside, Mlp
 from onestem.models.part import part_of
@@ -117,7 +116,6 @@ class Decoder:
             of MLPs, rows of the vocabulary. `config` itself where one rank holds all.
         scores: what attention does to scores, for the part's heads.
         places: name of a tensor in a checkpoint -> the places that it was put in.
-        cuts: name of a tensor that is held in part -> the part.
         normed: adds to the residual and returns its norm.
         quantised: format of the weights, which then cannot be rewritten; None: they can.
     """
@@ -135,7 +133,6 @@ class Decoder:
         vectors: TokenVectors | None = None,
         ops: LayerOps | None = None,
         places: Iterable[Place] = (),
-        cuts: Mapping[str, Cut] | None = None,
         quantised: str | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -164,7 +161,6 @@ class Decoder:
         for place in places:
             for name in place.names:
                 self.places.setdefault(name, []).append(place)
-        self.cuts = cuts or {}
         self.quantised = quantised
         self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)

@@ -109,7 +109,7 @@ class Worker:
             if requests:
                 self._num_jobs += 1
                 self._num_waiting += len(requests)
-                engine.add_job(
+                engine.requests.add_job(
                     str(self._num_jobs), self._counted(list(requests)), groups=self._groups
                 )
             had_waiting = self._num_waiting > 0

@@ -97,7 +97,7 @@ def test_requests_wait_for_it(tiny, jobs):
     engine = make_engine(tiny("llama"), answer_memory=most)
     asked = [request(f"{i}", max_tokens=6, n=2, logprobs=1) for i in range(7)]
     if jobs:
-        engine.add_job("job", asked)
+        engine.requests.add_job("job", asked)
     else:
         for one in [request("plain", max_tokens=6), *asked]:
             engine.add_request(one)
@@ -125,7 +125,7 @@ def test_those_that_need_none_pass(tiny, jobs):
     asked = [request("first", **need), request("second", **need), smaller]
     asked += [request(f"plain {i}", max_tokens=3) for i in range(3)]
     if jobs:
-        engine.add_job("job", asked)
+        engine.requests.add_job("job", asked)
     else:
         for one in asked:
             engine.add_request(one)
@@ -144,7 +144,7 @@ def test_jobs_leave_room_for_who_comes_next(tiny, monkeypatch):
     engine = make_engine(tiny("llama"), answer_memory=4 * one)
     answers = engine.scheduler.answers
     answers.most_of_jobs = 2 * one
-    engine.add_job("job", [request(f"{i}", **fields) for i in range(9)])
+    engine.requests.add_job("job", [request(f"{i}", **fields) for i in range(9)])
     for _ in range(5):
         engine.step()
     assert answers.taken == answers.taken_by_jobs == 2 * one

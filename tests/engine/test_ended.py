@@ -162,10 +162,10 @@ def test_jobs(llm):
 
     def run() -> None:
         lines = (request(f"line-{i}", n=2, logprobs=2, seed=i) for i in range(6))
-        llm.engine.add_job("job", lines)
+        llm.engine.requests.add_job("job", lines)
         assert len(drain(llm.engine)) == 6
         lines = (request(f"line-{i}", n=2, logprobs=2, seed=i) for i in range(6))
-        llm.engine.add_job("job", lines)
+        llm.engine.requests.add_job("job", lines)
         llm.engine.step()
         llm.engine.requests.remove_job("job")
         drain(llm.engine)

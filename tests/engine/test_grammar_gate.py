@@ -89,7 +89,7 @@ def test_nobody_waits_for_anothers_grammar(llm: LLM, compiler: HeldTrials) -> No
 
 def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
-    engine.add_job("job", [request("slow", SLOW), request("bad", BAD), request("last")])
+    engine.requests.add_job("job", [request("slow", SLOW), request("bad", BAD), request("last")])
     engine.add_request(request("plain"))
     assert run_until(engine, {"plain"}).keys() == {"plain"}
     compiler.let.set()
@@ -102,7 +102,7 @@ def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: Held
 
 def test_a_job_with_a_held_request_can_be_removed(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
-    engine.add_job("job", [request("slow", SLOW), request("last")])
+    engine.requests.add_job("job", [request("slow", SLOW), request("last")])
     engine.step()
     assert engine.has_unfinished()
     engine.requests.remove_job("job")

@@ -50,7 +50,7 @@ def test_each_step_is_the_same_calls(depth: int) -> None:
     at_depth(engine, depth)
     counts = counted(engine)
     engine.requests.pin_prefix("p", [1, 2, 3])
-    engine.add_job("j", [request(f"j{i}", [i, 1, 2], max_tokens=5) for i in range(4)])
+    engine.requests.add_job("j", [request(f"j{i}", [i, 1, 2], max_tokens=5) for i in range(4)])
     kinds = [{"n": 3}, {"prompt_logprobs": 1}, {"logprobs": 1}, {"presence_penalty": 0.5}, {}]
     for i, fields in enumerate(kinds):
         engine.add_request(request(i, [1, 2, 3, 4, i, i], max_tokens=9, seed=i, **fields))

@@ -55,7 +55,7 @@ def test_random_traffic_of_both_kinds(seed):
             for one in job
         ]
         everything |= {one.request_id: one for one in job}
-        engine.add_job(str(number), grouped(rng, job))
+        engine.requests.add_job(str(number), grouped(rng, job))
     left = list(interactive)
 
     def arrive(outputs: dict) -> None:
@@ -88,7 +88,7 @@ def fields_of(one) -> dict:
 
 def test_a_job_gives_way_before_an_interactive_request_waits():
     engine = fast(make_symbolic(num_pages=16, page_size=4, max_step_tokens=64))
-    engine.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
+    engine.requests.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
     for _ in range(3):
         engine.step()
     assert engine.cache.pool.num_available < 8
@@ -104,7 +104,7 @@ def test_a_job_gives_way_before_an_interactive_request_waits():
 
 def test_a_job_gives_its_place_to_an_interactive_request():
     engine = fast(make_symbolic(num_pages=64, max_num_seqs=3))
-    engine.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
+    engine.requests.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
     for _ in range(3):
         engine.step()
     assert engine.num_running == 3
@@ -118,11 +118,13 @@ def test_a_job_gives_its_place_to_an_interactive_request():
 
 def test_a_job_may_go_before_what_others_have_not_begun():
     engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
-    engine.add_job("long", [request(f"long{i}", [i, 1] * 4, max_tokens=2) for i in range(7)])
+    engine.requests.add_job(
+        "long", [request(f"long{i}", [i, 1] * 4, max_tokens=2) for i in range(7)]
+    )
     engine.step()
     short = [request(f"short{i}", [i, 2] * 4, max_tokens=2) for i in range(2)]
-    engine.add_job("short", short, first=True)
-    engine.add_job("last", [request("last", [1, 3] * 4, max_tokens=2)])
+    engine.requests.add_job("short", short, first=True)
+    engine.requests.add_job("last", [request("last", [1, 3] * 4, max_tokens=2)])
     names = list(drain(engine))
     assert names[0] == "long0"
     assert max(names.index("short0"), names.index("short1")) <= 3
@@ -132,7 +134,7 @@ def test_a_job_may_go_before_what_others_have_not_begun():
 def test_a_job_computes_what_an_interactive_request_waits_for():
     engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
     shared = [1, 2, 3] * 20
-    engine.add_job("j", [request("j", shared, max_tokens=2)])
+    engine.requests.add_job("j", [request("j", shared, max_tokens=2)])
     engine.step()
     engine.add_request(request("other", [4, 5], max_tokens=40))
     engine.step()
@@ -146,7 +148,7 @@ def test_a_job_computes_what_an_interactive_request_waits_for():
 def test_a_job_computes_no_more_than_an_interactive_request_waits_for():
     engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
     shared = [1, 2, 3, 4] * 5
-    engine.add_job("j", [request("j", [*shared, *[6] * 40], max_tokens=2)])
+    engine.requests.add_job("j", [request("j", [*shared, *[6] * 40], max_tokens=2)])
     engine.step()
     (job,) = engine.scheduler.running
     assert job.frontier == 8
@@ -162,7 +164,7 @@ def test_a_job_computes_no_more_than_an_interactive_request_waits_for():
 def test_a_newcomers_first_step_is_its_own(room: int):
     """Who arrives while a job has the engine to itself waits for one step of it, not for two."""
     engine = fast(make_symbolic(num_pages=400, page_size=4, max_step_tokens=room))
-    engine.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
+    engine.requests.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
     for _ in range(12):
         engine.step()
     assert len(engine.order) > 0
@@ -179,7 +181,7 @@ def test_a_newcomers_first_step_is_its_own(room: int):
 def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
     """It may be admitted again in the same step, as a prompt; it has no row then."""
     engine = make_symbolic(num_pages=200, page_size=4, share="off", max_step_tokens=6)
-    engine.add_job("j", [request(f"j{i}", [i, 2, 3] * 4, max_tokens=30) for i in range(3)])
+    engine.requests.add_job("j", [request(f"j{i}", [i, 2, 3] * 4, max_tokens=30) for i in range(3)])
     while len(engine.order) < 3:
         engine.step()
     scheduler = engine.scheduler
@@ -214,7 +216,7 @@ def test_a_request_named_like_a_prefix_is_one_like_any_other():
 
 def test_a_job_goes_on_beside_prompts_that_never_decode():
     engine = fast(make_symbolic(num_pages=400, page_size=4, max_step_tokens=16))
-    engine.add_job("j", [request("j", [1, 2, 3], max_tokens=20)])
+    engine.requests.add_job("j", [request("j", [1, 2, 3], max_tokens=20)])
     for i in range(40):
         engine.add_request(request(i, [i % 8, 5], max_tokens=1))
         engine.step()
@@ -223,10 +225,10 @@ def test_a_job_goes_on_beside_prompts_that_never_decode():
 
 def test_jobs_run_one_after_the_other_and_can_be_removed():
     engine = make_symbolic(num_pages=8, page_size=4)
-    engine.add_job("x", [request(f"x{i}", [i] * 4, max_tokens=9) for i in range(6)])
-    engine.add_job("y", [request("y", [1] * 4, max_tokens=2)])
+    engine.requests.add_job("x", [request(f"x{i}", [i] * 4, max_tokens=9) for i in range(6)])
+    engine.requests.add_job("y", [request("y", [1] * 4, max_tokens=2)])
     with pytest.raises(RequestError, match="'x' is in use"):
-        engine.add_job("x", [])
+        engine.requests.add_job("x", [])
     engine.step()
     assert engine.requests.job_ids == ["x", "y"]
     removed = engine.requests.remove_job("x")
@@ -239,7 +241,7 @@ def test_jobs_run_one_after_the_other_and_can_be_removed():
 
 def test_a_request_of_a_job_that_can_never_be_answered():
     engine = make_symbolic()
-    engine.add_job("j", [request("bad", [99]), request("good", [1], max_tokens=1)])
+    engine.requests.add_job("j", [request("bad", [99]), request("good", [1], max_tokens=1)])
     outputs = drain(engine)
     assert outputs["bad"].outputs[0].finish_reason == "error"
     assert "token id 99" in outputs["bad"].outputs[0].stop_reason
@@ -339,7 +341,7 @@ def test_a_snapshot_adds_up():
     drain(engine)
     run_all(engine, [request("gone", [7, 7, 7, 7, 7], max_tokens=1)])
     engine.add_request(request("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
-    engine.add_job("j", [request("b", [2, 2, 2], max_tokens=9)])
+    engine.requests.add_job("j", [request("b", [2, 2, 2], max_tokens=9)])
     engine.step()
     state = snapshot_of(engine)
     pages = state["pages"]
@@ -365,14 +367,16 @@ def test_a_snapshot_adds_up():
 def test_a_job_may_come_again_once_it_has_ended():
     engine = make_symbolic()
     for _ in range(2):
-        engine.add_job("x", [request("a", [1], max_tokens=1)])
+        engine.requests.add_job("x", [request("a", [1], max_tokens=1)])
         assert list(drain(engine)) == ["a"]
 
 
 def test_an_id_that_a_job_has_read_is_in_use():
     engine = fast(make_symbolic(num_pages=8))
     prompts = {"b": ([1] * 4, 28), "c": ([2] * 28, 3), "a": ([2] * 28, 3)}
-    engine.add_job("j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()])
+    engine.requests.add_job(
+        "j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()]
+    )
     engine.step()
     engine.step()
     assert "a" in engine.requests.factory.arrivals  # read, and not open
@@ -390,8 +394,8 @@ def test_groups_close_though_another_job_waits():
         for g in range(40)
         for i in range(4)
     ]
-    engine.add_job("x", requests)
-    engine.add_job("y", [request("y", [1], max_tokens=1)])
+    engine.requests.add_job("x", requests)
+    engine.requests.add_job("y", [request("y", [1], max_tokens=1)])
     pinned = []
     while engine.has_unfinished():
         engine.step()
@@ -406,7 +410,7 @@ def test_a_job_does_not_wait_for_a_long_answer_to_end(at):
     engine.add_request(request("long", [1, 2], max_tokens=1000))
     for _ in range(at):
         engine.step()
-    engine.add_job("j", [request("j", [3, 4], max_tokens=3)])
+    engine.requests.add_job("j", [request("j", [3, 4], max_tokens=3)])
     assert any(engine.step() for _ in range(40))
 
 
@@ -538,7 +542,7 @@ class Unreliable:
 def test_a_job_whose_iterator_raises_goes_on_where_that_can():
     engine = make_symbolic(num_pages=40, page_size=4)
     job = [request(f"j{i}", [i % 8] * 5, max_tokens=4) for i in range(12)]
-    engine.add_job("j", Unreliable(grouped(random.Random(0), job), {0, 3, 4, 11}))
+    engine.requests.add_job("j", Unreliable(grouped(random.Random(0), job), {0, 3, 4, 11}))
     engine.add_request(request("a", [1, 2, 3], max_tokens=9))
     outputs: dict = {}
     errors = 0

@@ -116,7 +116,9 @@ def test_an_unpinned_prefix_makes_room() -> None:
 def test_a_job_fills_the_batch() -> None:
     """Steps that its prompts fill exactly are no reason to leave the others waiting."""
     engine = make_symbolic(num_pages=400, max_step_tokens=8)
-    engine.add_job("j", [request(f"j{i}", [i % 8, i // 8, 1, 2], max_tokens=30) for i in range(12)])
+    engine.requests.add_job(
+        "j", [request(f"j{i}", [i % 8, i // 8, 1, 2], max_tokens=30) for i in range(12)]
+    )
     steps(engine, 11)  # of at least four rows of prompts, one of which is full
     assert len(engine.scheduler.running) == 12
     assert len(drain(engine)) == 12
@@ -127,7 +129,7 @@ def test_newcomers_join_while_a_job_waits(watch: Watch) -> None:
     engine.scheduler.jobs.share.rows = lambda interactive: 0
     engine.add_request(request("a", [1, 2, 3], max_tokens=60))
     steps(engine, 3)
-    engine.add_job("j", [request("j", [7, 7, 7], max_tokens=4)])
+    engine.requests.add_job("j", [request("j", [7, 7, 7], max_tokens=4)])
     steps(engine, 1)
     for i in range(3):
         engine.add_request(request(i, [i, 1, 2, 3], max_tokens=60))
@@ -232,7 +234,7 @@ def test_jobs_that_pause_where_memory_is_short(seed: int, depth: int) -> None:
     anew.watched(at_depth(engine, depth))
     requests = of_all_kinds(rng, 14)
     job = [replace(one, params=one.params.replace(n=rng.choice([1, 3]))) for one in requests[:6]]
-    engine.add_job("job", job)
+    engine.requests.add_job("job", job)
     late, outputs = requests[6:], {}
     for _ in range(3000):
         if late and rng.random() < 0.15:
@@ -265,7 +267,7 @@ def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) 
     at_depth(engine, depth)
     anew.watched(engine)
     requests = of_all_kinds(rng, 24)
-    engine.add_job("job", requests[:6])
+    engine.requests.add_job("job", requests[:6])
     late, outputs, aborted = requests[6:], {}, {}
 
     def disturb(finished: dict) -> None:

@@ -72,7 +72,7 @@ def test_memory_for_few(two, tiny):
     late = replace(requests_for([[7, 6, 5] * 9], max_tokens=3)[0], request_id="late")
 
     def run(engine: Engine) -> dict[str, list[int]]:
-        engine.add_job("job", job)
+        engine.requests.add_job("job", job)
         for _ in range(3):
             engine.step()
         engine.add_request(late)
@@ -203,9 +203,9 @@ def test_sleep_and_other_weights(llm, alone):
 
 
 def _shapes(llm):
-    from onestem.models.weights import expected_shapes
+    from onestem.models.tensors import Tensors
 
-    return expected_shapes(llm.config).items()
+    return Tensors(llm.config).shapes.items()
 
 
 @pytest.mark.parametrize(

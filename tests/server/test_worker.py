@@ -52,8 +52,7 @@ def clock(monkeypatch):
 def made(seconds: float | None = 0.3):
     """A worker, its engine, whose steps take no time and bring nothing unless told, and what the
     server hears."""
-    llm, channel = load(EngineOptions()), Channel()
-    engine = llm.engine
+    engine, channel = load(EngineOptions()), Channel()
     engine.limits.step_seconds = seconds
     engine.has_unfinished = lambda: True
     engine.added, engine.bounds = [], []
@@ -65,7 +64,7 @@ def made(seconds: float | None = 0.3):
         return [], []
 
     engine.step_news = step
-    return Worker(llm, channel, leave=lambda: None), engine, channel
+    return Worker(engine, channel, leave=lambda: None), engine, channel
 
 
 def brings(engine, finished: list[RequestState], going_on: list[RequestState]):
@@ -136,7 +135,7 @@ def test_parts_of_a_job_number_its_groups_alike(clock):
     def add_job(name, requests, *, first, groups):
         parts.append((name, [one.request_id for one in requests], groups))
 
-    engine.add_job = add_job
+    engine.requests.add_job = add_job
     for name in ("a", "b"):
         request = Request(request_id=name, prompt_token_ids=[1])
         worker.take(JobRequests("job", [request]))
@@ -149,7 +148,7 @@ def test_parts_of_a_job_number_its_groups_alike(clock):
 def test_a_part_that_the_engine_gives_up_costs_no_other_part(clock):
     worker, engine, _ = made()
     parts = []
-    engine.add_job = lambda name, requests, **how: parts.append(requests)
+    engine.requests.add_job = lambda name, requests, **how: parts.append(requests)
     requests = [Request(request_id=name, prompt_token_ids=[1]) for name in "abc"]
     worker.take(JobRequests("job", requests))
     worker.turn()
@@ -180,10 +179,10 @@ def test_a_request_that_cannot_be_taken_is_refused_and_the_engine_goes_on(clock)
 @pytest.mark.parametrize("error", [EOFError(), ValueError("a fault")])
 def test_a_worker_that_hears_nothing_any_more_leaves(error):
     left = []
-    llm = load(EngineOptions())
+    engine = load(EngineOptions())
     channel = Channel()
     channel.receive = Mock(side_effect=error)
-    worker = Worker(llm, channel, leave=lambda: left.append(True))
+    worker = Worker(engine, channel, leave=lambda: left.append(True))
     with contextlib.suppress(type(error)):
         worker.receive()
     assert left == [True]
@@ -264,7 +263,7 @@ class AtOnce:
 
 def checked(prepare, pool=None) -> tuple[Checks, list[Answered]]:
     answers: list[Answered] = []
-    engine = SimpleNamespace(requests=SimpleNamespace(prepare=prepare))
+    engine = SimpleNamespace(prepare=prepare)
     return Checks(engine, answers.append, pool or AtOnce()), answers
 
 

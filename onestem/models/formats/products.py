@@ -62,6 +62,11 @@ class Target:
     device: torch.device
     layout: Layout
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton's kernels are used, as in `resolve_layers`."""
+        return self.device.type == "cuda" and find_spec("triton") is not None
+
 
 def projection(
     parts: Sequence[Weight],

@@ -82,7 +82,9 @@ class JobFeeds:
         for feed in self._feeds.values():
             part = feed.next_part()
             if part is not None:
-                self._engine.add_job(feed.parts[-1], part, first=feed.first, groups=feed.groups)
+                self._engine.requests.add_job(
+                    feed.parts[-1], part, first=feed.first, groups=feed.groups
+                )
 
     def outputs(self, outputs: Iterable[RequestOutput]) -> list[JobOutput]:
         """Those of jobs among finished requests, which are forgotten."""
