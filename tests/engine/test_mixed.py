@@ -283,7 +283,7 @@ def test_prefixes_that_cannot_be_pinned():
     with pytest.raises(RequestError, match="'b' is not pinned"):
         engine.requests.unpin_prefix("b")
     with pytest.raises(RequestError, match="share off"):
-        make_symbolic(share="off").pin_prefix("a", [1])
+        make_symbolic(share="off").requests.pin_prefix("a", [1])
     engine.requests.unpin_prefix("a")
     assert drain(engine) == {}
     assert_idle(engine)

@@ -263,7 +263,7 @@ class AtOnce:
 
 def checked(prepare, pool=None) -> tuple[Checks, list[Answered]]:
     answers: list[Answered] = []
-    engine = SimpleNamespace(prepare=prepare)
+    engine = SimpleNamespace(requests=SimpleNamespace(prepare=prepare))
     return Checks(engine, answers.append, pool or AtOnce()), answers
 
 

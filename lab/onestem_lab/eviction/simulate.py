@@ -126,7 +126,7 @@ class Simulation:
             self._scheduler.waiting.queue = PlannedQueue(map(self._request, jobs))
 
     def _make_scheduler(self, memory: int) -> Scheduler:
-        cache, self._queue = self.cache, HybridQueue()
+        cache, self._queue = self.cache, HybridQueue(self.cache.tree, max_passed=0)
         pins = PinnedPrefixes(
             cache, self._queue.interactive, max_model_len=memory, bytes_per_token=1
         )

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from onestem.cache import ModuleRun, PrefixCache, Run
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.room import Room
 from onestem.engine.sequence import Chunk, Sequence
 
+if TYPE_CHECKING:
+    from onestem.engine.modules.tiers import ModuleTiers
+
 __all__ = ["PromptChunks"]
-
-
-class LowerTiers(Protocol):
-    """Memories below the KV pages, for modules."""
-
-    def has(self, run: ModuleRun) -> bool:
-        """Whether a module's keys and values are kept, and copying them beats computing them."""
-        ...
-
-    def load(self, run: ModuleRun) -> bool:
-        """Copy them to the run's pages, before the next step reads them; False if they turn out to
-        be damaged."""
-        ...
 
 
 class PromptChunks:
@@ -34,7 +24,7 @@ class PromptChunks:
     """
 
     def __init__(self, cache: PrefixCache, room: Room) -> None:
-        self.tiers: LowerTiers | None = None
+        self.tiers: ModuleTiers | None = None
         self._cache = cache
         self._room = room
 

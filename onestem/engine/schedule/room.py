@@ -22,18 +22,14 @@ class Room:
     """Who has memory. What is short is taken from the newest sequence, jobs first.
 
     Args:
-        cache: the runs.
-        lanes: of running sequences, the last gives up its memory first.
+        lanes: of running sequences; the last gives up its memory first.
         waiting: where preempted sequences go.
-        pins: prefixes that are kept.
-        answers: host memory that answers may take.
-        reserved: pages that running sequences will take.
         max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
 
     Attributes:
         alone: the oldest sequence, while it runs by itself since nothing else let it go on.
-        num_preempted: sequences that have lost their memory.
-        reserved: as given.
+        num_preempted: how often a sequence has lost its memory.
+        reserved: pages that running sequences will take.
     """
 
     def __init__(
@@ -211,16 +207,14 @@ class Room:
                 self.alone.stand_alone()
                 self._cache.clear()
             return True
-        return self._pins.let_go() or self._end_unfit(draft, last)
-
-    def _end_unfit(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """End a sequence that has KV memory for itself and cannot go on; others may."""
-        pool = self._cache.pool
-        reason = (
-            f"a sequence of {len(sequence.tokens)} tokens does not fit in KV memory of "
-            f"{pool.num_pages} pages of {pool.page_size}"
-        )
-        self.end(draft, sequence, reason)
+        if not self._pins.let_go():
+            # It has KV memory for itself and cannot go on; others may.
+            pool = self._cache.pool
+            reason = (
+                f"a sequence of {len(last.tokens)} tokens does not fit in KV memory of "
+                f"{pool.num_pages} pages of {pool.page_size}"
+            )
+            self.end(draft, last, reason)
         return True
 
     def end(self, draft: StepDraft, sequence: Sequence, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from onestem.cache import PrefixCache
 from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
@@ -14,8 +14,11 @@ from onestem.engine.schedule.queue import RequestQueue
 from onestem.engine.schedule.reserved import ReservedPages
 from onestem.engine.schedule.room import Room
 from onestem.engine.schedule.throttle import JobShare, StepLimits
-from onestem.engine.schedule.waiting import SequenceMaker, WaitingLine
+from onestem.engine.schedule.waiting import WaitingLine
 from onestem.engine.sequence import Edits, Sequence
+
+if TYPE_CHECKING:
+    from onestem.engine.schedule.admission import SequenceFactory
 
 __all__ = ["Scheduler"]
 
@@ -69,7 +72,7 @@ class Scheduler:
         self,
         cache: PrefixCache,
         queue: RequestQueue,
-        factory: SequenceMaker,
+        factory: SequenceFactory,
         pins: PinnedPrefixes,
         *,
         limits: StepLimits,

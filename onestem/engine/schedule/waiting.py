@@ -5,17 +5,20 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from onestem.cache import PrefixCache
 from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.groups import PlannedGroups
 from onestem.engine.schedule.queue import RequestQueue
-from onestem.engine.sequence import RequestState, Sequence
+from onestem.engine.sequence import Sequence
 from onestem.request import Request
 
-__all__ = ["SequenceMaker", "SourceError", "WaitingLine"]
+if TYPE_CHECKING:
+    from onestem.engine.schedule.admission import SequenceFactory
+
+__all__ = ["SourceError", "WaitingLine"]
 
 # Sequences that wait for host memory while requests after them are looked for that need none.
 MOST_PARKED = 256
@@ -27,17 +30,6 @@ class SourceError(Exception):
     """A request could not be read from where it comes from; the cause says why."""
 
 
-class SequenceMaker(Protocol):
-    """Makes sequences of requests."""
-
-    def open(self, request: Request) -> RequestState: ...
-    def sequence(self, state: RequestState, index: int) -> Sequence: ...
-    def detokenizer(self, request: Request) -> Any: ...
-    def refuse(self, request: Request, error: Exception) -> None:
-        """Note that a request cannot be opened."""
-        ...
-
-
 def _place(sequence: Sequence) -> tuple[bool, float]:
     """Sort key of waiting sequences: those never admitted last, as they came."""
     return sequence.is_job, sequence.order if sequence.order >= 0 else float("inf")
@@ -46,22 +38,21 @@ def _place(sequence: Sequence) -> tuple[bool, float]:
 class WaitingLine:
     """Sequences that are opened and not (or no longer) admitted, in their order, and the queue.
 
-    Args:
-        queue: where new requests wait.
-        maker: of their sequences.
-        answers: host memory that answers may take.
-        cache: where planned groups keep their prefixes.
-
     Attributes:
+        queue: where new requests wait.
         groups: those of requests that wait or run.
     """
 
     def __init__(
-        self, queue: RequestQueue, maker: SequenceMaker, answers: AnswerMemory, cache: PrefixCache
+        self,
+        queue: RequestQueue,
+        factory: SequenceFactory,
+        answers: AnswerMemory,
+        cache: PrefixCache,
     ) -> None:
         self.queue = queue
         self.groups = PlannedGroups(cache, self._group_open)
-        self._maker = maker
+        self._factory = factory
         self._answers = answers
         self._sequences: deque[Sequence] = deque()
         self._short: tuple[object, int] | None = None  # see `note_short`
@@ -71,9 +62,6 @@ class WaitingLine:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
-
-    def __contains__(self, sequence: object) -> bool:
-        return sequence in self._sequences
 
     def put(self, sequence: Sequence) -> None:
         """Let a sequence wait: jobs after interactive ones, never admitted after preempted ones."""
@@ -164,10 +152,10 @@ class WaitingLine:
         if request.priority != "job":
             draft.opened.append(request.request_id)
         try:
-            sequences = list(self._maker.open(request).sequences)
+            sequences = list(self._factory.open(request).sequences)
         except Exception as error:
             self.queue.pop()
-            self._maker.refuse(request, error)
+            self._factory.refuse(request, error)
             return
         self.queue.pop()
         for sequence in sequences:
