@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from onestem.batch.lengths import expected_outputs
+from onestem.build import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.cost import (
     TOKENS,
     Forecast,
@@ -26,9 +27,8 @@ from onestem.cost import (
     named_devices,
     named_rates,
 )
-from onestem.cost.measure import known_rates, rates_here
+from onestem.cost.kept import known_rates, rates_here
 from onestem.errors import ConfigError
-from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.config import ModelConfig
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks
@@ -280,7 +280,7 @@ def _dealt_otherwise(plan: JobPlan, work: Work, replicas: int, how: Dealt) -> In
     reached = np.array(deepest) == HASHED_TOKENS
     drawn = np.random.default_rng(0).integers(0, replicas, len(parent))
     alone = np.random.default_rng(1).integers(0, replicas, len(plan.order))
-    return np.where(reached[work.home], drawn[np.array(key)[work.home]], alone)
+    return np.where(reached[work.tree.home], drawn[np.array(key)[work.tree.home]], alone)
 
 
 def _formed(options: EngineOptions, config: ModelConfig) -> tuple[ModelConfig, Quantize | None]:
