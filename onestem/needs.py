@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onestem.build import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.engine.schedule.admission import model_len
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, WeightsError
-from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.checkpoint import file_bytes
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
+from onestem.build import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.cost import (
     TOKENS,
     Forecast,
@@ -34,7 +35,6 @@ from onestem.forecasts.dealt import (
     dealt_otherwise,
     dealt_parts,
 )
-from onestem.llm import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.config import ModelConfig
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks

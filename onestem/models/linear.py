@@ -26,7 +26,7 @@ one row of float32 takes 20 to 80% longer, 256 and more rows of bfloat16 a tenth
 Two more costs, measured with two threads: oneDNN makes a new product for each number of rows. That
 takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the product itself. So steps are padded
 to a few numbers of rows (`padded_rows`). Between 448 and 1,024 rows oneDNN distributes narrow
-weights badly over threads (GFLOP/s; `benchmarks/linear.py`):
+weights badly over threads (GFLOP/s; `lab/onestem_lab/linear.py`):
 
 | product, bfloat16 | 1,024 rows | the same in pieces of 256 | 2,048 rows |
 |-------------------|-----------:|--------------------------:|-----------:|
