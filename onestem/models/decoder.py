@@ -54,6 +54,7 @@ class Norm:
     bias: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 

@@ -165,6 +165,8 @@ def stored_weight(scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None
 
 
 class _Reader:
+    """Reads one module's weight, or the part `cut` of it."""
+
     def __init__(self, scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None) -> None:
         self.scheme, self.get = scheme, get
         self.out, self.size = out, size
