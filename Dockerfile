@@ -1,4 +1,4 @@
-# The server on a CPU. Build: docker build -t onestem --build-arg TORCH_INDEX=URL .     Run: docs/server.md, "In a container".
+# The server on a CPU. Build: docker build -t onestem --build-arg TORCH_INDEX=URL .     Run: docs/operating.md, "In a container".
 FROM python:3.12-slim AS build
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends g++ cmake ninja-build \

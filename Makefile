@@ -32,6 +32,18 @@ site: ## build the site into out/site; warnings are errors
 
 check: lint types prose size site ## all that needs no test
 
+# No process with torch but pytest's, no browser, no compiled kernel: a minute on two cores.
+FAST := $(addprefix tests/,planner cache pml cost openai/test_schema.py openai/test_chunks.py \
+  $(patsubst %,engine/test_%.py,backlog contained detokenize grammar_lanes loop mutations pml_plans room \
+    salts scheduler seeds symbolic throttle tokenizer) \
+  $(patsubst %,ops/test_%.py,attention checks layers noise unpacking) \
+  $(patsubst %,batch/test_batch_%.py,format inputs) \
+  $(patsubst %,models/test_models_%.py,config find shapes) \
+  $(patsubst %,test_%.py,advice beside_vllm needs options scores tree))
+
+fast: ## what to run after each change: a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(FAST)
+
 test: ## all checks and tests, in a fresh environment
 	scripts/test
 

@@ -17,15 +17,18 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from onestem.answers import OutputKind, check_output_kind, with_texts
 from onestem.beside_vllm import Beside, refuses_vllms
 from onestem.checked import show
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError
-from onestem.llm import AnyPrompt, OutputKind, check_output_kind, described, read_prompt
+from onestem.models.checkpoint import with_own_head
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
-from onestem.models.weights import checked_tensors, quantised_as, with_own_head
+from onestem.models.sizes import quantised_as
+from onestem.models.updates import checked_tensors
 from onestem.options import EngineOptions, takes
+from onestem.prompts import AnyPrompt, PromptReader
 from onestem.request import (
     Answer,
     CompletionOutput,
@@ -118,6 +121,15 @@ class AsyncLLM(Beside):
         await asyncio.shield(self._starting)
 
     @property
+    def _reader(self) -> PromptReader:
+        return PromptReader(
+            self.tokenizer,
+            self.path,
+            max_model_len=self.options.max_model_len,
+            max_positions=self.config.max_position_embeddings,
+        )
+
+    @property
     def options(self) -> EngineOptions:
         """The options as settled where the engine runs; before `start`, as given."""
         facts = self._client.facts
@@ -200,9 +212,7 @@ class AsyncLLM(Beside):
         if name in self._streams:
             raise RequestError(f"request id {name!r} is in use: give each request its own")
         with self._open(name) as stream, _as_own_errors():
-            text, ids = await asyncio.to_thread(
-                read_prompt, prompt, self.tokenizer, self.options.max_model_len, parse_special
-            )
+            text, ids = await asyncio.to_thread(self._reader.one, prompt, parse_special)
             stream.request = Request(
                 request_id=name, prompt_token_ids=ids, prompt=text, params=params, stream=True
             )
@@ -212,7 +222,7 @@ class AsyncLLM(Beside):
                 stream.is_sent = True
                 self._client.requests.submit(stream.request, "", 1.0, stream)
             while not stream.is_over:
-                yield await stream.next(output_kind, partial(described, self.tokenizer))
+                yield await stream.next(output_kind, partial(with_texts, self.tokenizer))
 
     @contextmanager
     def _open(self, name: str) -> Iterator[_Stream]:

@@ -8,27 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onestem.build import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.engine.schedule.admission import model_len
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, WeightsError
-from onestem.llm import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
 from onestem.models.checkpoint import file_bytes
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
 from onestem.models.linear import Layout
+from onestem.models.names import Role
 from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import Ranks
-from onestem.models.weights import (
-    checked_config,
-    expected_shapes,
-    formats_of,
-    num_parameters,
-    refuse_rounding_twice,
-    target_of,
-    weight_bytes,
-)
+from onestem.models.sizes import formats_of, target_of, weight_bytes
+from onestem.models.tensors import Tensors
+from onestem.models.weights import checked_config, refuse_rounding_twice
 from onestem.options import EngineOptions, Quantize
 
 __all__ = ["Needs", "needs_of"]
@@ -104,7 +99,7 @@ def needs_of(options: EngineOptions) -> Needs:
         formats = formats_of(config, options.quantization, dtype, device)
     part = part_of(config, Ranks(0, ranks, None))
     weights = weight_bytes(part, dtype, device, formats)
-    layout = target_of(expected_shapes(part), dtype, device).layout
+    layout = target_of(Tensors(part), dtype, device).layout
     token = part.kv_values_per_token * dtype.itemsize
     kv_tokens = longest = 0
     try:
@@ -118,7 +113,7 @@ def needs_of(options: EngineOptions) -> Needs:
         architecture=config.architecture,
         models=FAMILIES[config.architecture].models,
         path=str(path),
-        parameters=num_parameters(expected_shapes(config)),
+        parameters=Tensors(config).num_parameters,
         num_layers=config.num_layers,
         windows=dict(Counter(size for size in config.sliding_windows if size is not None)),
         vocab_size=config.vocab_size,
@@ -150,7 +145,7 @@ def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) 
         Layout.PACKED_AND_PLAIN: ["matrices also plain, for many rows"],
         Layout.PACKED_FLOAT32: ["matrices also packed, in float32"],
     }.get(layout, [])
-    rounded = config.tensor_names.head in formats
+    rounded = config.tensor_names[Role.HEAD] in formats
     if config.tie_embeddings and (rounded or layout is not Layout.PLAIN):
         told = [*told, "the embedding also as the head"]
     return told

@@ -243,7 +243,7 @@ class EngineOptions(Options):
     the cores that affinity and cgroups leave, shared out)."""
 
     random_weights: bool | None = Field(default=None, json_schema_extra={"identity": True})
-    """Make weights up: a config is enough (default: for shapes alone)."""
+    """Use random weights: only config.json is needed (default: for shape:NAME models alone)."""
 
     logprobs_mode: LogprobsMode = Field(
         default="raw_logprobs", json_schema_extra={"identity": True}
@@ -338,7 +338,7 @@ class InputOptions(Options):
     delimiter: str | None = Field(
         default=None, min_length=1, max_length=1, json_schema_extra={"metavar": "CHARACTER"}
     )
-    """What stands between the cells of a CSV file (default: a comma; a tab for .tsv)."""
+    """Separator of the cells of a CSV file (default: a comma; a tab for .tsv)."""
 
 
 def _with_model(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

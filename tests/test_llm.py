@@ -21,8 +21,8 @@ import transformers
 
 import onestem
 from onestem import LLM, SamplingParams
+from onestem.build import largest_decode, modules_identity, pick_device
 from onestem.errors import ConfigError, RequestError
-from onestem.llm import largest_decode, pick_device
 from onestem.options import Levels, parse_memory
 from onestem.scores import ScoreTree
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
@@ -638,7 +638,7 @@ def test_weights_rounded_at_load_are_another_model(model):
         assert rounded.decoder.weight_bytes <= plain.decoder.weight_bytes
         assert rounded.options.identity() != plain.options.identity()
         # What a module's keys and values are kept under.
-        assert rounded._identity_for_modules() != plain._identity_for_modules()
+        assert modules_identity(rounded.options) != modules_identity(plain.options)
         prompts = [[5, 6, 7, 8], [5, 6, 7, 9]]
         answers = rounded.generate(prompts, SamplingParams(max_tokens=4, temperature=0))
         again = rounded.generate(prompts[1:], SamplingParams(max_tokens=4, temperature=0))

@@ -55,7 +55,7 @@ def test_options_are_named_where_they_are_declared_and_used():
         for path in sorted(PACKAGE.rglob("*.py"))
         if "module_disk_memory" in path.read_text()
     ]
-    assert naming == ["cli/bench_pml.py", "llm.py", "options.py"]
+    assert naming == ["build.py", "cli/bench_pml.py", "options.py"]
 
 
 def defaults(tmp_path, text: str = "", **environment: str) -> Defaults:

@@ -12,7 +12,7 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.errors import ConfigError, RequestError, UnsupportedError, WeightsError
-from onestem.models import weights
+from onestem.models import sizes
 from onestem.models.linear import Layout
 from tests.engine.harness import TOLERANCE, oracle_logprobs, shared_prompts
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -220,7 +220,7 @@ def test_no_beside_logprobs_is_the_sampled_token_alone(llm):
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS)
 def test_answers_are_those_of_the_changed_checkpoint(model, other, layout, dtype, monkeypatch):
-    monkeypatch.setattr(weights, "choose_layout_of", lambda *_: layout)
+    monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
     options = {**OPTIONS, "dtype": str(dtype).removeprefix("torch.")}
     with LLM(model, **options) as llm, LLM(other, **options) as fresh:
         before = llm.generate(PROMPTS, GREEDY)
@@ -352,7 +352,7 @@ def test_quantised_weights_sleep_and_stay(model, quantization):
 @pytest.mark.parametrize("layout", [Layout.PLAIN, Layout.PACKED, Layout.PACKED_AND_PLAIN])
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_frees_memory_and_answers_stay_the_same(model, level, layout, monkeypatch):
-    monkeypatch.setattr(weights, "choose_layout_of", lambda *_: layout)
+    monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
     with LLM(model, **OPTIONS) as llm:
         want = told(llm.generate(PROMPTS, GREEDY))
         llm.sleep(level)

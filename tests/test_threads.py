@@ -116,8 +116,8 @@ def test_without_control_groups_affinity_counts(groups, monkeypatch):
 
 
 THREADS = (
-    "from onestem import threads, llm; import torch; torch.set_num_threads(64); "
-    "threads.usable_cores = llm.usable_cores = lambda: 3; llm.set_threads({}); "
+    "from onestem import threads, build; import torch; torch.set_num_threads(64); "
+    "threads.usable_cores = build.usable_cores = lambda: 3; build.set_threads({}); "
     "print(torch.get_num_threads())"
 )
 

@@ -32,6 +32,11 @@ class PagePool:
         self._lowest = 0  # no free page is below it
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that all pages hold."""
+        return self.num_pages * self.page_size
+
+    @property
     def num_free(self) -> int:
         return self._num_free
 

@@ -46,8 +46,8 @@ def _facts(defaults: Defaults) -> dict[str, Any]:
     import torch
 
     from onestem import __version__
+    from onestem.build import kv_memory_bytes, set_threads
     from onestem.engine.schedule.answers import answer_memory_bytes
-    from onestem.llm import kv_memory_bytes, set_threads
     from onestem.models.formats.products import kinds_of
     from onestem.models.linear import choose_layout
     from onestem.ops import available, resolve

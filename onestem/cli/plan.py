@@ -206,14 +206,13 @@ def _show_advice(report: dict[str, Any]) -> None:
 def _show_forecast(found: dict[str, Any], prompt_tokens: int) -> None:
     typer.echo(f"predicted on {found['device']} (rates {found['rates']}):")
     names = {"full": "sharing", "storage": "stored once, read by each", "off": "without sharing"}
-    if found["off"]["computed_prompt_tokens"] > prompt_tokens and not found["off"]["num_preempted"]:
+    if found["off"]["computed_prompt_tokens"] > prompt_tokens:
         names["off"] += ", a prompt for each answer"
     for share, name in names.items():
         one = found[share]
-        again = f", {one['num_preempted']} preempted" if one["num_preempted"] else ""
         typer.echo(
             f"  {name}: {one['seconds']:.1f} s, {one['computed_prompt_tokens']} prompt tokens "
-            f"computed, maximum {one['peak_kv_tokens']} tokens in KV memory{again}"
+            f"computed, maximum {one['peak_kv_tokens']} tokens in KV memory"
         )
 
 

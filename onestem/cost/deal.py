@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onestem.cost.job import IntArray, Limits, Work
 from onestem.cost.step import StepCost
+from onestem.cost.work import IntArray, Limits, Work
 from onestem.planner import JobPlan
 from onestem.planner.deal import Costs
 
@@ -60,6 +60,6 @@ def deal_costs(plan: JobPlan, positions: IntArray, weights: Weights) -> Costs:
     sampled = work.outputs * (weights.sampled + weights.context * own)
     return Costs(
         cost=(weights.prompt * (own + opened) + sampled).astype(np.float64),
-        again=weights.prompt * (work.tokens - own - opened).astype(np.float64),
+        again=weights.prompt * (work.tree.lengths - own - opened).astype(np.float64),
         starts=starts.astype(np.int64),
     )

@@ -69,10 +69,8 @@ class Rates:
         attention: walks over a run's keys and values, by query heads for each KV head (rows that
             see the run times heads that share a KV head).
         head: the head's product with its draws, by rows that sample.
-        row_bytes: bytes/s at which queries, outputs and states of rows move; 0: as keys and values.
-        walk_seconds: of a decode's walk over its own run, in each layer, besides what it reads.
+        walk_seconds: of a decode in each layer, besides the bytes that it moves.
         call_seconds: of a layer's attention, whatever it sees.
-        shape_seconds: of preparing products for a number of rows that no step had before.
         step_seconds, row_seconds, token_seconds, request_seconds: of the host, for a step, a row
             that decodes, a prompt's token, and a request from its admission to its output.
         overlaps: the host works while the device computes the step before.
@@ -86,10 +84,8 @@ class Rates:
     linear: Curve
     attention: Curve
     head: Curve
-    row_bytes: float = 0.0
     walk_seconds: float = 0.0
     call_seconds: float = 0.0
-    shape_seconds: float = 0.0
     step_seconds: float = 0.0
     row_seconds: float = 0.0
     token_seconds: float = 0.0

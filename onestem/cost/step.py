@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from onestem.cost.rates import Rates
+from onestem.cost.work import FloatArray
 
 if TYPE_CHECKING:
     from onestem.models.config import ModelConfig
@@ -35,6 +36,7 @@ __all__ = ["FIRST_MERGED", "UNMERGED", "ExpertShape", "ModelShape", "StepCost"]
 # the row's own state is read too, and its output is written again (eq. 9: 7 in all).
 UNMERGED, FIRST_MERGED, MERGED = 2, 5, 3
 
+Number = TypeVar("Number", float, FloatArray)
 
 MXFP4_BYTES = 17 / 32  # of a weight: four bits, and eight bits of scale for 32 weights
 
@@ -259,7 +261,7 @@ class StepCost:
     @cached_property
     def pass_seconds(self) -> float:
         """Seconds of a pass over a row's queries or outputs."""
-        return self.shape.query_bytes / (self.rates.row_bytes or self.rates.attention.bytes)
+        return self.shape.query_bytes / self.rates.attention.bytes
 
     @property
     def own_walk_seconds(self) -> float:
@@ -277,7 +279,7 @@ class StepCost:
 
         Args:
             first: no run is above it.
-            below: tokens of a row that stand below the run.
+            below: tokens of a row that are below the run.
         """
         tokens = self.shape.seen(tokens, below)
         apart = rows * tokens * self.walk(1)
@@ -295,8 +297,9 @@ class StepCost:
             below += tokens
         return seconds + rows * (self.shape.seen(own) * self.walk(1) + self.own_walk_seconds)
 
-    def host(self, decodes: float, tokens: float, requests: float) -> float:
-        """Host seconds of a step: rows that decode, prompt tokens, and requests that end."""
+    def host(self, decodes: Number, tokens: Number, requests: Number) -> Number:
+        """Host seconds of a step, or of each of some steps: rows that decode, prompt tokens, and
+        requests that end."""
         rates = self.rates
         return (
             rates.step_seconds

@@ -42,7 +42,7 @@ from onestem.engine.sequence import Chunk, Edits, RequestState
 from onestem.engine.step.launch import Flight, Launcher, make_runner
 from onestem.engine.step.order import Order
 from onestem.engine.step.results import Results
-from onestem.engine.step.runner import Logits, StepRunner
+from onestem.engine.step.runner import Logits, RankTeam, StepRunner
 from onestem.engine.step.slots import Slots
 from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
@@ -77,8 +77,7 @@ class Engine:
         defaults: the model's sampling defaults and end-of-sequence ids.
         options: how it is run.
         num_pages: pages of KV memory (`options.kv_memory` is what they were counted from).
-        runners: makes what runs the steps, with the arguments of `make_runner`, which is the
-            default.
+        team: the other processes that hold the model together; None: one device holds it.
 
     Attributes:
         options: as given, with lengths, answer memory and attention as the engine chose them.
@@ -96,7 +95,7 @@ class Engine:
         options: EngineOptions,
         *,
         num_pages: int,
-        runners: Callable[..., StepRunner] | None = None,
+        team: RankTeam | None = None,
     ) -> None:
         check_counts(num_pages=num_pages)
         page_size, share = options.page_size, options.share
@@ -117,7 +116,8 @@ class Engine:
             impl=self.impl.name,
         )
         self.stats = EngineStats()
-        runner: StepRunner = (runners or make_runner)(
+        self.team = team
+        runner: StepRunner = (make_runner if team is None else team.make_runner)(
             decoder, self.impl, num_pages=num_pages, page_size=page_size, share=share
         )
         self.residence = Residence(decoder, runner)

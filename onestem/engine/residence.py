@@ -14,7 +14,7 @@ from onestem.engine.step.runner import StepRunner
 from onestem.errors import RequestError
 from onestem.models.checkpoint import listed
 from onestem.models.decoder import Decoder
-from onestem.models.weights import checked_tensors
+from onestem.models.updates import checked_tensors
 
 __all__ = ["TAGS", "Residence"]
 

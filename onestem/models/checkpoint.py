@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,41 +30,41 @@ from onestem.models.formats.stored import (
     stored_weight,
     wrong_values,
 )
+from onestem.models.names import Role
 from onestem.models.quantization import Scheme
+from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.native import native
 
 __all__ = [
-    "PACKED",
     "Checkpoint",
     "Header",
-    "Parts",
-    "Shapes",
     "Source",
     "check_shapes",
     "check_unknown",
-    "checkpoint_source",
+    "file_bytes",
     "has_own_head",
     "listed",
+    "open_checkpoint",
     "our_name",
-    "part_shapes",
+    "with_own_head",
 ]
 
-Shapes = Mapping[str, tuple[int, ...]]
+# Name of a weight of all experts -> the tensors that files hold instead (`Tensors.singles`).
+Singles = Mapping[str, Sequence[Sequence[TensorSpec]]]
 
-# Name of a tensor of all experts `[num, ...]` -> for each expert, the tensors that a file may hold
-# instead. Those of one expert are concatenated along the first dimension.
-Parts = Mapping[str, Sequence[Sequence[str]]]
+# How the modules are stored that are quantised, each with its weight.
+Schemes = Mapping[str, tuple[Scheme, TensorSpec]]
 
 log = logging.getLogger(__name__)
 
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
 
+BYTES = ("U8",)  # dtypes of tensors of mxfp4
+
 COMPARED_ROWS = 1024  # at a time, of head and embedding
 
 STAGING_BYTES = 64 << 20  # of each buffer
-
-PACKED = ("_blocks", "_scales")  # suffixes of the names of byte tensors
 
 NOT_A_POWER = 255  # among scales of mxfp4
 
@@ -72,16 +72,15 @@ DAMAGED = "the file is damaged, or of another model: get it again"
 
 
 class Source(Protocol):
-    """Where a decoder's tensors come from."""
+    """Where a decoder's tensors come from. Of a tensor that has a `cut` only the part is read."""
 
-    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor by its name in the checkpoint, on the decoder's device, in `as_dtype`; None: in
-        the decoder's dtype."""
+    def __call__(self, spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the decoder's device, in `as_dtype`; None: in the decoder's dtype."""
         ...
 
-    def weight(self, module: str) -> Weight:
-        """The weight of a linear layer on the decoder's device, quantised as stored or in the
-        decoder's dtype."""
+    def weight(self, spec: TensorSpec) -> Weight:
+        """The weight of a module on the decoder's device, quantised as stored or in the decoder's
+        dtype."""
         ...
 
 
@@ -105,49 +104,46 @@ class Held(Header):
 class Checkpoint:
     """The `Source` of a directory.
 
-    Of a tensor that `cuts` names, only the part is read and returned.
-
     Attributes:
-        schemes: how each quantised module is stored, with out_features and in_features of the
-            whole module.
+        schemes: how each quantised module is stored, and its weight.
     """
 
     def __init__(
         self,
         held: Mapping[str, Held],
-        schemes: Mapping[str, tuple[Scheme, int, int]],
-        parts: Parts,
+        schemes: Schemes,
+        singles: Singles,
         dtype: torch.dtype,
         device: torch.device,
-        cuts: Mapping[str, Cut],
     ) -> None:
         self._held = held
-        self._cuts = cuts
         self.schemes = schemes
-        self._parts = parts
+        self._singles = singles
         # One file is open at a time, so that the pages of a finished shard can be dropped.
         self._opened = functools.lru_cache(maxsize=1)(_opened)
         self._dtype = dtype
         self._device = device
         self._copy = Staging(device) if device.type == "cuda" else None
 
-    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor:
-        if name in self._parts:
-            experts = ([self(part, as_dtype) for part in expert] for expert in self._parts[name])
-            return torch.stack([torch.cat(expert) for expert in experts])
-        kind, module = as_dtype or self._dtype, name.removesuffix(".weight")
-        if module in self.schemes:  # a table or an expert: products need it dense
-            whole = dense(self.weight(module), kind)
-            return self._cuts[name].filled(whole) if name in self._cuts else whole
-        stored = self._stored(name, self._cuts.get(name))
+    def __call__(self, spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor:
+        if spec.name in self._singles:
+            experts = self._singles[spec.name]
+            read = ([self(one, as_dtype) for one in expert] for expert in experts)
+            return torch.stack([torch.cat(parts) for parts in read])
+        dtype = as_dtype or self._dtype
+        if spec.module in self.schemes:  # a table or an expert: products need it dense
+            whole = dense(self.weight(spec), dtype)
+            return whole if spec.cut is None else spec.cut.filled(whole)
+        stored = self._stored(spec.name, spec.cut)
         if self._copy is not None:
-            return self._copy(stored).to(kind)
-        return stored.to(device=self._device, dtype=kind, copy=True)
+            return self._copy(stored).to(dtype)
+        return stored.to(device=self._device, dtype=dtype, copy=True)
 
-    def weight(self, module: str) -> Weight:
-        if module not in self.schemes:
-            return self(f"{module}.weight")
-        scheme, out, size = self.schemes[module]
+    def weight(self, spec: TensorSpec) -> Weight:
+        """See `Source`."""
+        module = spec.module
+        if module is None or module not in self.schemes:
+            return self(spec)
 
         def get(name: str, cut: Cut | None = None) -> Tensor | None:
             name = f"{module}.{name}"
@@ -156,31 +152,31 @@ class Checkpoint:
             stored = self._stored(name, cut)
             return stored.to(self._device) if self._copy is None else self._copy(stored)
 
-        cut = self._cuts.get(f"{module}.weight")
-        weight = stored_weight(scheme, get, out, size, cut)
+        weight = stored_weight(self.schemes[module][0], get, *_size(spec), spec.cut)
         return weight.to(self._dtype) if isinstance(weight, Tensor) else weight
 
-    def check_values(self) -> None:
+    def check_values(self, specs: Iterable[TensorSpec]) -> None:
         """Raise `WeightsError` for numbers that make no sense in what says how weights are stored,
         such as scales that are not finite. Scales that are 0, as of weights that are all 0, are
         told in a warning."""
+        for spec in specs:
+            if spec.kind is Kind.POWERS:
+                held = self._held[spec.name]
+                if int(self._stored(spec.name, None).max()) == NOT_A_POWER:
+                    raise WeightsError(f"{held.file}: {held.name} has NaN: {DAMAGED}")
         zero: list[str] = []
-        for name, held in self._held.items():
-            is_powers = held.dtype == "U8" and name.endswith("_scales")
-            if is_powers and int(self._stored(name, None).max()) == NOT_A_POWER:
-                raise WeightsError(f"{held.file}: {held.name} has NaN: {DAMAGED}")
-        for module, scheme in self.schemes.items():
+        for module, (scheme, spec) in self.schemes.items():
 
             def get(name: str, module: str = module) -> Tensor | None:
-                name = f"{module}.{name}"
-                if name not in self._held:
+                at = f"{module}.{name}"
+                if at not in self._held:
                     return None
-                stored = self._stored(name, None)
-                if name.endswith(SCALED_BY) and not stored.float().all():
-                    zero.append(self._held[name].name)
+                stored = self._stored(at, None)
+                if name in SCALED_BY and not stored.float().all():
+                    zero.append(self._held[at].name)
                 return stored
 
-            wrong = wrong_values(*scheme, get)
+            wrong = wrong_values(scheme, *_size(spec), get)
             if wrong is not None:
                 held = self._held[f"{module}.{wrong[0]}"]
                 raise WeightsError(f"{held.file}: {held.name} {wrong[1]}: {DAMAGED}")
@@ -196,6 +192,12 @@ class Checkpoint:
                 file.get_tensor(held.name) if cut is None else cut.of(file.get_slice(held.name))
             )
         return tensor
+
+
+def _size(spec: TensorSpec) -> tuple[int, int]:
+    """out_features and in_features of a whole module that is stored by rows."""
+    out, size = spec.shape
+    return out, size
 
 
 class Staging:
@@ -230,89 +232,91 @@ class Staging:
         return there
 
 
-def checkpoint_source(
-    directory: Path,
-    config: ModelConfig,
-    shapes: Shapes,
-    parts: Parts,
-    dtype: torch.dtype,
-    device: torch.device,
-    cuts: Mapping[str, Cut],
+def open_checkpoint(
+    directory: str | Path, tensors: Tensors, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint:
-    """Source of a directory that holds the tensors of `shapes`, or their `parts`, and no others.
+    """Source of a directory that holds all of `tensors` and no others.
 
-    A quantised module has the tensors of its format instead of its `weight`. `cuts` names the
-    tensors of which only a part is read.
+    A weight of all experts may be held as tensors of single ones. A quantised module has the
+    tensors of its format instead of its `weight`.
 
     Raises:
         UnsupportedError: quantised modules of this family are not supported.
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
+    config, directory = tensors.config, Path(directory)
     held = _held(config, _tensor_files(directory))
-    parts = {name: experts for name, experts in parts.items() if name not in held}
-    shapes = _shapes_in_files(shapes, parts, held)
-    schemes = _schemes(config, shapes, held)
+    specs = {spec.name: spec for spec in tensors}
+    singles = _singles_in_files(tensors, held)
+    for name, experts in singles.items():
+        del specs[name]
+        specs |= {one.name: one for expert in experts for one in expert}
+    schemes = _schemes(config, specs.values(), held)
     if schemes and config.tensor_names.transposed:
         raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
-    expected = _expected(shapes, schemes, held)
+    expected = _expected(specs.values(), schemes, held)
     _check_names(directory, config, expected, held)
     check_shapes(directory, config, expected, held)
-    checkpoint = Checkpoint(held, schemes, parts, dtype, device, cuts)
-    checkpoint.check_values()
+    checkpoint = Checkpoint(held, schemes, singles, dtype, device)
+    checkpoint.check_values(specs.values())
     return checkpoint
 
 
+def _singles_in_files(tensors: Tensors, held: Collection[str]) -> Singles:
+    """Tensors of single experts, where files hold some of them and not the whole."""
+    found: dict[str, list[tuple[TensorSpec, ...]]] = {}
+    if tensors.alternates:
+        return found
+    modules = {name.rpartition(".")[0] for name in held}
+    for layer, whole in tensors.of_experts():
+        if whole.name not in held:
+            singles = tensors.singles(layer, whole.role)
+            if any(one.module in modules for expert in singles for one in expert):
+                found[whole.name] = singles
+    return found
+
+
 def _schemes(
-    config: ModelConfig, shapes: Shapes, held: Mapping[str, Held]
-) -> dict[str, tuple[Scheme, int, int]]:
+    config: ModelConfig, specs: Iterable[TensorSpec], held: Mapping[str, Held]
+) -> dict[str, tuple[Scheme, TensorSpec]]:
     """Schemes of the modules that are quantised in the files."""
-    found: dict[str, tuple[Scheme, int, int]] = {}
+    found: dict[str, tuple[Scheme, TensorSpec]] = {}
     if config.quantization is None:
         return found
-    for name, shape in shapes.items():
-        module = name.removesuffix(".weight")
-        scheme = config.quantization.scheme(module)
-        if module == name or len(shape) != 2 or scheme is None:
+    for spec in specs:
+        scheme = None if spec.module is None else config.quantization.scheme(spec.module)
+        if spec.module is None or scheme is None:
             continue
-        main = held.get(f"{module}.{main_tensor(scheme)}")
+        main = held.get(f"{spec.module}.{main_tensor(scheme)}")
         if main is not None and main.dtype not in FLOATS:
-            found[module] = (scheme, *shape)
+            found[spec.module] = (scheme, spec)
     return found
 
 
 def _expected(
-    shapes: Shapes, schemes: Mapping[str, tuple[Scheme, int, int]], held: Iterable[str]
+    specs: Iterable[TensorSpec], schemes: Schemes, held: Iterable[str]
 ) -> dict[str, Expected]:
+    """What files hold: of a quantised module the tensors of its format."""
     expected = {
-        name: Expected(shape, ("U8",) if name.endswith(PACKED) else FLOATS)
-        for name, shape in shapes.items()
-        if name.removesuffix(".weight") not in schemes
+        spec.name: Expected(spec.shape, BYTES if spec.kind in (Kind.CODES, Kind.POWERS) else FLOATS)
+        for spec in specs
+        if spec.module not in schemes
     }
     names: dict[str, list[str]] = {module: [] for module in schemes}
     for name in held:
         module, _, part = name.rpartition(".")
         if module in names:
             names[module].append(part)
-    for module, scheme in schemes.items():
-        stored = stored_tensors(*scheme, names[module])
+    for module, (scheme, spec) in schemes.items():
+        stored = stored_tensors(scheme, *_size(spec), names[module])
         expected |= {f"{module}.{part}": one for part, one in stored.items()}
     return expected
 
 
-def _shapes_in_files(shapes: Shapes, parts: Parts, held: Mapping[str, Held]) -> Shapes:
-    """`shapes`, with a tensor's parts in its place where files hold some of them."""
-    found = dict(shapes)
-    modules = {name.rpartition(".")[0] for name in held}
-    for whole, experts in parts.items():
-        if any(part.rpartition(".")[0] in modules for expert in experts for part in expert):
-            found |= part_shapes(found.pop(whole), experts)
-    return found
-
-
-def part_shapes(whole: tuple[int, ...], experts: Sequence[Sequence[str]]) -> Shapes:
-    """Shapes of the `Parts` of a tensor of all experts."""
-    _, rows, *rest = whole
-    return {part: (rows // len(expert), *rest) for expert in experts for part in expert}
+def with_own_head(directory: str | Path, config: ModelConfig) -> ModelConfig:
+    """The configuration of a directory's weights: with a head if they have one (`has_own_head`)."""
+    tied = config.tie_embeddings and not has_own_head(Path(directory), config)
+    return replace(config, tie_embeddings=tied)
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:
@@ -323,7 +327,7 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
     """
     stored = _tensor_files(directory)
     names = _names(config, stored)
-    pair = [f"{name}.weight" for name in (config.tensor_names.head, config.tensor_names.embedding)]
+    pair = [f"{config.tensor_names[role]}.weight" for role in (Role.HEAD, Role.EMBEDDING)]
     if not all(name in names for name in pair):
         return False
     with ExitStack() as files:
@@ -354,7 +358,7 @@ def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
             raise WeightsError(f"{found[ours]} and {name} are one tensor: leave one out")
         found[ours] = name
     # A file of the model without its head leaves the prefix out of all names.
-    if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
+    if f"{names[Role.EMBEDDING]}.weight".removeprefix(names.prefix) in found:
         return {names.prefix + name: at for name, at in found.items()}
     return found
 
@@ -486,7 +490,7 @@ def check_unknown(
     unknown = sorted(
         name
         for name in set(held) - set(expected)
-        if not name.endswith(names.ignored) and name != f"{names.head}.weight"
+        if not name.endswith(names.ignored) and name != f"{names[Role.HEAD]}.weight"
     )
     if unknown:
         raise WeightsError(
@@ -503,8 +507,8 @@ def check_shapes(
     """Raise `WeightsError` for tensors of other shapes or dtypes. The unused head of a tied model
     is checked too: another shape means another model."""
     names = config.tensor_names
-    head = expected.get(f"{names.embedding}.weight")
-    expected = expected if head is None else {f"{names.head}.weight": head, **expected}
+    head = expected.get(f"{names[Role.EMBEDDING]}.weight")
+    expected = expected if head is None else {f"{names[Role.HEAD]}.weight": head, **expected}
     there = {name: (held[name], one) for name, one in sorted(expected.items()) if name in held}
     wrong = [
         f"{name} is {list(one.shape)}, expected {list(wanted.shape)}"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "Slices", "Span", "covering"]
+__all__ = ["Axis", "Cut", "Slices", "Span", "covering"]
 
 # (first, last + 1)
 Span = tuple[int, int]
@@ -18,14 +18,48 @@ Span = tuple[int, int]
 class Slices(Protocol):
     """A tensor of a file that is read slice by slice, as safetensors gives it."""
 
-    def get_shape(self) -> Sequence[int]: ...
+    def get_shape(self) -> Sequence[int]:
+        """Sizes of the whole tensor."""
+        ...
 
     def __getitem__(self, at: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A dimension of a tensor.
+
+    Attributes:
+        spans: what one rank has of it; (): all.
+    """
+
+    size: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def part(self) -> int:
+        """The size of what the rank has."""
+        return sum(stop - start for start, stop in self.spans) if self.spans else self.size
+
+    def times(self, count: int) -> Axis:
+        """This axis with `count` elements in place of each."""
+        spans = tuple((start * count, stop * count) for start, stop in self.spans)
+        return Axis(self.size * count, spans)
+
+    def over(self, count: int) -> Axis:
+        """This axis with one element in place of each `count`, which all spans are multiples of."""
+        spans = tuple((start // count, stop // count) for start, stop in self.spans)
+        return Axis(self.size // count, spans)
+
+    def then(self, other: Axis) -> Axis:
+        """This axis, and after it another one."""
+        spans = tuple((self.size + start, self.size + stop) for start, stop in other.spans)
+        return Axis(self.size + other.size, self.spans + spans)
+
+
+@dataclass(frozen=True)
 class Cut:
-    """Consecutive spans of one dimension of a tensor. Zeros stand beyond the dimension's end."""
+    """Consecutive spans of one dimension of a tensor. Zeros are beyond the dimension's end."""
 
     dim: int
     spans: tuple[Span, ...]

@@ -1,12 +1,12 @@
 """One decoder for all families: the rows of a step in, their last hidden states out.
 
-The rows of all sequences of a step stand on one axis. What a row may see is not known here: the
+The rows of all sequences of a step are on one axis. What a row may see is not known here: the
 caller hands in `attend`, which writes the rows' keys and values and attends over the step's plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypedDict, overload
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import Alibi, ModelConfig
-from onestem.models.cuts import Cut
 from onestem.models.linear import Activation, Head, Projection, padded_rows, step_rows
 from onestem.models.mlp import ExpertLayer, ExpertsBeside, Mlp
 from onestem.models.part import part_of
@@ -55,6 +54,7 @@ class Norm:
     bias: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
@@ -117,7 +117,6 @@ class Decoder:
             of MLPs, rows of the vocabulary. `config` itself where one rank holds all.
         scores: what attention does to scores, for the part's heads.
         places: name of a tensor in a checkpoint -> the places that it was put in.
-        cuts: name of a tensor that is held in part -> the part.
         normed: adds to the residual and returns its norm.
         quantised: format of the weights, which then cannot be rewritten; None: they can.
     """
@@ -135,7 +134,6 @@ class Decoder:
         vectors: TokenVectors | None = None,
         ops: LayerOps | None = None,
         places: Iterable[Place] = (),
-        cuts: Mapping[str, Cut] | None = None,
         quantised: str | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -164,7 +162,6 @@ class Decoder:
         for place in places:
             for name in place.names:
                 self.places.setdefault(name, []).append(place)
-        self.cuts = cuts or {}
         self.quantised = quantised
         self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)

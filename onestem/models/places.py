@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from onestem.models.linear import Head, Linear
+from onestem.models.tensors import TensorSpec
 
-__all__ = ["Given", "Place", "ProductPlace", "TensorPlace", "bias_of"]
+__all__ = ["Given", "Place", "ProductPlace", "TensorPlace"]
 
 
 class Given(Protocol):
     """New values of tensors."""
 
-    def __call__(self, name: str, as_dtype: torch.dtype | None = None) -> Tensor | None:
+    def __call__(self, spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor | None:
         """The tensor, as from a `Source`; None: it is left unchanged."""
         ...
 
@@ -49,22 +50,24 @@ class TensorPlace:
         change: turns what is read into what the decoder holds.
     """
 
-    name: str
+    spec: TensorSpec
     tensor: Tensor
     as_dtype: torch.dtype | None
     change: Callable[[Tensor], Tensor]
 
     @property
     def names(self) -> Sequence[str]:
-        return (self.name,)
+        """See `Place`."""
+        return (self.spec.name,)
 
     def write(self, given: Given) -> None:
-        values = given(self.name, self.as_dtype)
+        """See `Place`."""
+        values = given(self.spec, self.as_dtype)
         if values is not None:
             self.tensor.copy_(self.change(values))
 
     def drop_packed(self) -> None:
-        pass
+        """See `Place`: there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,45 +75,44 @@ class ProductPlace:
     """Projections of the same input, fused into one product.
 
     Attributes:
-        weights: names of their weights. Where there is a bias, its name ends with `bias` instead.
+        weights: of each. A product that has a bias holds theirs too.
         counts: rows of each; (): there is one weight.
         order: the row of the joined weights at each place; None: in their order.
-        transposed: the checkpoint has them as `[in_features, out_features]`.
     """
 
     product: Linear | Head
-    weights: tuple[str, ...]
+    weights: tuple[TensorSpec, ...]
     counts: tuple[int, ...] = ()
     order: list[int] | None = None
-    transposed: bool = False
 
     @property
     def names(self) -> Sequence[str]:
-        if self._has_bias:
-            return (*self.weights, *map(bias_of, self.weights))
-        return self.weights
+        """See `Place`."""
+        return [one.name for one in (*self.weights, *map(self._bias, self.weights)) if one]
 
-    @property
-    def _has_bias(self) -> bool:
+    def _bias(self, weight: TensorSpec) -> TensorSpec | None:
         # A head's bias has a place of its own: it is added in float32, after the product.
-        return isinstance(self.product, Linear) and self.product.bias is not None
+        return weight.bias if isinstance(self.product, Linear) else None
 
     def write(self, given: Given) -> None:
+        """See `Place`."""
         with self.product.rewriting() as weight:
-            for name, rows in self._rows(weight):
-                values = given(name)
+            for spec, rows in self._rows(weight):
+                values = given(spec)
                 if values is not None:
-                    _put(weight, rows, values.t() if self.transposed else values)
-                offsets = given(bias_of(name)) if self._has_bias else None
+                    _put(weight, rows, spec.rows_first(values))
+                bias = self._bias(spec)
+                offsets = None if bias is None else given(bias)
                 if offsets is not None:
                     assert self.product.bias is not None
                     _put(self.product.bias, rows, offsets)
 
     def drop_packed(self) -> None:
+        """See `Place`."""
         self.product.drop_packed()
 
-    def _rows(self, weight: Tensor) -> list[tuple[str, Tensor | slice]]:
-        """Name and rows of each projection."""
+    def _rows(self, weight: Tensor) -> list[tuple[TensorSpec, Tensor | slice]]:
+        """Rows of each projection."""
         counts = self.counts or (len(weight),)
         ends = accumulate(counts)
         if self.order is None:
@@ -118,11 +120,6 @@ class ProductPlace:
             return list(zip(self.weights, rows, strict=True))
         places = torch.tensor(self.order, device=weight.device).argsort()
         return list(zip(self.weights, places.split(counts), strict=True))
-
-
-def bias_of(weight: str) -> str:
-    """Name of the bias beside a weight."""
-    return f"{weight.removesuffix('weight')}bias"
 
 
 def _put(into: Tensor, rows: Tensor | slice, values: Tensor) -> None:

@@ -3,7 +3,7 @@
 from onestem.planner.deal import Deal
 from onestem.planner.plan import Group, JobPlan, default_order, plan_job, planner_of
 from onestem.planner.report import PlanReport
-from onestem.planner.running import RunningOrder
+from onestem.planner.running import RunningOrder, grouped, planned
 from onestem.planner.sort import Prompts
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "Prompts",
     "RunningOrder",
     "default_order",
+    "grouped",
     "plan_job",
+    "planned",
     "planner_of",
 ]

@@ -7,7 +7,8 @@ kinds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from onestem.planner.order import depth_first
 from onestem.planner.plan import JobPlan
 from onestem.planner.prefix_tree import PrefixTree
 from onestem.planner.sort import IntArray
+from onestem.request import Request
 
-__all__ = ["RunningOrder"]
+__all__ = ["RunningOrder", "grouped", "planned"]
 
 # What is known of the prefix above counts as much as this many finished answers.
 SHRINKAGE = 4
@@ -115,3 +117,19 @@ def _loosened(grouped: GroupedTree) -> PrefixTree:
     inside = (root >= 0) & (root != np.arange(tree.num_nodes))
     parent = np.where(light & ~inside, 0, tree.parent)
     return PrefixTree(parent, tree.depth, tree.home, tree.lengths)
+
+
+def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
+    """The requests in the order in which they are to begin, each with its group set."""
+    return (grouped(requests[index], order.plan, index) for index in order)
+
+
+def grouped(request: Request, plan: JobPlan, index: int) -> Request:
+    """The plan's request `index`, with its group set."""
+    group = int(plan.group_of[index])
+    return replace(
+        request,
+        group=group,
+        group_prefix_tokens=plan.groups[group].prefix_tokens,
+        group_only=plan.group_only,
+    )

@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from onestem.build import GIB, kv_memory_bytes, pick_device
 from onestem.errors import ConfigError, JobError
-from onestem.llm import GIB, kv_memory_bytes, pick_device
 from onestem.options import EngineOptions
 from onestem.replicas.worker import Facts, Failure, Report, Worker
 from onestem.request import Request

@@ -12,6 +12,7 @@ import numpy as np
 
 from onestem.batch import output_lengths
 from onestem.beside_vllm import refuses_vllms
+from onestem.build import check_ranks
 from onestem.engine.engine import check_counts
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
@@ -19,21 +20,13 @@ from onestem.engine.schedule.admission import check_format, check_pml, check_req
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.forecasts import JobWatch
-from onestem.llm import (
-    Prompt,
-    check_ranks,
-    grouped,
-    named_one,
-    params_for_each,
-    read_prompt,
-    several_prompts,
-)
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
-from onestem.planner import RunningOrder, planner_of
+from onestem.planner import RunningOrder, grouped, planner_of
 from onestem.planner.sort import IntArray
 from onestem.pml import Layout, Library, Schema
+from onestem.prompts import Prompt, PromptReader, named_one, params_for_each
 from onestem.replicas.dealer import Dealer, Planned
 from onestem.replicas.ray import RayCrew
 from onestem.replicas.worker import Facts
@@ -97,7 +90,12 @@ class Replicas:
         self._is_closed = False
         self._pid = os.getpid()
         self._answering = threading.Lock()
-        self._schemas: Library | None = None
+        self._reader = PromptReader(
+            self.tokenizer,
+            self.path,
+            max_model_len=self._max_model_len,
+            max_positions=self.config.max_position_embeddings,
+        )
         self._grammars: GrammarCompiler | None = None
         if self.tokenizer is not None:
             size = self.config.vocab_size
@@ -127,12 +125,7 @@ class Replicas:
     @property
     def schemas(self) -> Library:
         """PML schemas that prompts may name."""
-        if self._schemas is None:
-            if self.tokenizer is None:
-                raise RequestError(f"PML needs a tokenizer, and {self.path} has none")
-            positions = self.config.max_position_embeddings
-            self._schemas = Library(self.tokenizer, max_positions=positions)
-        return self._schemas
+        return self._reader.schemas
 
     def add_schema(self, schema: Schema | str | os.PathLike[str]) -> Layout:
         """Make a PML schema known; see `LLM.add_schema`."""
@@ -223,27 +216,26 @@ class Replicas:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         parse_special: bool,
     ) -> list[Request]:
-        many = several_prompts(prompts)
+        ids, texts = self._reader.read(prompts, parse_special)
+        each = params_for_each(sampling_params, len(ids))
         requests = []
-        for i, (prompt, its) in enumerate(
-            zip(many, params_for_each(sampling_params, len(many)), strict=True)
-        ):
-            with named_one("prompt", i, len(many)):
-                requests.append(self._request_of(prompt, its, parse_special))
+        for i, (one, text, params) in enumerate(zip(ids, texts, each, strict=True)):
+            with named_one("prompt", i, len(ids)):
+                if params.logprobs is not None or params.prompt_logprobs is not None:
+                    raise RequestError(
+                        "replicas give no log-probabilities: use LLM, or a batch file"
+                    )
+                self._count += 1
+                requests.append(
+                    Request(
+                        request_id=f"request-{self._count}",
+                        prompt_token_ids=one.listed,
+                        prompt=text,
+                        params=params,
+                    )
+                )
                 self.validate(requests[-1])
         return requests
-
-    def _request_of(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
-        if params.logprobs is not None or params.prompt_logprobs is not None:
-            raise RequestError("replicas give no log-probabilities: use LLM, or a batch file")
-        text, ids = read_prompt(prompt, self.tokenizer, self._max_model_len, parse_special)
-        self._count += 1
-        return Request(
-            request_id=f"request-{self._count}",
-            prompt_token_ids=ids,
-            prompt=text,
-            params=params,
-        )
 
     def close(self) -> None:
         """End the engines, and Ray if it was started here. Closing twice is fine."""

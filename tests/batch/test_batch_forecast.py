@@ -9,7 +9,7 @@ import pytest
 
 from onestem.batch import ASSUMED_TOKENS, OpenEnded, expected_outputs
 from onestem.cost import named_rates
-from onestem.cost.measure import keep_rates, known_rates
+from onestem.cost.kept import keep_rates, known_rates
 from onestem.errors import ConfigError
 from onestem.forecasts import JobWatch, Target
 from onestem.jobs import run_file

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+import onestem.cost.kept as kept
 import onestem.cost.measure as measuring
 from onestem.cost import ModelShape
 from onestem.models.config import ModelConfig
@@ -32,18 +33,17 @@ def few(tmp_path, monkeypatch):
 def test_rates_are_measured_once_for_a_model_of_any_family(family, few, tmp_path, monkeypatch):
     config = ModelConfig.from_directory(make_tiny(family, tmp_path / family))
     group = config.num_q_heads // config.num_kv_heads
-    assert measuring.known_rates(config, torch.float32, CPU) is None
-    rates = measuring.rates_here(config, torch.float32, CPU)
+    assert kept.known_rates(config, torch.float32, CPU) is None
+    rates = kept.rates_here(config, torch.float32, CPU)
     assert rates.linear.rows == (1, 4)
     assert rates.attention.rows == (group, 4 * group)
     assert rates.head.rows == (1, 2)
     assert rates.dtype == "float32"
-    assert 0 < rates.row_bytes <= rates.attention.bytes
     assert rates.walk_seconds >= 0
     assert not rates.overlaps
-    monkeypatch.setattr(measuring, "measure", None)  # would fail
-    assert measuring.rates_here(config, torch.float32, CPU) == rates
-    assert measuring.known_rates(config, torch.bfloat16, CPU) is None
+    monkeypatch.setattr(kept, "measure", None)  # would fail
+    assert kept.rates_here(config, torch.float32, CPU) == rates
+    assert kept.known_rates(config, torch.bfloat16, CPU) is None
 
 
 def test_a_rate_that_still_rises_is_not_taken_for_all_rows(tmp_path, monkeypatch):

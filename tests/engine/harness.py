@@ -63,11 +63,11 @@ def make_engine(
 
 
 def engine_with(
-    decoder: Decoder, *, num_pages: int = 4096, runners: object = None, **options
+    decoder: Decoder, *, num_pages: int = 4096, team: object = None, **options
 ) -> Engine:
     """An engine without a tokenizer."""
     chosen = EngineOptions(**{"max_step_tokens": 512, **options})
-    return Engine(decoder, None, NO_DEFAULTS, chosen, num_pages=num_pages, runners=runners)
+    return Engine(decoder, None, NO_DEFAULTS, chosen, num_pages=num_pages, team=team)
 
 
 def engine_on(device: str, path: Path, **options) -> Engine:

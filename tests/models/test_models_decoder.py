@@ -15,9 +15,12 @@ from onestem.engine.step.runner import Runner
 from onestem.models import linear
 from onestem.models.config import Alibi, Learned, Rotary
 from onestem.models.decoder import Decoder, Layer
+from onestem.models.formats.products import Target
 from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope
-from onestem.models.weights import expected_shapes, load_decoder, weight_bytes
+from onestem.models.sizes import weight_bytes
+from onestem.models.tensors import Tensors
+from onestem.models.weights import load_decoder
 from onestem.ops import Heads, TorchLayers, resolve
 from onestem.ops.triton.experts import GroupedExperts
 from onestem.ops.triton.tiled_experts import TiledExperts
@@ -76,7 +79,7 @@ def test_a_gpu_s_experts_equal_transformers(
     family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's kernels, under its interpreter where there is no GPU."""
-    monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: True)
+    monkeypatch.setattr(Target, "has_kernels", True)
     decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
     experts = [one for layer in decoder.layers for one in _expert_layers(layer)]
     assert experts
@@ -139,7 +142,7 @@ def test_sixteen_bits_err_no_more_than_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Error against float32 at most 1.5 times that of the oracle in the same dtype."""
-    monkeypatch.setattr("onestem.models.weights.choose_layout", lambda *_: layout)
+    monkeypatch.setattr("onestem.models.sizes.choose_layout", lambda *_: layout)
     decoder = load_decoder(llama, dtype=dtype, device="cpu")
     assert decoder.dtype == dtype
     ids = prompt(LENGTH, decoder.config.vocab_size)
@@ -208,7 +211,7 @@ def test_logits_are_float32_in_every_dtype(llama: Path) -> None:
 
 def test_counts(directory: Path, decoder: Decoder) -> None:
     config = decoder.config
-    shapes = expected_shapes(config).values()
+    shapes = Tensors(config).shapes.values()
     assert decoder.num_parameters == sum(torch.Size(shape).numel() for shape in shapes)
     # A tied head is packed beside the embedding; layers are kept packed and plain where memory
     # allows. Nothing else is held twice.
@@ -239,7 +242,7 @@ def _expert_layers(layer: Layer) -> list[ExpertLayer]:
 
 def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = linear.Layout.PLAIN
-    monkeypatch.setattr("onestem.models.weights.choose_layout", lambda *_: plain)
+    monkeypatch.setattr("onestem.models.sizes.choose_layout", lambda *_: plain)
     path = make_tiny("qwen2", tmp_path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
     assert decoder.head.weight is decoder.embedding

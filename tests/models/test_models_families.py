@@ -12,9 +12,9 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from onestem.errors import ConfigError, UnsupportedError
+from onestem.models.builder import qkv_order
 from onestem.models.config import Alibi, Learned, ModelConfig, Rotary
 from onestem.models.description import ClampedSwiglu, Experts
-from onestem.models.weights import qkv_order
 
 FALCON: dict[str, Any] = {
     "architectures": ["FalconForCausalLM"],

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError, WeightsError
+from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Layer
 from onestem.models.formats import products
@@ -21,14 +22,9 @@ from onestem.models.formats.held import Channels, Groups, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout, Projection
-from onestem.models.weights import (
-    checked_config,
-    formats_of,
-    load_decoder,
-    open_checkpoint,
-    random_decoder,
-    weight_bytes,
-)
+from onestem.models.sizes import formats_of, weight_bytes
+from onestem.models.tensors import Tensors
+from onestem.models.weights import checked_config, load_decoder, random_decoder
 from onestem.needs import needs_of
 from onestem.ops.cpu import is_built
 from onestem.ops.rounding import RoundedRows, RoundRows, rounded_rows
@@ -68,8 +64,9 @@ def _tokens(path: Path, **options: object) -> list[list[int]]:
 def test_a_checkpoint_is_what_its_format_says(original: Path, tmp_path: Path, name: str) -> None:
     form = FORMATS[name]
     path = quantised(original, tmp_path / "quantised", form)
-    config = ModelConfig.from_directory(path)
-    source = open_checkpoint(path, config, torch.float32, CPU)
+    tensors = Tensors(ModelConfig.from_directory(path))
+    specs = {spec.name: spec for spec in tensors}
+    source = open_checkpoint(path, tensors, torch.float32, CPU)
     found = 0
     for index, (tensor, weight) in enumerate(
         sorted(load_file(original / "model.safetensors").items())
@@ -78,7 +75,7 @@ def test_a_checkpoint_is_what_its_format_says(original: Path, tmp_path: Path, na
             continue
         meant = form.write(weight.double(), index)[1]
         # Of one rounding to float32.
-        read = dense(source.weight(tensor.removesuffix(".weight")), torch.float32)
+        read = dense(source.weight(specs[tensor]), torch.float32)
         torch.testing.assert_close(read.double(), meant, rtol=2**-23, atol=0)
         found += 1
     assert found >= 10

@@ -20,7 +20,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.rope import Rope
-from onestem.models.weights import expected_shapes
+from onestem.models.tensors import Tensors
 
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -361,7 +361,7 @@ def test_gemma_4_is_made_of_what_transformers_has(values: dict[str, Any], tmp_pa
         model = transformers.Gemma4ForCausalLM(config)
     want = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     del want["lm_head.weight"]  # the embedding
-    assert dict(expected_shapes(found)) == want
+    assert Tensors(found).shapes == want
     config.architectures = ["Gemma4ForCausalLM"]
     config.save_pretrained(tmp_path)
     written = ModelConfig.from_directory(tmp_path)

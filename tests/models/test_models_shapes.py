@@ -14,11 +14,12 @@ from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.memory import token_memory
-from onestem.models.weights import expected_shapes, num_parameters
+from onestem.models.names import Role
+from onestem.models.tensors import Tensors
 from onestem.request import SamplingParams
 from onestem.shapes import find_shape, is_shape, shape_names
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "shapes.md"
 
 # Thousand millions of parameters, as published.
 PUBLISHED = {
@@ -37,7 +38,7 @@ HEAD_COUNTED_TWICE = {"falcon-7b", "falcon-40b"}
 
 
 def parameters(name: str) -> int:
-    return num_parameters(expected_shapes(ModelConfig.from_directory(find_shape(name))))
+    return Tensors(ModelConfig.from_directory(find_shape(name))).num_parameters
 
 
 def test_every_shape_is_checked_here():
@@ -83,8 +84,8 @@ def test_tensors_are_those_of_transformers(name, tmp_path):
         )
     theirs = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if config.tie_embeddings:
-        del theirs[f"{config.tensor_names.head}.weight"]
-    assert expected_shapes(config) == theirs
+        del theirs[f"{config.tensor_names[Role.HEAD]}.weight"]
+    assert Tensors(config).shapes == theirs
 
 
 def test_a_shape_is_its_config_with_random_weights():

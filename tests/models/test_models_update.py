@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from onestem.errors import WeightsError
-from onestem.models import weights
+from onestem.models import sizes
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
+from onestem.models.formats.products import Target
 from onestem.models.linear import Layout
-from onestem.models.weights import checked_tensors, load_decoder, write_tensors
+from onestem.models.updates import checked_tensors, write_tensors
+from onestem.models.weights import load_decoder
 from tests.models.changed import changed_model, tensors_of
 from tests.models.quantised import FORMATS, quantised
 from tests.models.tiny import FAMILIES, load_oracle, make_tiny
@@ -30,7 +32,7 @@ LAYOUTS = [
 @pytest.fixture
 def layout_of(monkeypatch):
     """Have all models loaded in a layout."""
-    return lambda layout: monkeypatch.setattr(weights, "choose_layout_of", lambda *_: layout)
+    return lambda layout: monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
 
 
 def held(decoder: Decoder) -> list[Tensor]:
@@ -104,7 +106,7 @@ def test_experts_of_a_gpu_are_written_in_place(family, layout_of, tmp_path, monk
     path = make_tiny(family, tmp_path / "before")
     other = changed_model(path, tmp_path / "after")
     layout_of(Layout.PLAIN)
-    monkeypatch.setattr(weights, "_has_kernels", lambda _: True)
+    monkeypatch.setattr(Target, "has_kernels", True)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
     after = load_decoder(other, dtype=torch.bfloat16, device="cpu")
     assert any(one.ndim == 3 for one in held(decoder))

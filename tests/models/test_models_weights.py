@@ -16,7 +16,9 @@ from torch import Tensor
 from onestem.errors import UnsupportedError, WeightsError
 from onestem.models import checkpoint
 from onestem.models.config import ModelConfig
-from onestem.models.weights import load_decoder, weight_bytes
+from onestem.models.formats.products import Target
+from onestem.models.sizes import weight_bytes
+from onestem.models.weights import load_decoder
 from tests.models.dense import log_probabilities, oracle, prompt
 from tests.models.quantised import mxfp4
 from tests.models.tiny import make_tiny
@@ -213,7 +215,7 @@ def test_mxfp4_is_read_as_transformers_converts_it(
     tmp_path: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU it stays in four bits."""
-    monkeypatch.setattr("onestem.models.weights._has_kernels", lambda _: kernels)
+    monkeypatch.setattr(Target, "has_kernels", kernels)
     path = mxfp4(make_tiny("gpt_oss", tmp_path / "plain"), tmp_path / "mxfp4")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path,
@@ -258,7 +260,7 @@ def test_mxfp4_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     large = _edited(path, tmp_path / "large", **{name: torch.full_like(scales, 129)})
     assert bool(_answers(large).isfinite().all())
     with monkeypatch.context() as patched:
-        patched.setattr("onestem.models.weights._has_kernels", lambda _: True)
+        patched.setattr(Target, "has_kernels", True)
         with pytest.raises(WeightsError, match=f"{name} has 129, limit on a GPU is 128"):
             _answers(large)
     config = json.loads((path / "config.json").read_text())

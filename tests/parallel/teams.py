@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import onestem.llm as llms
+import onestem.build as build
 import onestem.parallel.team as teams
 from onestem.engine.engine import Engine
 from onestem.parallel import Team
@@ -66,13 +66,13 @@ def forked() -> Iterator[None]:
 def engine_of(team: Team, path: Path, *, num_pages: int = 512, **options) -> Engine:
     """An engine whose model is on a team, in place of the one before."""
     decoder = team.load_decoder(path, dtype=torch.float32, device=CPU)
-    return engine_with(decoder, num_pages=num_pages, runners=team.make_runner, **options)
+    return engine_with(decoder, num_pages=num_pages, team=team, **options)
 
 
 @contextmanager
 def lent_to_llms(team: Team) -> Iterator[None]:
     """Each `LLM` that is made takes this team, and leaves it as it is."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(llms, "Team", lambda size, device: team)
+        patched.setattr(build, "Team", lambda size, device: team)
         patched.setattr(team, "close", lambda: None)
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.models import checkpoint
+from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
 from onestem.models.decoder import Decoder
@@ -22,17 +24,13 @@ from onestem.models.formats.held import Channels, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout
-from onestem.models.part import cuts_of, part_of, sizes_of
+from onestem.models.names import Role
+from onestem.models.part import part_of, sizes_of
 from onestem.models.ranks import ALONE, Ranks
-from onestem.models.weights import (
-    checked_tensors,
-    expected_shapes,
-    load_decoder,
-    num_parameters,
-    open_checkpoint,
-    weight_bytes,
-    write_tensors,
-)
+from onestem.models.sizes import weight_bytes
+from onestem.models.tensors import Tensors
+from onestem.models.updates import checked_tensors, write_tensors
+from onestem.models.weights import load_decoder
 from onestem.ops.cpu import is_built
 from tests.models.changed import changed_model, tensors_of
 from tests.models.dense import dense_attend, prompt
@@ -135,18 +133,21 @@ def test_parts_of_every_format(
     """A part of a stored weight is that of the whole's, to the last bit."""
     path = quantised(tiny(family), tmp_path / "quantised", FORMATS[name])
     config = ModelConfig.from_directory(path)
-    source = open_checkpoint(path, config, torch.float32, CPU)
-    wholes = {module: dense(source.weight(module), torch.float32) for module in source.schemes}
+    source = open_checkpoint(path, Tensors(config), torch.float32, CPU)
+    wholes = {
+        module: dense(source.weight(spec), torch.float32)
+        for module, (_, spec) in source.schemes.items()
+    }
     assert len(wholes) >= 8
     for size in SIZES:
         kept = 0
         for rank in range(size):
-            cuts = cuts_of(config, Ranks(rank, size, None))
-            part = open_checkpoint(path, config, torch.float32, CPU, cuts)
+            tensors = Tensors(config, Ranks(rank, size, None))
+            part = open_checkpoint(path, tensors, torch.float32, CPU)
             for module, whole in wholes.items():
-                cut = cuts.get(f"{module}.weight")
-                weight: Weight = part.weight(module)
-                expected = whole if cut is None else cut.of(whole)
+                spec = part.schemes[module][1]
+                weight: Weight = part.weight(spec)
+                expected = whole if spec.cut is None else spec.cut.of(whole)
                 assert torch.equal(dense(weight, torch.float32), expected), (rank, module)
                 kept += not isinstance(weight, Tensor)
         assert kept == size * len(wholes)
@@ -167,15 +168,16 @@ def test_any_part_of_a_stored_weight(tiny: Tiny, tmp_path: Path, name: str) -> N
     """Spans that words and groups do not end with."""
     path = quantised(tiny("llama_biases"), tmp_path / "quantised", FORMATS[name])
     config = ModelConfig.from_directory(path)
-    source = open_checkpoint(path, config, torch.float32, CPU)
-    for module in ("self_attn.o_proj", "mlp.up_proj", "self_attn.q_proj"):
-        weight = f"model.layers.1.{module}.weight"
+    tensors = Tensors(config)
+    source = open_checkpoint(path, tensors, torch.float32, CPU)
+    for role in (Role.OUTPUT, Role.UP, Role.Q):
+        weight = tensors.layers[1][role]
         whole = source(weight)
         for spans in ([(3, 11), (20, 29)], [(0, 1)], [(61, 64)], [(8, 40)], [(5, 37)], [(0, 48)]):
             for dim in (0, 1) if len(spans) == 1 else (0,):
                 cut = Cut(dim, tuple(spans))
-                part = open_checkpoint(path, config, torch.float32, CPU, {weight: cut})
-                assert torch.equal(part(weight), cut.of(whole)), (module, cut)
+                part = source(replace(weight, cut=cut))
+                assert torch.equal(part, cut.of(whole)), (role, cut)
 
 
 @pytest.mark.parametrize("family", ["phi", "llama_biases"])
@@ -357,17 +359,18 @@ def test_each_rank_reads_its_part_alone(
 
     def bytes_read(ranks: Ranks) -> int:
         read.clear()
-        source = open_checkpoint(path, config, torch.float32, CPU, cuts_of(config, ranks))
+        tensors = Tensors(config, ranks)
+        source = open_checkpoint(path, tensors, torch.float32, CPU)
         source._opened = lambda file: _Counted(opened(file), count)
-        for tensor in expected_shapes(config):
+        for tensor in tensors:
             source(tensor)
         return sum(read)
 
     whole = bytes_read(ALONE)
     parts = [bytes_read(Ranks(rank, 2, None)) for rank in range(2)]
     if name is None:
-        shapes = expected_shapes(part_of(config, Ranks(0, 2, None)))
-        assert parts[0] == 4 * num_parameters(shapes)
+        part = part_of(config, Ranks(0, 2, None))
+        assert parts[0] == 4 * Tensors(part).num_parameters
     # What both read are norms, routers and, of codes, their scales.
     assert whole <= sum(parts) < 1.2 * whole
     assert max(parts) < 0.6 * whole

@@ -203,9 +203,9 @@ def test_sleep_and_other_weights(llm, alone):
 
 
 def _shapes(llm):
-    from onestem.models.weights import expected_shapes
+    from onestem.models.tensors import Tensors
 
-    return expected_shapes(llm.config).items()
+    return Tensors(llm.config).shapes.items()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from onestem.options import EngineOptions
 def load(options: EngineOptions) -> SimpleNamespace:
     stats = SimpleNamespace(to_dict=dict)
     settled = options.replace(max_model_len=64)
-    engine = SimpleNamespace(
+    return SimpleNamespace(
         stats=stats, num_waiting=0, num_running=0, has_unfinished=lambda: False, can_step=True,
         residence=SimpleNamespace(version=0, is_ready=True),
         scheduler=SimpleNamespace(budget=SimpleNamespace(seconds=None)),
+        cache=SimpleNamespace(pool=SimpleNamespace(num_tokens=64)),
+        decoder=SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1),
+        options=settled, team=None,
     )  # fmt: skip
-    decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
-    return SimpleNamespace(engine=engine, decoder=decoder, options=settled, kv_tokens=64, team=None)

@@ -79,7 +79,7 @@ class EngineThread:
     def _run(self, llm: LLM, channel: Channel) -> None:
         channel.receive()
         try:
-            Worker(llm, channel, leave=lambda: None).run()
+            Worker(llm.engine, channel, leave=lambda: None).run()
         except OSError:
             pass  # the server closed the socket before the last report
         finally:

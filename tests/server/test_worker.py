@@ -52,8 +52,7 @@ def clock(monkeypatch):
 def made(seconds: float | None = 0.3):
     """A worker, its engine, whose steps take no time and bring nothing unless told, and what the
     server hears."""
-    llm, channel = load(EngineOptions()), Channel()
-    engine = llm.engine
+    engine, channel = load(EngineOptions()), Channel()
     engine.scheduler.budget.seconds = seconds
     engine.has_unfinished = lambda: True
     engine.added, engine.bounds = [], []
@@ -65,7 +64,7 @@ def made(seconds: float | None = 0.3):
         return [], []
 
     engine.step_news = step
-    return Worker(llm, channel, leave=lambda: None), engine, channel
+    return Worker(engine, channel, leave=lambda: None), engine, channel
 
 
 def brings(engine, finished: list[RequestState], going_on: list[RequestState]):
@@ -180,10 +179,10 @@ def test_a_request_that_cannot_be_taken_is_refused_and_the_engine_goes_on(clock)
 @pytest.mark.parametrize("error", [EOFError(), ValueError("a fault")])
 def test_a_worker_that_hears_nothing_any_more_leaves(error):
     left = []
-    llm = load(EngineOptions())
+    engine = load(EngineOptions())
     channel = Channel()
     channel.receive = Mock(side_effect=error)
-    worker = Worker(llm, channel, leave=lambda: left.append(True))
+    worker = Worker(engine, channel, leave=lambda: left.append(True))
     with contextlib.suppress(type(error)):
         worker.receive()
     assert left == [True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,12 +15,12 @@ from torch import Tensor
 from onestem.engine.step.inputs import Change, StepInputs
 from onestem.models.config import LayerHeads
 from onestem.models.decoder import Attend, Decoder
-from onestem.models.weights import write_tensors
+from onestem.models.updates import write_tensors
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
 from onestem.options import ShareMode
 
-__all__ = ["Logits", "Prepared", "Runner", "StepRunner"]
+__all__ = ["Logits", "Prepared", "RankTeam", "Runner", "StepRunner"]
 
 # Rows that score are many, and their logits large: at most this many at a time (128 MiB).
 BLOCK_LOGITS = 1 << 25
@@ -72,6 +72,16 @@ class StepRunner(Protocol):
     def release_weights(self, *, keep: bool) -> None: ...
     def restore_weights(self) -> None: ...
     def write_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+class RankTeam(Protocol):
+    """What an engine's owner needs of the other processes that hold the model together
+    (`onestem.parallel.Team`)."""
+
+    def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> StepRunner: ...
+    def check(self) -> None: ...
+    def on_death(self, tell: Callable[[str], object]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Runner:

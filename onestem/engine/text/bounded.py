@@ -21,12 +21,13 @@ MOST_ELEMENTS = 4096  # of a PML text: each costs about 0.1 ms to read, to lay o
 
 
 class BoundedTokenizer:
-    """A tokenizer of prompts, which refuses what cannot have at most `max_model_len` tokens.
+    """A tokenizer of prompts, which refuses what cannot have at most `max_model_len` tokens (None:
+    nothing).
 
     It is also the tokenizer of a job (`onestem.batch.spool`).
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int | None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
 

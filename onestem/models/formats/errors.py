@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,23 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from onestem.errors import ConfigError
-from onestem.models.checkpoint import Checkpoint
-from onestem.models.config import ModelConfig
+from onestem.models.builder import Builder, ExpertWeights, expert_activation, read_weight
+from onestem.models.checkpoint import Checkpoint, open_checkpoint
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
-from onestem.models.weights import (
-    checked_config,
-    expected_shapes,
-    expert_activation,
-    linear_modules,
-    open_checkpoint,
-    quantised_experts,
-    read_experts,
-    read_weight,
-    rounds_head,
-    target_of,
-)
+from onestem.models.mlp import ExpertProducts
+from onestem.models.names import Role
+from onestem.models.quantization import Scheme
+from onestem.models.sizes import rounds_head, target_of
+from onestem.models.tensors import Tensors, TensorSpec
+from onestem.models.weights import checked_config
 from onestem.ops.experts import GroupedWeight
 from onestem.ops.layers import TorchLayers
 from onestem.options import Quantize
@@ -85,12 +79,12 @@ def format_errors(
             f"the weights of {path} are not quantised, and --original is what quantised ones came "
             "from: leave it out, or give --quantization"
         )
-    shapes = expected_shapes(config)
-    source = open_checkpoint(path, config, dtype, device)
-    target = target_of(shapes, dtype, device)
+    tensors = Tensors(config)
+    source = open_checkpoint(path, tensors, dtype, device)
+    target = target_of(tensors, dtype, device)
     truth, unrounded = (None if schemes else source), None
     if original is not None:
-        theirs = checked_config(original)[0]
+        theirs = Tensors(checked_config(original)[0])
         truth = open_checkpoint(original, theirs, dtype, device)
         unrounded = (theirs, truth)
     generator = torch.Generator(device).manual_seed(0)
@@ -99,28 +93,29 @@ def format_errors(
         x = torch.empty(ROWS, size, dtype=dtype, device=device)
         return x.normal_(generator=generator)
 
-    forms: dict[str, Quantize | None] = dict.fromkeys(linear_modules(config), quantization)
-    head = config.tensor_names.embedding if config.tie_embeddings else config.tensor_names.head
+    forms: list[tuple[TensorSpec, Quantize | None]]
+    forms = [(spec, quantization) for spec in tensors.matrices]
     if rounds_head(config, quantization, target):
-        forms[head] = "int8"
+        forms.append((tensors.head, "int8"))
 
-    def read(checkpoint: Checkpoint, module: str, form: Quantize | None) -> Weight:
-        if module != head:
-            return read_weight(config, checkpoint, module, form)
-        weight = checkpoint(f"{head}.weight")
+    def read(checkpoint: Checkpoint, spec: TensorSpec, form: Quantize | None) -> Weight:
+        if spec is not tensors.head:
+            return read_weight(checkpoint, spec, form)
+        weight = checkpoint(spec)
         return weight if form is None else rounded_weight(weight, form)
 
-    for module, form in forms.items():
+    for spec, form in forms:
+        module = str(spec.module)
         if schemes and module not in schemes:
             continue
-        weight = read(source, module, form)
+        weight = read(source, spec, form)
         if isinstance(weight, torch.Tensor):
             continue  # the format does not take its width
         product = projection([weight], None, None, target)
         meant = dense(weight, torch.float64)
         exact = meant
         if truth is not None:
-            exact = dense(read(truth, module, None), torch.float64)
+            exact = dense(read(truth, spec, None), torch.float64)
         x = rows(product.in_features)
         right = x.double() @ exact.t()
         yield FormatError(
@@ -129,13 +124,34 @@ def format_errors(
             None if truth is None else _by_norm(meant - exact, exact),
             _by_norm(product(x).double() - right, right),
         )
-    for layer, module in quantised_experts(config, schemes):
+    for layer, module in _quantised_experts(tensors, schemes):
         x = rows(config.hidden_size)
-        yield _of_experts((config, source), unrounded, layer, module, x, target)
+        yield _of_experts((tensors, source), unrounded, layer, module, x, target)
 
 
-# A model's description, and its tensors.
-_Model = tuple[ModelConfig, Checkpoint]
+def _quantised_experts(
+    tensors: Tensors, schemes: Mapping[str, Scheme]
+) -> Iterator[tuple[int, str]]:
+    """(layer, name of the module) of all experts that files hold in a format of fewer bits."""
+    names = tensors.config.tensor_names
+    for layer, whole in tensors.of_experts():
+        if whole.role is Role.EXPERTS_UP:
+            module = (names.layer.format(layer) + names[Role.EXPERT_GATE]).partition(".{}")[0]
+            if whole.scales is not None or any(one.startswith(f"{module}.") for one in schemes):
+                yield layer, module
+
+
+# What a model has, and where it is read from.
+_Model = tuple[Tensors, Checkpoint]
+
+
+def _read_experts(
+    model: _Model, layer: int, target: Target
+) -> tuple[ExpertWeights, ExpertProducts]:
+    """Weights of a layer's experts as they are held, and their products."""
+    builder = Builder(*model, target)
+    weights = builder.expert_weights(layer)
+    return weights, builder.products(layer, *weights)
 
 
 def _of_experts(
@@ -147,15 +163,16 @@ def _of_experts(
     target: Target,
 ) -> FormatError:
     """Errors of all experts of a layer, each of which takes the same number of rows of x."""
-    weights, products = read_experts(*held, layer, target)
-    exact = weights if original is None else read_experts(*original, layer, target)[0]
-    experts = held[0].experts
+    weights, products = _read_experts(held, layer, target)
+    exact = weights if original is None else _read_experts(original, layer, target)[0]
+    config = held[0].config
+    experts = config.experts
     assert experts is not None
     size = (len(x), experts.top_k)
     chosen = torch.arange(len(x) * experts.top_k, device=x.device).view(size) % experts.num
     scores = torch.full(size, 1 / experts.top_k, device=x.device)
     right = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    activate = expert_activation(held[0], TorchLayers()).function
+    activate = expert_activation(config, TorchLayers()).function
     off, whole = 0.0, 0.0
     for index in range(experts.num):
         up, down = (_exact(weight, index) for weight in exact)

@@ -62,6 +62,11 @@ class Target:
     device: torch.device
     layout: Layout
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton's kernels are used, as in `resolve_layers`."""
+        return self.device.type == "cuda" and find_spec("triton") is not None
+
 
 def projection(
     parts: Sequence[Weight],
@@ -369,6 +374,7 @@ class RoundedHead(Head):
         return self.rounded.product(x, None, out)
 
     def tensors(self) -> list[Tensor]:
+        """See `Head`."""
         return self.rounded.tensors() + ([] if self.bias is None else [self.bias])
 
 

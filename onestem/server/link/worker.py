@@ -52,7 +52,7 @@ from onestem.server.link.orders import Orders
 from onestem.server.link.reports import Deltas, last_delta
 
 if TYPE_CHECKING:
-    from onestem.llm import LLM
+    from onestem.engine.engine import Engine
 
 __all__ = ["Worker", "facts_of", "load", "load_with_ranks", "main"]
 
@@ -66,34 +66,35 @@ RECENT_SECONDS, SHORT_STEP = 10.0, 1 / 3
 JOBS_SHARE = 2  # of host memory for answers; the rest is for whoever comes next
 
 
-def load(options: EngineOptions) -> LLM:
-    """The model and its engine; steps are bounded unless `max_step_ms` is 0, and jobs leave memory
-    for answers to others."""
-    from onestem.llm import LLM, pick_device
+def load(options: EngineOptions) -> Engine:
+    """A model's engine; steps are bounded unless `max_step_ms` is 0, and jobs leave memory for
+    answers to others."""
+    from onestem.build import build_engine, pick_device
 
     if options.max_step_ms is None:
         on_gpu = pick_device(options.device).type == "cuda"
         options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
-    llm = LLM.from_options(options)
-    answers = llm.engine.scheduler.answers
+    engine = build_engine(options)
+    answers = engine.scheduler.answers
     if answers.limit.most is not None:
         answers.most_of_jobs = answers.limit.most // JOBS_SHARE
-    return llm
+    return engine
 
 
-def load_with_ranks(options: EngineOptions) -> LLM:
+def load_with_ranks(options: EngineOptions) -> Engine:
     """The same for callers in Python: log-probabilities have ranks."""
-    llm = load(options)
-    llm.engine.tell_ranks()
-    return llm
+    engine = load(options)
+    engine.tell_ranks()
+    return engine
 
 
-def facts_of(llm: LLM) -> Facts:
+def facts_of(engine: Engine) -> Facts:
+    """What the server must know of an engine that has started."""
     return Facts(
-        options=llm.options,
-        vocab_size=llm.decoder.config.vocab_size,
-        kv_tokens=llm.kv_tokens,
-        kv_bytes_per_token=llm.decoder.kv_bytes_per_token,
+        options=engine.options,
+        vocab_size=engine.decoder.config.vocab_size,
+        kv_tokens=engine.cache.pool.num_tokens,
+        kv_bytes_per_token=engine.decoder.kv_bytes_per_token,
     )
 
 
@@ -101,23 +102,23 @@ class Worker:
     """Runs an engine on behalf of the other end of a channel.
 
     Args:
-        llm: model and engine.
+        engine: with its model.
         channel: to the server.
         leave: called when the server is gone; should end the process.
     """
 
-    def __init__(self, llm: LLM, channel: Channel, leave: Callable[[], object]) -> None:
-        self._engine = llm.engine
+    def __init__(self, engine: Engine, channel: Channel, leave: Callable[[], object]) -> None:
+        self._engine = engine
         self._engine.on_begin = lambda request_ids: channel.send(Begun(request_ids))
-        self._facts = facts_of(llm)
+        self._facts = facts_of(engine)
         self._channel = channel
         self._leave = leave
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._checks = Checks(llm.engine, self._commands.put)
+        self._checks = Checks(engine, self._commands.put)
         self._admission_window: AdmissionWindow[Add] = AdmissionWindow()
         self._deltas = Deltas()
-        self._job_feeds = JobFeeds(llm.engine)
-        self._orders = Orders(llm.engine, self._job_feeds.job_of, self._admit_all)
+        self._job_feeds = JobFeeds(engine)
+        self._orders = Orders(engine, self._job_feeds.job_of, self._admit_all)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
         self._aborted: dict[str, Delta | None] = {}
@@ -337,16 +338,16 @@ def main() -> None:
     factory, options = channel.receive()
     module, _, name = factory.partition(":")
     try:
-        llm = getattr(importlib.import_module(module), name)(options)
+        engine = getattr(importlib.import_module(module), name)(options)
     except OnestemError as error:
         _told(channel, str(error), fault=not isinstance(error, RankError))
         return
     except Exception as error:
         _told(channel, f"{type(error).__name__}: {error}")
         raise
-    worker = Worker(llm, channel, leave=lambda: os._exit(0))
-    if llm.team is not None:
-        llm.team.on_death(partial(_end_with_rank, channel))
+    worker = Worker(engine, channel, leave=lambda: os._exit(0))
+    if engine.team is not None:
+        engine.team.on_death(partial(_end_with_rank, channel))
     try:
         with collecting_less(clean=True):
             worker.run()

@@ -1,0 +1,262 @@
+"""From options to an engine: its device, memory, model and processes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+
+from onestem.batch import model_identity
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.engine.engine import Engine
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.engine.trace import StepTrace
+from onestem.engine.warm_up import warm_up
+from onestem.errors import ConfigError
+from onestem.models.config import GenerationDefaults, ModelConfig
+from onestem.models.decoder import Decoder
+from onestem.models.find import find_model
+from onestem.models.part import part_of
+from onestem.models.ranks import Ranks
+from onestem.models.weights import load_decoder
+from onestem.options import EngineOptions, parse_memory
+from onestem.parallel import Team
+from onestem.planner import default_order
+from onestem.threads import ram_bytes, usable_cores
+
+__all__ = [
+    "GIB",
+    "GPU_SHARE",
+    "build_engine",
+    "check_ranks",
+    "kv_memory_bytes",
+    "largest_decode",
+    "modules_identity",
+    "pages_of",
+    "pick_device",
+    "pick_dtype",
+    "set_threads",
+]
+
+GIB = 2**30
+GPU_SHARE = 0.9  # of a GPU's free memory, for KV
+
+# For a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
+PENALTY_LIST_BYTES = 32 * 1024
+
+
+def build_engine(options: EngineOptions) -> Engine:
+    """Load a model, and make the engine that runs it. `Engine.options` has no `auto` left.
+
+    Where several devices hold the model, `Engine.team` is the processes of the others. Close it
+    after the engine, when nothing holds the model any more.
+
+    Raises:
+        OnestemError: with one line that says what is wrong and the way out.
+    """
+    size = options.tensor_parallel_size
+    set_threads(options.threads, size)
+    with ExitStack() as opened:
+        trace = None
+        if options.trace is not None:
+            trace = opened.enter_context(closing(StepTrace(options.trace)))
+        path = find_model(str(options.model))
+        config = ModelConfig.from_directory(path)
+        device = pick_device(options.device)
+        dtype = pick_dtype(options.dtype, config, device)
+        check_ranks(options, config)
+        team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
+        decoder = (load_decoder if team is None else team.load_decoder)(
+            path,
+            dtype=dtype,
+            device=device,
+            random_weights=options.makes_weights_up,
+            quantization=options.quantization,
+        )
+        num_pages = _num_pages(options, config, decoder, device, team)
+        engine = Engine(
+            decoder,
+            Tokenizer.from_directory(path),
+            GenerationDefaults.from_directory(path),
+            options.replace(
+                device=str(device),
+                dtype=str(dtype).removeprefix("torch."),
+                kv_memory=num_pages * options.page_size * decoder.kv_bytes_per_token,
+                order=options.order or default_order(options.levels),
+                random_weights=options.makes_weights_up,
+                threads=torch.get_num_threads(),
+            ),
+            num_pages=num_pages,
+            team=team,
+        )
+        warm_up(engine)
+        _keep_modules(engine)
+        if trace is not None:
+            engine.trace = trace
+            trace.restart()
+        opened.pop_all()
+    return engine
+
+
+def _num_pages(
+    options: EngineOptions,
+    config: ModelConfig,
+    decoder: Decoder,
+    device: torch.device,
+    team: Team | None,
+) -> int:
+    """Pages of KV memory that there is room for beside the model and a step."""
+    rows = options.max_step_tokens or decoder.step_rows
+    memory = kv_memory_bytes(
+        options.kv_memory,
+        device,
+        activation_bytes(config, decoder.dtype, rows, device) + decoder.scratch_bytes,
+        ranks=options.tensor_parallel_size,
+        most=None if team is None else team.free_bytes,
+    )
+    return pages_of(memory, options.page_size, options.page_size * decoder.kv_bytes_per_token)
+
+
+def _keep_modules(engine: Engine) -> None:
+    """Give the engine the tiers below KV memory that its options name."""
+    options, disk = engine.options, None
+    host = parse_memory(options.module_host_memory)
+    if options.module_disk is not None:
+        most = parse_memory(options.module_disk_memory)
+        disk = DiskStore(Path(options.module_disk), most, modules_identity(options))
+    engine.keep_modules(host=HostStore(host) if host > 0 else None, disk=disk)
+
+
+def modules_identity(options: EngineOptions) -> str:
+    """What keys and values depend on besides a module's key; `options` are an engine's."""
+    made_up = " random" if options.random_weights else ""
+    rounded = f" {options.quantization}" if options.quantization else ""
+    model = model_identity(find_model(str(options.model)))
+    return f"{model} torch.{options.dtype}{made_up}{rounded}"
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; `auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}, there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cpu") if device.type == "cpu" else device  # cpu:0 is the CPU
+
+
+def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of a name; `auto` is the model's, but float32 on a CPU without bf16 products."""
+    if name == "auto":
+        slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        name = "float32" if slow else config.torch_dtype
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype is {name!r}, expected auto, float32, bfloat16 or float16")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def activation_bytes(
+    config: ModelConfig, dtype: torch.dtype, rows: int, device: torch.device
+) -> int:
+    """About the bytes of a step of `rows` rows besides weights and KV: a layer's intermediates, and
+    for the maximum of decoding rows twice the logits, and penalties. The penalties of a row are a
+    bit for each token of the vocabulary, and a list of the sampled ones."""
+    heads = max((config.num_q_heads + one.num_kv_heads) * one.head_dim for one in config.heads)
+    inner = max(config.mlp_size(layer) for layer in range(config.num_layers))
+    wide = 3 * inner + 4 * config.hidden_size + 4 * heads
+    wide += 3 * config.num_layers * config.token_vectors
+    if config.experts is not None:
+        size, top_k = config.experts.intermediate_size, config.experts.top_k
+        wide += top_k * (3 * size + 2 * config.hidden_size) + 3 * config.experts.shared_size
+    row = 2 * config.vocab_size * 4 + config.vocab_size // 8 + PENALTY_LIST_BYTES
+    logit_rows = 0
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        logit_rows = largest_decode(config.vocab_size, memory)
+    return rows * wide * dtype.itemsize + logit_rows * row
+
+
+def largest_decode(vocab_size: int, device_memory: int) -> int:
+    """Maximum rows of a step with logits, which memory is left for: 4,096 where twice their logits
+    (float32) take at most a sixteenth of the device's memory (bytes), else 2,048."""
+    return 4096 if 16 * 2 * 4096 * 4 * vocab_size <= device_memory else 2048
+
+
+def set_threads(threads: int | None, ranks: int = 1) -> None:
+    """Set how many threads compute on a CPU (see `EngineOptions`), in each of `ranks` processes."""
+    share = max(1, usable_cores() // ranks)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+
+
+def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers of
+    modules where each device has a part of every module."""
+    if options.tensor_parallel_size == 1:
+        return
+    part_of(config, Ranks(0, options.tensor_parallel_size, None))
+    for name in ("module_host_memory", "module_disk"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name} is {getattr(options, name)}, and tensor_parallel_size is "
+                f"{options.tensor_parallel_size}: modules stay in KV memory then, leave it out"
+            )
+
+
+def pages_of(memory: int, page_size: int, page_bytes: int) -> int:
+    """Pages that fit in KV memory, one at least."""
+    if memory < page_bytes:
+        raise ConfigError(
+            f"kv_memory is {memory} bytes, a page of {page_size} tokens takes {page_bytes}: "
+            "raise kv_memory"
+        )
+    return memory // page_bytes
+
+
+def kv_memory_bytes(
+    size: str | int,
+    device: torch.device,
+    beside: int = 0,
+    *,
+    loading: int = 0,
+    ranks: int = 1,
+    most: int | None = None,
+) -> int:
+    """Bytes of KV memory to take on a device.
+
+    Args:
+        beside: bytes that must stay free at least. loading: bytes of weights not loaded yet.
+        ranks: processes that share the memory of a CPU.
+        most: bytes free on another GPU that is to have as much.
+
+    Raises:
+        ConfigError: there is less than `size` asks for.
+    """
+    ram = ram_bytes()
+    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram // ranks
+    there = there if most is None else min(there, most)
+    if loading > there:
+        have = f"{device} has {there / GIB:.1f} GiB"
+        raise ConfigError(f"the weights take {loading / GIB:.1f} GiB, {have}: take a smaller model")
+    there -= loading if device.type == "cuda" else 0
+    if size != "auto":
+        wanted = parse_memory(size)
+        if wanted > there:
+            raise ConfigError(f"kv_memory is {size}, {device} has {there / GIB:.1f} GiB: lower it")
+        return wanted
+    if device.type == "cuda":
+        return max(0, min(int(GPU_SHARE * there), there - int(1.25 * beside)))
+    return min(4 * GIB // ranks, there // 4)

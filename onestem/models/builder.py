@@ -1,0 +1,392 @@
+"""The parts of a decoder, made of the tensors that a source has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from onestem.errors import WeightsError
+from onestem.models.checkpoint import Source, listed
+from onestem.models.config import ModelConfig
+from onestem.models.decoder import Decoder, Layer, Norm, activation_of
+from onestem.models.formats.held import Weight
+from onestem.models.formats.products import RoundedHead, Target, projection
+from onestem.models.formats.rounding import rounded_weight
+from onestem.models.linear import Activation, Head, Layout, Linear, Projection
+from onestem.models.mlp import (
+    ExpertLayer,
+    ExpertProducts,
+    ExpertsBeside,
+    Mlp,
+    SortedBlocks,
+    clamped_swiglu,
+    route,
+    route_on_gpu,
+)
+from onestem.models.names import Role
+from onestem.models.part import part_of
+from onestem.models.places import Place, ProductPlace, TensorPlace
+from onestem.models.ranks import ALONE, Ranks
+from onestem.models.rope import rotary_order
+from onestem.models.sizes import quantised_as, rounds_head
+from onestem.models.tensors import ByRole, Kind, Tensors, TensorSpec
+from onestem.models.vectors import LayerVectors, TokenVectors
+from onestem.ops import Heads, LayerOps, resolve_layers
+from onestem.ops.experts import MAX_POWER, GroupedWeight
+from onestem.options import Quantize
+
+__all__ = ["Builder", "ExpertWeights", "expert_activation", "qkv_order", "read_weight"]
+
+log = logging.getLogger(__name__)
+
+# Of all experts of a layer: gate and up, and down.
+ExpertWeights = tuple[GroupedWeight, GroupedWeight]
+
+
+class Builder:
+    """Makes the parts of a decoder, and notes where each tensor went.
+
+    Attributes:
+        config: of the rank's part.
+        places: of the tensors that were read.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        source: Source,
+        target: Target,
+        quantization: Quantize | None = None,
+    ) -> None:
+        """`quantization`: the format that weights of layers are rounded to.
+
+        Raises:
+            ConfigError: the model does not divide over the ranks.
+        """
+        self.tensors = tensors
+        self.ranks = tensors.ranks
+        self.config = part_of(tensors.config, tensors.ranks)
+        self.source = source
+        self.target = target
+        self.quantization = quantization
+        self.on_gpu = target.has_kernels
+        self.quantised = quantised_as(tensors.config, quantization)
+        self.places: list[Place] = []
+        self.kept: list[str] = []  # modules that were not rounded
+
+    def decoder(self) -> Decoder:
+        """The whole decoder. Modules that `quantization` does not take are named in a warning."""
+        model = self.tensors.model
+        embedding = self.tensor(model[Role.EMBEDDING])
+        layers = [self.layer(index) for index in range(self.config.num_layers)]
+        head = self.output_head(embedding)
+        if self.kept:
+            log.warning(
+                "%s does not take the widths of %d modules (%s): they stay as they are",
+                self.quantization,
+                len(self.kept),
+                listed(self.kept),
+            )
+        return Decoder(
+            self.tensors.config,
+            embedding,
+            layers,
+            self.norm(model[Role.NORM]),
+            head,
+            self.tensors.num_parameters,
+            positions=self.optional(model, Role.POSITIONS),
+            vectors=self.token_vectors(),
+            places=self.places,
+            ranks=self.ranks,
+            quantised=self.quantised,
+        )
+
+    def output_head(self, embedding: Tensor) -> Head:
+        """The head, of its own weight or of the embedding `[vocab_size, hidden_size]`; rounded
+        where `rounds_head` says so."""
+        model, layout = self.tensors.model, self.target.layout
+        weight = self.source(model[Role.HEAD]) if Role.HEAD in model else embedding
+        bias = self.optional(model, Role.HEAD_BIAS)
+        if rounds_head(self.config, self.quantization, self.target):
+            return RoundedHead(weight, layout, bias)
+        head = Head(weight, layout, bias)
+        self.places.append(ProductPlace(head, (self.tensors.head,)))
+        return head
+
+    def layer(self, index: int) -> Layer:
+        """The layer `index`: rows of q, k and v, and norms over heads, in the decoder's order."""
+        config, specs, heads = self.config, self.tensors.layers[index], self.config.heads[index]
+        turned = rotary_order(heads.head_dim, config.rotaries[index])
+        norms = [
+            self.norm_weight(specs[role], turned)
+            for role in (Role.Q_NORM, Role.K_NORM)
+            if role in specs
+        ]
+        q_norm, k_norm = (None, None) if config.qk_norm_of_all else (*norms, None, None)[:2]
+        qkv = (Role.QKV, Role.Q, Role.K, Role.V)
+        up = (Role.GATE, Role.UP)
+        has_mlp, has_experts = Role.DOWN in specs, Role.ROUTER in specs
+        sinks = self.optional(specs, Role.SINKS)
+        return Layer(
+            input_norm=self.optional_norm(specs, Role.INPUT_NORM),
+            qkv=self.linear(specs, *qkv, order=qkv_order(config, index)),
+            heads=Heads(
+                num_q_heads=config.num_q_heads,
+                num_kv_heads=heads.num_kv_heads if heads.kv_layer is None else 0,
+                head_dim=heads.head_dim,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=config.norm_eps,
+                sinks=sinks,
+                v_norm=config.v_norm,
+                value_is_key=heads.value_is_key,
+            ),
+            output=self.linear(specs, Role.OUTPUT),
+            post_norm=self.optional_norm(specs, Role.POST_NORM),
+            mlp=self.mlp(specs, up, Role.DOWN) if has_mlp else self.experts(index),
+            output_norm=self.optional_norm(specs, Role.OUTPUT_NORM),
+            down_norm=self.optional_norm(specs, Role.DOWN_NORM),
+            qk_norms=(norms[0], norms[1]) if config.qk_norm_of_all else None,
+            beside=self.beside(index) if has_experts and has_mlp else None,
+            vectors=self.layer_vectors(specs),
+            scalar=self.optional(specs, Role.SCALAR),
+        )
+
+    def token_vectors(self) -> TokenVectors | None:
+        """Vectors of tokens; None: the model has none."""
+        model = self.tensors.model
+        if Role.TOKEN_VECTORS not in model:
+            return None
+        width = self.config.token_vectors
+        return TokenVectors(
+            table=self.tensor(model[Role.TOKEN_VECTORS]),
+            projection=self.linear(model, Role.VECTORS_PROJECTION),
+            norm=self.norm_weight(model[Role.VECTORS_NORM]),
+            eps=self.config.norm_eps,
+            scale=torch.tensor(width**0.5, dtype=self.target.dtype).item(),
+            ranks=self.ranks,
+        )
+
+    def layer_vectors(self, specs: ByRole) -> LayerVectors | None:
+        """A layer's use of vectors of tokens; None: it has none."""
+        if Role.VECTORS_GATE not in specs:
+            return None
+        return LayerVectors(
+            gate=self.linear(specs, Role.VECTORS_GATE),
+            output=self.linear(specs, Role.VECTORS_OUTPUT),
+            norm=self.norm_weight(specs[Role.VECTORS_OUTPUT_NORM]),
+        )
+
+    def mlp(self, specs: ByRole, up: Sequence[Role], down: Role) -> Mlp:
+        """An MLP. `up`: roles of gate and up, those that are there."""
+        return Mlp(self.linear(specs, *up), self.linear(specs, down))
+
+    def beside(self, index: int) -> ExpertsBeside:
+        """Experts beside the MLP of the layer `index`."""
+        specs, root = self.tensors.layers[index], self.config.hidden_size**-0.5
+        return ExpertsBeside(
+            experts=self.experts(index),
+            router_norm=self.tensor(specs[Role.ROUTER_SCALE], lambda x: x * root),
+            input_norm=self.norm_weight(specs[Role.EXPERTS_INPUT_NORM]),
+            output_norm=self.norm_weight(specs[Role.EXPERTS_OUTPUT_NORM]),
+            mlp_norm=self.norm_weight(specs[Role.MLP_NORM]),
+        )
+
+    def experts(self, index: int) -> ExpertLayer:
+        """Experts of the layer `index`, with their router and what every row takes beside them."""
+        specs, experts = self.tensors.layers[index], self.config.experts
+        assert experts is not None
+        shared = shared_gate = None
+        if Role.SHARED_DOWN in specs:
+            shared = self.mlp(specs, (Role.SHARED_GATE, Role.SHARED_UP), Role.SHARED_DOWN)
+        if Role.SHARED_FACTOR in specs:
+            shared_gate = self.head(specs[Role.SHARED_FACTOR], Layout.PLAIN)
+        correction = self.optional(specs, Role.CORRECTION)
+        scales = self.optional(specs, Role.EXPERT_SCALES)
+        return ExpertLayer(
+            experts=experts,
+            router=self.head(specs[Role.ROUTER], self.target.layout),
+            correction=correction,
+            products=self.products(index, *self.expert_weights(index)),
+            shared=shared,
+            shared_gate=shared_gate,
+            route=route_on_gpu if self.on_gpu else route,
+            expert_scales=scales,
+        )
+
+    def expert_weights(self, index: int) -> ExpertWeights:
+        """Weights of a layer's experts, as they are held."""
+        specs = self.tensors.layers[index]
+        return self.grouped(specs[Role.EXPERTS_UP]), self.grouped(specs[Role.EXPERTS_DOWN])
+
+    def grouped(self, spec: TensorSpec) -> GroupedWeight:
+        """A weight of all experts; of gate and up, gate first."""
+        scales = None
+        if spec.scales is None:
+            values = spec.rows_first(self.source(spec)).contiguous()
+        else:
+            values = self.source(spec, torch.uint8).flatten(-2)
+            scales = self.source(spec.scales, torch.uint8)
+            if self.on_gpu and (largest := int(scales.max())) > MAX_POWER:
+                raise WeightsError(
+                    f"{spec.scales.name} has {largest}, limit on a GPU is {MAX_POWER} (weights of "
+                    "up to 12): use a CPU, or the model in 16 bits"
+                )
+        bias = None if spec.bias is None else self.source(spec.bias)
+        if spec.role is Role.EXPERTS_UP and self.tensors.alternates:
+            halves = self.tensors.halves
+            values = torch.cat(halves(values), dim=1)
+            scales = None if scales is None else torch.cat(halves(scales), dim=1)
+            bias = None if bias is None else torch.cat(halves(bias), dim=1)
+        return GroupedWeight(values, scales, bias)
+
+    def products(self, index: int, up: GroupedWeight, down: GroupedWeight) -> ExpertProducts:
+        """Products of all experts of a layer, the fastest for the device."""
+        experts = self.config.experts
+        assert experts is not None
+        clamp = None if experts.clamp is None else astuple(experts.clamp)
+        # On a GPU these are views for rewriting; with mxfp4 they would be copies.
+        some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
+        linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
+        if self.quantised is None:
+            self.note_experts(index, linears)
+        if self.on_gpu:
+            from onestem.ops.triton.experts import GroupedExperts
+            from onestem.ops.triton.tiled_experts import TiledExperts
+
+            if experts.mxfp4:
+                return TiledExperts.of(up, down, clamp)
+            gelu = self.config.mlp == "gelu_tanh_gated"
+            return GroupedExperts(up, down, clamp, gelu=gelu)
+        activation = expert_activation(self.config, resolve_layers(self.target.device))
+        return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
+
+    def expert(self, weight: GroupedWeight, index: int) -> Linear:
+        """One expert's product. Its weight is a view of `weight`; of mxfp4, a copy in the model's
+        dtype."""
+        bias = None if weight.bias is None else weight.bias[index]
+        return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
+
+    def note_experts(self, index: int, linears: Sequence[tuple[Linear, Linear]]) -> None:
+        """Note the places of the tensors of single experts."""
+        ups, downs = (
+            self.tensors.singles(index, role) for role in (Role.EXPERTS_UP, Role.EXPERTS_DOWN)
+        )
+        for (up, down), of_up, of_down in zip(linears, ups, downs, strict=True):
+            half = up.out_features // 2
+            self.places.append(ProductPlace(up, of_up, (half, half)))
+            self.places.append(ProductPlace(down, of_down))
+
+    def optional_norm(self, specs: ByRole, role: Role) -> Norm | None:
+        """The norm of a role; None: it is not there."""
+        return self.norm(specs[role]) if role in specs else None
+
+    def norm(self, spec: TensorSpec) -> Norm:
+        """A norm, with its bias if it has one."""
+        bias = None if spec.bias is None else self.tensor(spec.bias)
+        return Norm(self.norm_weight(spec), bias)
+
+    def norm_weight(self, spec: TensorSpec, order: list[int] | None = None) -> Tensor:
+        """A norm's weight. The offset is added in float32: 16 bits would lose most of the stored
+        value. `order`: of each head's dimensions."""
+        offset = self.config.norm_offset
+
+        def change(weight: Tensor) -> Tensor:
+            weight = weight.float() + offset if offset else weight
+            if order is None:
+                return weight
+            heads = weight.reshape(-1, len(order))
+            return heads[:, torch.tensor(order, device=weight.device)].flatten()
+
+        return self.tensor(spec, change)
+
+    def optional(self, specs: ByRole, role: Role) -> Tensor | None:
+        """The tensor of a role; None: it is not there."""
+        return self.tensor(specs[role]) if role in specs else None
+
+    def tensor(
+        self, spec: TensorSpec, change: Callable[[Tensor], Tensor] = lambda values: values
+    ) -> Tensor:
+        """A tensor that is kept as it is, or as `change` returns it."""
+        as_dtype = torch.float32 if spec.kind is Kind.VECTOR else None
+        tensor = change(self.source(spec, as_dtype))
+        self.places.append(TensorPlace(spec, tensor, as_dtype, change))
+        return tensor
+
+    def head(self, spec: TensorSpec, layout: Layout) -> Head:
+        """A product in float32, with its bias if it has one."""
+        weight = self.source(spec)
+        bias = None if spec.bias is None else self.tensor(spec.bias)
+        head = Head(weight, layout, bias)
+        self.places.append(ProductPlace(head, (spec,)))
+        return head
+
+    def linear(self, specs: ByRole, *roles: Role, order: list[int] | None = None) -> Projection:
+        """Projections of the same input, those that are there, fused into one product; its rows in
+        `order`."""
+        parts = [specs[role] for role in roles if role in specs]
+        ranks = self.ranks if parts[0].shares_inputs else ALONE
+        weights = [read_weight(self.source, one, self.quantization, ranks) for one in parts]
+        if self.quantization is not None:
+            pairs = zip(parts, weights, strict=True)
+            self.kept += [str(one.module) for one, weight in pairs if isinstance(weight, Tensor)]
+        rows = None if order is None else torch.tensor(order, device=self.target.device)
+        joined = None
+        biases = [one.bias for one in parts if one.bias is not None]
+        if biases:
+            joined = torch.cat([self.source(bias) for bias in biases])
+            joined = joined if rows is None else joined[rows]
+        linear = projection(weights, joined, rows, self.target, ranks)
+        if self.quantised is None:
+            assert isinstance(linear, Linear)
+            counts = tuple(len(weight) for weight in weights if isinstance(weight, Tensor))
+            self.places.append(ProductPlace(linear, tuple(parts), counts, order))
+        return linear
+
+
+def read_weight(
+    source: Source, spec: TensorSpec, quantization: Quantize | None, ranks: Ranks = ALONE
+) -> Weight:
+    """The weight `[out_features, in_features]` of a linear layer, rounded if asked. `ranks`: each
+    has some of the columns."""
+    weight = source.weight(spec)
+    if not isinstance(weight, Tensor):
+        return weight
+    weight = spec.rows_first(weight).contiguous()
+    return weight if quantization is None else rounded_weight(weight, quantization, ranks)
+
+
+def expert_activation(config: ModelConfig, ops: LayerOps) -> Activation:
+    """The activation of a model's experts."""
+    assert config.experts is not None
+    clamp = config.experts.clamp
+    if clamp is None:
+        return activation_of(config, ops)
+    return Activation("clamped_swiglu", partial(clamped_swiglu, **vars(clamp)))
+
+
+def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
+    """The row of a checkpoint's projection for each row of the decoder's; None: the same rows.
+
+    The decoder has all q, all k, all v, and pairs half a head apart.
+    """
+    num_q, their = config.num_q_heads, config.heads[layer]
+    num_kv, size = their.num_kv_heads, their.head_dim
+    group = num_q // num_kv
+    heads = list(range(num_q + 2 * num_kv))
+    if config.tensor_names.grouped:
+        line = group + 2
+        heads = [h // group * line + h % group for h in range(num_q)]
+        heads += [h * line + group + part for part in (0, 1) for h in range(num_kv)]
+    plain = list(range(size))
+    turned = rotary_order(size, config.rotaries[layer])
+    num_k = num_kv if their.kv_layer is None else 0
+    num_v = 0 if their.value_is_key else num_k
+    within = [turned] * (num_q + num_k) + [plain] * num_v
+    order = [h * size + i for h, places in zip(heads, within, strict=False) for i in places]
+    return None if order == list(range(len(order))) else order
