@@ -276,6 +276,7 @@ class Linear(_Weight, Projection):
         return self._multiply(x)
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See `Projection`: with AMX, for results that glibc would map again for each."""
         whole = not self.amx or len(x) * self.out_features * x.itemsize <= MAPPED_BYTES
         return (x,) if whole else x.split(PIECE_ROWS)
 
@@ -295,11 +296,14 @@ class Linear(_Weight, Projection):
 
     @contextmanager
     def rewriting(self) -> Iterator[Tensor]:
+        """The weight, to be written in place by rows, and the bias beside it; both are packed again
+        afterwards."""
         with super().rewriting() as weight:
             yield weight
         self.packed_bias = _packed_bias(self.bias, self.layout)
 
     def tensors(self) -> list[Tensor]:
+        """See `Projection`."""
         held = (self.weight, self.packed, self.bias, self.packed_bias)
         return [tensor for tensor in held if tensor is not None]
 
