@@ -279,7 +279,7 @@ def compare(
     options: EngineOptions, case: BatchCase, *, warm_up: bool = True
 ) -> dict[str, dict[str, Any]]:
     """The figures of a case in the options' own mode of sharing, and with none (`off`): each with a
-    model loaded anew, after the one before has given its memory back."""
+    model of its own, after the one before has given its memory back."""
     from onestem.llm import LLM
 
     found: dict[str, dict[str, Any]] = {}

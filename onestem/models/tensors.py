@@ -52,7 +52,7 @@ class TensorSpec:
         cut: the part that the rank holds; None: all.
         module: the module that has it as its weight, which may be stored in another format, as
             other tensors of the module; None: it is always stored as it is.
-        transposed: its last two dimensions stand the other way round.
+        transposed: its last two dimensions are swapped.
         scales, bias: the tensors beside a weight; they have its role.
     """
 

@@ -1,12 +1,10 @@
-"""Offline jobs on a model: what `onestem batch` and `onestem plan` run."""
+"""Plan a job of lines: what its prompts share, and what it will take."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,166 +13,33 @@ from typing import TYPE_CHECKING, Any
 from onestem.advice import Advice, Advisor
 from onestem.batch import (
     ASSUMED_TOKENS,
-    EngineDiedError,
     JobInput,
-    JobSummary,
     OpenEnded,
     Progress,
     SpooledPrompts,
     expected_outputs,
-    model_identity,
-    run_job,
 )
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.guard import ENDS, guarded
-from onestem.batch.interface import IntArray, Run
+from onestem.batch.interface import IntArray
 from onestem.batch.ordered import OrderedLines
-from onestem.batch.spool import CompilePml, Spool, Validate, write_spool
+from onestem.batch.spool import CompilePml, Spool, write_spool
 from onestem.batch.workplace import Workplace, file_errors
-from onestem.errors import ConfigError, JobError, OnestemError, RankError, in_one_line
-from onestem.files import check_apart
+from onestem.errors import ConfigError
+from onestem.jobs.run import bounded
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
-from onestem.pml import Library, to_markup
-from onestem.replicas import Replicas
+from onestem.pml import Library
 from onestem.report import MODES, DrawnTree, Price, check_page, savings_by_level, write_page
-from onestem.request import Request, RequestOutput
 
 if TYPE_CHECKING:
-    from onestem.engine.text.bounded import BoundedTokenizer
     from onestem.engine.text.tokenizer import Tokenizer
-    from onestem.forecasts import JobWatch, Target
-    from onestem.llm import LLM
+    from onestem.forecasts import Target
 
-__all__ = ["check_trace", "plan_file", "run_file", "schema_options"]
-
-log = logging.getLogger(__name__)
+__all__ = ["plan_file"]
 
 # What is shown of a group's prefix. A token has a byte or more, a character at most four.
 WORDS_CHARACTERS = 60
 WORDS_TOKENS = 256
-
-
-def run_file(
-    llm: LLM | Replicas,
-    source: str | os.PathLike[str] | JobInput,
-    output: str | os.PathLike[str],
-    *,
-    schemas: Sequence[Path] = (),
-    force: bool = False,
-    keep_going: bool = False,
-    on_progress: Callable[[Progress], object] | None = None,
-    on_first_error: Callable[[str], object] | None = None,
-    on_warning: Callable[[str], object] = log.warning,
-    on_open_ended: Callable[[OpenEnded], object] | None = None,
-    watch: JobWatch | None = None,
-) -> JobSummary:
-    """Run or continue a job (see `onestem.batch.run_job`) on a model, or on replicas of it.
-
-    Args:
-        schemas: files of the PML schemas that lines may name.
-        watch: of the same model; it can compare the job with its prediction afterwards.
-    """
-    check_trace(llm.options, source, output)
-    run, validate = _engine_of(llm)
-    planner = planner_of(llm.options, llm.kv_tokens)
-    for path in schemas:
-        llm.add_schema(path)
-    if llm.options.share == "no-attention":
-        raise JobError("share is no-attention, whose answers mean nothing: use it with bench batch")
-    return run_job(
-        source,
-        output,
-        tokenizer=_bounded(llm.tokenizer, llm.options.max_model_len),
-        validate=guarded(validate),
-        run=run if watch is None else watch.run(run),
-        planner=planner if watch is None else watch.planner(planner),
-        max_model_len=llm.options.max_model_len,
-        max_num_seqs=llm.options.max_num_seqs,
-        model_identity=model_identity(llm.path),
-        model_name=llm.name,
-        options={**llm.options.job_identity(llm.asked), **_schema_options(llm)},
-        compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
-        token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
-        force=force,
-        keep_going=keep_going,
-        on_progress=on_progress,
-        on_first_error=on_first_error,
-        on_warning=on_warning,
-        on_open_ended=on_open_ended,
-    )
-
-
-def _bounded(tokenizer: Tokenizer | None, max_model_len: int | None) -> BoundedTokenizer | None:
-    from onestem.engine.text.bounded import BoundedTokenizer
-
-    assert max_model_len is not None  # settled by the engine
-    return None if tokenizer is None else BoundedTokenizer(tokenizer, max_model_len)
-
-
-def check_trace(
-    options: EngineOptions,
-    source: str | os.PathLike[str] | JobInput,
-    output: str | os.PathLike[str],
-) -> None:
-    """Raise `JobError` where a job's trace would be written over a file of the job."""
-    if options.trace is None:
-        return
-    trace, workplace = Path(options.trace), Workplace(Path(output))
-    given = Path(source.path if isinstance(source, JobInput) else source)
-    files = {
-        "input": given,
-        "output": workplace.output,
-        "unfinished output": workplace.partial,
-        "work folder": workplace.folder,
-    }
-    for what, path in files.items():
-        check_apart("trace", trace, {f"the job's {what}": path})
-        if path.is_dir() and path.resolve() in trace.resolve().parents:
-            raise JobError(f"trace {trace} is inside of the job's {what}: choose another file")
-
-
-def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
-    """The functions that answer requests and that validate them."""
-    if isinstance(llm, Replicas):
-        return llm.run, llm.validate
-    return partial(_run, llm), llm.engine.validate
-
-
-def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-    """The engine's own `run`. Any error but a caller's mistake is the engine's death."""
-    there: set[str] = set()
-
-    def noted() -> Iterator[Request]:
-        for request in requests:
-            there.add(request.request_id)
-            yield request
-
-    try:
-        for output in llm.engine.run(noted()):
-            there.discard(output.request_id)
-            yield output
-    except RankError as error:
-        raise EngineDiedError(str(error), there) from error
-    except (*ENDS, OnestemError):
-        raise
-    except BaseException as error:
-        log.error("the engine died", exc_info=error)
-        raise EngineDiedError(in_one_line(error), there) from error
-
-
-def _schema_options(llm: LLM | Replicas) -> dict[str, str]:
-    """What answers to prompts in PML also depend on; empty where there is no schema."""
-    if llm.tokenizer is None or not llm.schemas.layouts:
-        return {}
-    return schema_options([to_markup(layout.schema) for layout in llm.schemas.layouts.values()])
-
-
-def schema_options(markups: Sequence[str]) -> dict[str, str]:
-    """The job option that stands for its schemas; empty where there are none."""
-    if not markups:
-        return {}
-    return {"schemas": hashlib.sha256("".join(markups).encode()).hexdigest()[:16]}
 
 
 def plan_file(
@@ -228,12 +93,6 @@ def plan_file(
     for name, given in (("replicas", replicas), ("price_per_hour", price)):
         if given is not None and not predicts:
             raise ConfigError(f"{name} needs a prediction: leave --no-predict out")
-    from onestem.engine.schedule.admission import check_request, model_len
-    from onestem.engine.text.tokenizer import Tokenizer
-    from onestem.forecasts import Target
-    from onestem.models.config import ModelConfig
-    from onestem.models.find import find_model
-
     if not isinstance(source, JobInput):
         source = JobInput(source)
     if html is not None:
@@ -243,36 +102,15 @@ def plan_file(
         read = {f"schema {one}": one for one in schemas}
         page = {} if html is None else {"the page of --html": html}
         ordered = OrderedLines(source, write, force=force, others=read | page)
-    path = find_model(options.model)
-    config = ModelConfig.from_directory(path)
-    target = Target.of(options, config, predicts=predicts)
-    tokenizer = Tokenizer.from_directory(path)
-    most = model_len(config.max_position_embeddings, target.kv_tokens, options.max_model_len)
-    validate = partial(
-        check_request,
-        max_model_len=most,
-        vocab_size=config.vocab_size,
-        tokenizer=tokenizer,
-        max_num_seqs=options.max_num_seqs,
-    )
     place = Workplace(folder / "plan.jsonl")
     with place.locked(), file_errors(folder):
-        write_spool(
-            source,
-            place,
-            "plan",
-            tokenizer=_bounded(tokenizer, most),
-            validate=validate,
-            on_chunk=partial(_tell_read, on_progress, source.num_bytes),
-            first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
-            max_model_len=most,
-            compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
-            parse_special=source.parse_special,
-        )
+        target, tokenizer, most = _write_spool(
+            source, place, options, schemas, predicts, on_progress,
+            FirstLines(source, keep_going=keep_going, tell=on_first_error),
+        )  # fmt: skip
+        planner = planner_of(options, target.kv_tokens)
         with contextlib.closing(Spool(place, "plan")) as spool:
-            planned = _Planned(
-                source, spool, planner_of(options, target.kv_tokens), tokenizer, target, most
-            )
+            planned = _Planned(source, spool, planner, tokenizer, target, most)
             report = planned.report(replicas, folder if advises else None, price)
             if html is not None:
                 write_page(
@@ -287,6 +125,50 @@ def plan_file(
                 lines = ordered.write(planned.line_numbers)
                 report["written"] = {"path": str(write), "lines": lines}
             return report
+
+
+def _write_spool(
+    source: JobInput,
+    place: Workplace,
+    options: EngineOptions,
+    schemas: Sequence[Path],
+    predicts: bool,
+    on_progress: Callable[[Progress], object] | None,
+    first_lines: FirstLines,
+) -> tuple[Target, Tokenizer | None, int]:
+    """Tokenise a job into the spool "plan"; returns where it is to run, the model's tokenizer, and
+    the maximum tokens of a sequence."""
+    from onestem.engine.schedule.admission import check_request, model_len
+    from onestem.engine.text.tokenizer import Tokenizer
+    from onestem.forecasts import Target
+    from onestem.models.config import ModelConfig
+    from onestem.models.find import find_model
+
+    path = find_model(options.model)
+    config = ModelConfig.from_directory(path)
+    target = Target.of(options, config, predicts=predicts)
+    tokenizer = Tokenizer.from_directory(path)
+    most = model_len(config.max_position_embeddings, target.kv_tokens, options.max_model_len)
+    validate = partial(
+        check_request,
+        max_model_len=most,
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer,
+        max_num_seqs=options.max_num_seqs,
+    )
+    write_spool(
+        source,
+        place,
+        "plan",
+        tokenizer=bounded(tokenizer, most),
+        validate=validate,
+        on_chunk=partial(_tell_read, on_progress, source.num_bytes),
+        first_lines=first_lines,
+        max_model_len=most,
+        compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
+        parse_special=source.parse_special,
+    )
+    return target, tokenizer, most
 
 
 def _tell_read(
